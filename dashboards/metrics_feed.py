@@ -1,21 +1,24 @@
 """Feeds an `Exporter` from a run directory: what has been written since the last time."""
 
 import asyncio
+import contextlib
 import json
 import math
+import threading
+import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from braid.dashboards.metrics import Exporter, PrometheusSink, Sink, layout_of
+from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink
 from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_bytes, read_text
-from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.yaml_text import parse_yaml
 
 
@@ -25,37 +28,24 @@ class MetricsFeed:
     A run that goes back some steps cuts its files: the steps that run again are told again, others are not.
     """
 
-    def __init__(self, run: Path, sink: Sink, since: float = -math.inf) -> None:
+    def __init__(self, run: Path, sink: PrometheusSink | RaySink, since: float = -math.inf) -> None:
         """Lines with a ``time`` up to ``since`` (Unix time in seconds) are history and not told."""
-        name = str(_content(run / "config.yaml", _config).get("name", run.name))
-        self._exporter = exporter = Exporter(sink, name, ParallelLayout())
-        self._described: tuple[tuple[Path, Callable[[str], Any], Callable[[dict[str, Any]], None]], ...] = (
-            (run / "config.yaml", _config, self._lay_out),
-            (run / "predicted.json", json.loads, exporter.predicted),
-        )
-        self._facts: dict[Path, tuple[int, int, int] | None] = {}
-        self._files = tuple(
-            (_NewLines(run / name, newest=since), take)
-            for name, take in (
-                ("events.jsonl", exporter.event),
-                ("metrics.jsonl", exporter.metrics),
-                ("ranks.jsonl", exporter.ranks),
-            )
-        )
+        self._run = run
+        self._exporter = Exporter(sink, str(_content(run / "config.yaml").get("name", run.name)))
+        self._facts: dict[str, tuple[int, int, int] | None] = {}
+        files = ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
+        self._files = {name: _NewLines(run / name, newest=since) for name in files}
 
     def refresh(self) -> None:
         """Pass on what is new; files that are missing or half written are left for later."""
-        for path, parse, tell in self._described:
-            if (facts := file_facts(path)) != self._facts.get(path):
-                self._facts[path] = facts
-                tell(_content(path, parse))
-        for lines, take in self._files:
+        for path in (self._run / "config.yaml", self._run / "predicted.json"):
+            if (facts := file_facts(path)) != self._facts.get(path.name):
+                self._facts[path.name] = facts
+                self._exporter.take(path.name, _content(path))
+        for name, lines in self._files.items():
             for batch in lines.batches():
                 for line in batch:
-                    take(line)
-
-    def _lay_out(self, config: Mapping[str, Any]) -> None:
-        self._exporter.layout = layout_of(config)
+                    self._exporter.take(name, line)
 
 
 @dataclass
@@ -74,8 +64,7 @@ class _NewLines(GrowingLines):
 
     def _took(self, lines: list[bytes]) -> None:
         end = self._offset
-        if not self._ends:
-            self._begins = end
+        self._begins = self._begins if self._ends else end
         for line in lines:
             end += len(line) + 1
             self._ends.append(end)
@@ -117,20 +106,38 @@ def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:
     async def metrics(request: web.Request) -> web.Response:
         async with reading:
             await asyncio.to_thread(feed.refresh)
-        body, kind = sink.render()
-        return web.Response(body=body, headers={"Content-Type": kind})
+        return web.Response(
+            body=generate_latest(sink.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     return web.get("/metrics", metrics, allow_head=False)
 
 
-def _config(text: str) -> Any:
-    return parse_yaml(text, "config.yaml")
+@contextlib.contextmanager
+def told_to_ray(run: Path, module: Any, every_s: float = 5.0) -> Iterator[None]:
+    """Tell Ray what a run does from now on, while the block lasts; ``module``: ``ray.util.metrics``."""
+    sink, over = RaySink(module), threading.Event()
+    feed = MetricsFeed(run, sink, since=time.time())
 
+    def tell() -> None:
+        while not over.wait(every_s):
+            feed.refresh()
+            sink.refresh()
 
-def _content(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """A file's mapping; an empty one where there is none."""
+    thread = threading.Thread(target=tell, name="braid-metrics", daemon=True)
+    thread.start()
     try:
-        content = parse(read_text(path) or "")
+        yield
+    finally:
+        over.set()
+        thread.join()
+        feed.refresh()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The mapping in a file of YAML, as JSON is too; an empty one where there is none."""
+    try:
+        content = parse_yaml(read_text(path) or "", path.name)
     except (NotReadableError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

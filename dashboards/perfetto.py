@@ -1,16 +1,16 @@
-"""A run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Spans, measured or simulated, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 A process per rank; a lane for compute, one for each link, and one for waiting until a peer too has issued a
-collective. Strands differ in colour; blocks stand above
-the operators that they hold; arrows lead from a message between stages to the block that it arrives for.
+collective. Strands differ in colour; blocks stand above the operators that they hold; arrows lead from a
+message between stages to the block that it arrives for.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.json_text import json_text
 from braid.scheduling.operators import Stream
+from braid.scheduling.span_batches import Batch, begin_of
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
 
 LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3, "waiting": 4}
@@ -28,40 +28,32 @@ _Key = tuple[int, int, int, str]
 """Step, micro-batch, chunk and direction: a block, whichever rank runs it."""
 
 
-def perfetto_trace(traces: TraceFolder, steps: Iterable[int]) -> str:
+def perfetto_trace(batches: Sequence[Batch]) -> str:
     """The trace of some steps as JSON text; times in microseconds from the first span's begin."""
-    chosen = list(steps)
-    begin = min(
-        (int(r["start_ns"][0]) for t in traces.ranks.values() for s in chosen if len(r := t.records(s))),
-        default=0,
-    )
+    begin = begin_of(batches)
     events: list[dict[str, Any]] = []
     sent: list[tuple[_Key, int, dict[str, Any]]] = []
     first: dict[_Key, list[tuple[int, dict[str, Any]]]] = {}
-    for rank, trace in sorted(traces.ranks.items()):
+    for rank in sorted({batch.rank for batch in batches}):
         events += _names(rank)
-        for step in chosen:
-            seen: set[_Key] = set()
-            for record in trace.records(step):
-                label = trace.labels[int(record["label"])]
-                event = _event(rank, record, label, begin)
-                events.append(event)
-                key = _block(record)
-                if label.operator.startswith(_MESSAGE):
-                    sent.append((key, rank, event))
-                elif record["micro_batch"] >= 0 and label.stream is Stream.COMPUTE and key not in seen:
-                    seen.add(key)
-                    first.setdefault(key, []).append((rank, event))
+    for batch in batches:
+        seen: set[_Key] = set()
+        for record in batch.records:
+            label = batch.labels[record["label"]]
+            event = _event(batch, record, label, begin)
+            events.append(event)
+            direction = DIRECTIONS[record["direction"]]
+            key = batch.step, int(record["micro_batch"]), int(record["chunk"]), direction
+            if label.operator.startswith(_MESSAGE):
+                sent.append((key, batch.rank, event))
+            elif record["micro_batch"] >= 0 and label.stream is Stream.COMPUTE and key not in seen:
+                seen.add(key)
+                first.setdefault(key, []).append((batch.rank, event))
     events += _arrows(sent, first)
     return json_text({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _block(record: Any) -> _Key:
-    direction = DIRECTIONS[record["direction"]]
-    return int(record["step"]), int(record["micro_batch"]), int(record["chunk"]), direction
-
-
-def _event(rank: int, record: Any, label: Label, begin: int) -> dict[str, Any]:
+def _event(batch: Batch, record: Any, label: Label, begin: int) -> dict[str, Any]:
     strand, direction = STRANDS[record["strand"]], DIRECTIONS[record["direction"]]
     kind = KINDS[record["kind"]]
     lane = LANES[label.stream] if kind == "operator" else LANES["waiting" if kind == "waiting" else "block"]
@@ -70,12 +62,12 @@ def _event(rank: int, record: Any, label: Label, begin: int) -> dict[str, Any]:
         "name": label.operator,
         "cat": ",".join(filter(None, (strand, direction))) or "step",
         "ph": "X",
-        "pid": rank,
+        "pid": batch.rank,
         "tid": lane,
         "ts": (int(record["start_ns"]) - begin) / 1000,
         "dur": (int(record["end_ns"]) - int(record["start_ns"])) / 1000,
         "args": {
-            "step": int(record["step"]) + 1,
+            "step": batch.step + 1,
             "strand": strand,
             "direction": direction,
             "micro_batch": int(record["micro_batch"]),

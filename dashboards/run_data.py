@@ -4,6 +4,7 @@ Nothing is read but the files of a run that are known by name; what is missing i
 is named in ``trouble``. Steps count from 1 here, as in ``metrics.jsonl``; in traces they count from 0.
 """
 
+import json
 import secrets
 import threading
 import time
@@ -26,22 +27,17 @@ from braid.dashboards.run_files import (
     shown_config,
 )
 from braid.dashboards.step_columns import StepColumns
-from braid.dashboards.timeline_view import (
-    Durations,
-    first_begin,
-    packed_step,
-    predicted_durations,
-    trace_of_spans,
-)
+from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.compare_traces import read_trace
 from braid.scheduling.json_text import finite
-from braid.scheduling.operators import Stream
+from braid.scheduling.record_numbers import phases
+from braid.scheduling.span_batches import Batch, begin_of, read_batches
 from braid.scheduling.spec import AXES, ParallelLayout
 from braid.scheduling.stragglers import LAST, TIMES, stragglers
-from braid.scheduling.trace import Span, length_ns, merge
+from braid.scheduling.trace_arrays import length
 from braid.scheduling.yaml_text import parse_yaml
 
+PREDICTED: Final = "trace/predicted.arrows"
 DESCRIPTIONS: Final = (
     "config.yaml",
     "model.json",
@@ -50,8 +46,7 @@ DESCRIPTIONS: Final = (
     "profile.json",
     "predicted.json",
     "report.json",
-    "trace/predicted.json",
-    "trace/measured.json",
+    PREDICTED,
 )
 RANKS_AT_ONCE: Final = 16
 """Ranks in one answer with a timeline."""
@@ -95,7 +90,7 @@ class RunData:
         self._trace = TraceFolder(directory / "trace")
         self._trace_due = 0.0
         self._trace_version = 0
-        self._answers: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
+        self._answers: OrderedDict[tuple[int, ...], str] = OrderedDict()
 
     def check(self) -> None:
         """`ValueError` where there is no run to show."""
@@ -173,20 +168,7 @@ class RunData:
         self._trace.keep = min(max(1024 // ranks, _SPAN_STEPS[0]), _SPAN_STEPS[1])
         if self._trace.refresh():
             self._trace_version += 1
-        if not self._trace.ranks and self._columns.steps:
-            self._take_measured()
         self._trace_due = time.monotonic() + 20 * (time.monotonic() - now)
-
-    def _take_measured(self) -> None:
-        """Runs of before there were batches of spans have the last step as a Chrome trace."""
-        path = self.directory / "trace" / "measured.json"
-        if file_facts(path) is None:
-            return
-        try:
-            self._trace.ranks.update(trace_of_spans(read_trace(path), self._columns.steps[-1] - 1))
-        except ValueError:
-            return
-        self._trace_version += 1
 
     def _traced(self) -> list[int]:
         """Steps that every rank with a trace has, counted from 1; without any, those of some rank."""
@@ -233,23 +215,19 @@ class RunData:
             return [0] * ranks
         return [layout.coordinate(rank)["pp"] for rank in range(ranks)]
 
-    def timeline(self, step: int, first_rank: int) -> bytes | None:
-        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`); None if no rank has spans of it."""
+    def timeline(self, step: int, first_rank: int) -> str | None:
+        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`) as JSON; None if no rank has it."""
         with self._lock:
-            ranks = self._trace.ranks
-            begin = first_begin(ranks.values(), step - 1)
-            if begin is None:
+            batches = self._trace.step(step - 1)
+            begin = begin_of(batches)
+            chosen = [one for one in batches if 0 <= one.rank - first_rank < RANKS_AT_ONCE]
+            if not chosen:
                 return None
-            chosen = {
-                rank: trace
-                for rank, trace in ranks.items()
-                if first_rank <= rank < first_rank + RANKS_AT_ONCE and (step - 1) in trace.steps
-            }
-            size = sum(len(part) for trace in chosen.values() for part in trace.steps[step - 1])
-            generation = max((trace.generation for trace in chosen.values()), default=0)
-            key = (step, first_rank, begin, size, generation)
+            key = (step, first_rank, begin, len(chosen), max(one.generation for one in chosen))
             if key not in self._answers:
-                self._answers[key] = packed_step(chosen, step - 1, begin, self._described.predicted)
+                damage = {rank: trace.damage for rank, trace in self._trace.ranks.items()}
+                content = step_columns(chosen, begin, self._described.predicted, damage)
+                self._answers[key] = json.dumps(content, separators=(",", ":"), allow_nan=False)
                 while len(self._answers) > 1 and sum(map(len, self._answers.values())) > _CACHED_BYTES:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(key)
@@ -282,8 +260,7 @@ def _describe(directory: Path) -> _Described:
     profile = tried(plan_view.read_profile, directory)
     layout = _layout(config)
     cluster = _ranks(found["cluster"], layout)
-    predicted = directory / "trace" / "predicted.json"
-    spans = tried(read_trace, predicted) if file_facts(predicted) else None
+    spans = tried(read_batches, directory / PREDICTED) if file_facts(directory / PREDICTED) else None
     report = found["report"] if isinstance(found["report"], dict) else {}
     config = shown_config(config) if isinstance(config, dict) else {}
     train = config.get("train")
@@ -311,16 +288,11 @@ def _describe(directory: Path) -> _Described:
     )
 
 
-def _predicted(content: Any, spans: Sequence[Span] | None) -> dict[str, Any] | None:
+def _predicted(content: Any, batches: Sequence[Batch] | None) -> dict[str, Any] | None:
     """The simulated step's numbers, with the mean time that its ranks compute."""
     if not isinstance(content, dict):
         return None
-    compute: dict[int, list[tuple[int, int]]] = {}
-    for span in spans or ():
-        own = compute.setdefault(span.rank, [])
-        if span.stream is Stream.COMPUTE:
-            own.append((span.start_ns, span.end_ns))
-    busy = [length_ns(merge(own)) / 1e9 for own in compute.values()]
+    busy = [length(phases(one.records, one.labels).computing) / 1e9 for one in batches or ()]
     return {**content, "compute_seconds": fmean(busy) if busy else None}
 
 

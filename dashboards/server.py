@@ -299,7 +299,7 @@ async def _timeline(request: web.Request) -> web.Response:
     body = await asyncio.to_thread((await _run(request)).timeline, step, first)
     if body is None:
         return web.Response(status=204)  # no error: pages ask for steps whose spans have just been removed
-    return web.Response(body=body, content_type="application/octet-stream")
+    return web.Response(text=body, content_type="application/json")
 
 
 async def _events(request: web.Request) -> web.StreamResponse:

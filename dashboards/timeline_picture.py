@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
-from braid.dashboards.trace_folder import RankTrace, TraceFolder
+from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.record_numbers import times_of
-from braid.scheduling.span_batches import Records
-from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS
-from braid.scheduling.trace_arrays import IntArray, joined, length, union, without
+from braid.scheduling.record_numbers import phases, times_of
+from braid.scheduling.span_batches import Batch, Records, apart, begin_of
+from braid.scheduling.trace import DIRECTIONS, STRANDS
+from braid.scheduling.trace_arrays import IntArray, length, without
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 _LANE_NAMES: Final = {
@@ -46,57 +44,48 @@ def comparison_png(steps: Mapping[str, tuple[TraceFolder, int]], ranks: Sequence
 
 @dataclass(frozen=True)
 class _Panel:
-    """A step that is drawn: its ranks, and the lanes that some of them use."""
+    """A step that is drawn: what its ranks did, and the lanes that some of them use."""
 
-    name: str
-    traces: TraceFolder
-    step: int
-    ranks: tuple[int, ...]
+    title: str
+    batches: tuple[Batch, ...]
     lanes: tuple[Stream, ...]
-    begin: int
 
     @classmethod
     def of(cls, name: str, traces: TraceFolder, step: int, ranks: Sequence[int] | None) -> "_Panel":
-        known = [r for r in (ranks or sorted(traces.ranks)) if len(traces.ranks[r].records(step))]
-        chosen = tuple(known[:MOST_RANKS])
-        if not chosen:
+        batches = [one for one in traces.step(step) if ranks is None or one.rank in ranks][:MOST_RANKS]
+        if not batches:
             raise ValueError(f"there are no spans of step {step + 1}")
-        lanes = tuple(ln for ln in LANES if any(_uses(traces.ranks[rank], step, ln) for rank in chosen))
-        begin = min(int(traces.ranks[rank].records(step)["start_ns"].min()) for rank in chosen)
-        return cls(name, traces, step, chosen, lanes, begin)
+        lanes = [lane for lane in LANES if any(len(_on_lane(one, lane)) for one in batches)]
+        found = [phases(one.records, one.labels) for one in batches]
+        total = sum(length(one.moving) for one in found)
+        hidden = sum(length(one.hidden) for one in found)
+        share = f"{hidden / total:.0%} of communication is hidden behind compute"
+        ends = max(int(one.records["end_ns"].max()) for one in batches)
+        title = f"{name}: {(ends - begin_of(batches)) / 1e6:.0f} ms" if name else f"step {step + 1}"
+        return cls(f"{title}: {share if total else 'no communication'}", tuple(batches), tuple(lanes))
 
     @property
     def rows(self) -> int:
         """Lanes, with a free one after those of every rank."""
-        return len(self.ranks) * (len(self.lanes) + 1)
+        return len(self.batches) * (len(self.lanes) + 1)
 
     def draw(self, axes: Any) -> None:
         """Draw the lanes, with the share that is hidden as title."""
-        ticks, names = [], []
-        hidden = total = 0
-        for place, rank in enumerate(self.ranks):
-            trace = self.traces.ranks[rank]
-            records = trace.records(self.step)
-            found = awaited(trace, records)
-            total += (lasts := length(found.moving))
-            hidden += lasts - length(found.exposed)
+        begin, ticks = begin_of(self.batches), {}
+        for place, batch in enumerate(self.batches):
+            found = phases(batch.records, batch.labels)
             for number, lane in enumerate(self.lanes):
                 y = place * (len(self.lanes) + 1) + number
-                ticks.append(y)
-                names.append(f"rank {rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane])
-                own = records[records_on(trace, records, lane)]
-                _draw(axes, own, y, self.begin)
-                bare = found.peers if lane is Stream.COMPUTE else without(times_of(own), found.busy)
-                colour = PEERS if lane is Stream.COMPUTE else EXPOSED
-                axes.broken_barh(_bars(bare, self.begin), (y + 0.28, 0.12), color=colour)
-        axes.set_yticks(ticks, names)
+                ticks[y] = f"rank {batch.rank}  {_LANE_NAMES[lane]}" if number == 0 else _LANE_NAMES[lane]
+                own = _on_lane(batch, lane)
+                _draw(axes, own, y, begin)
+                bare, colour = without(times_of(own), found.computing), EXPOSED
+                if lane is Stream.COMPUTE:
+                    bare, colour = found.waiting, PEERS
+                axes.broken_barh(_bars(bare, begin), (y + 0.28, 0.12), color=colour)
+        axes.set_yticks([*ticks], [*ticks.values()])
         axes.set_ylim(self.rows - 0.6, -0.6)
-        share = (
-            f"{hidden / total:.0%} of communication is hidden behind compute" if total else "no communication"
-        )
-        ends = max(int(self.traces.ranks[rank].records(self.step)["end_ns"].max()) for rank in self.ranks)
-        name = f"{self.name}: {(ends - self.begin) / 1e6:.0f} ms" if self.name else f"step {self.step + 1}"
-        axes.set_title(f"{name}: {share}", loc="left")
+        axes.set_title(self.title, loc="left")
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -119,38 +108,10 @@ def _png(panels: Sequence[_Panel]) -> bytes:
     return output.getvalue()
 
 
-def _uses(trace: RankTrace, step: int, lane: Stream) -> bool:
-    records = trace.records(step)
-    return bool(records_on(trace, records, lane).any())
-
-
-def records_on(trace: RankTrace, records: Records, lane: Stream) -> Any:
-    """Which records are operators of a stream."""
-    mine = [number for number, label in trace.labels.items() if label.stream is lane]
-    return np.isin(records["label"], mine) & (records["kind"] == KINDS.index("operator"))
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """When a rank has something under way or waits; each disjoint intervals (n, 2) in order."""
-
-    busy: IntArray
-    moving: IntArray
-    """With some transfer under way."""
-    exposed: IntArray
-    """Of these, with nothing computed."""
-    peers: IntArray
-    """With nothing running, as another rank had not issued a collective yet."""
-
-
-def awaited(trace: RankTrace, records: Records) -> Awaited:
-    """What a rank waits for in a step."""
-    busy = union(times_of(records[records_on(trace, records, Stream.COMPUTE)]))
-    links = records_on(trace, records, Stream.INTRA) | records_on(trace, records, Stream.INTER)
-    moving = union(times_of(records[links]))
-    waits = times_of(records[records["kind"] == KINDS.index("waiting")])
-    exposed = without(moving, busy)
-    return Awaited(busy, moving, exposed, without(waits, joined([busy, moving])))
+def _on_lane(batch: Batch, lane: Stream) -> Records:
+    """The operators of a stream."""
+    operators, _, _ = apart(batch.records)
+    return operators[batch.labels.streams[operators["label"]] == lane]
 
 
 def _bars(spans: IntArray, begin: int) -> list[tuple[float, float]]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from rich.text import Text
 
-from braid.dashboards.timeline_picture import awaited
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.trace_arrays import FloatArray, IntArray, without
+from braid.scheduling.record_numbers import phases
+from braid.scheduling.trace_arrays import FloatArray, IntArray
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _ROWS = (
@@ -26,10 +26,9 @@ def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0
     """
     shown = []
     for name, (traces, step) in steps.items():
-        trace = traces.ranks[rank]
-        records = trace.records(step)
-        found = awaited(trace, records)
-        rows = (found.busy, without(found.moving, found.exposed), found.exposed, found.peers)
+        batch = traces.ranks[rank].steps[step]
+        records, found = batch.records, phases(batch.records, batch.labels)
+        rows = found.computing, found.hidden, found.exposed, found.waiting
         shown.append((name, int(records["start_ns"].min()), int(records["end_ns"].max()), rows))
     column = max(end - begin for _, begin, end, _ in shown) / width
     waits = any(len(rows[-1]) for *_, rows in shown)

@@ -1,7 +1,6 @@
 """Reads the spans that a run keeps in ``trace/``: a series of files per rank, growing while the run goes on.
 
-``rank-00003.0007.spans`` is the eighth file of rank 3. A file begins with all labels known at that time, so
-the oldest ones may vanish (rotation) and the rest stays readable.
+``rank-00003.0007.arrows`` is the eighth file of rank 3. Each can be read alone: the oldest ones may vanish.
 """
 
 import re
@@ -13,32 +12,19 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.span_batches import Batch, Records, concatenated, decode, span_of
-from braid.scheduling.trace import KINDS, Label, Span
+from braid.scheduling.span_batches import SUFFIX, Batch, decode
 
-_NAME: Final = re.compile(r"rank-(\d{5})\.(\d{4,})\.spans")
+_NAME: Final = re.compile(rf"rank-(\d{{5}})\.(\d{{4,}}){re.escape(SUFFIX)}")
 
 
 @dataclass
 class RankTrace:
-    """What is known of one rank: its labels by number, and records by step, in the order of arrival."""
+    """What is known of one rank."""
 
-    labels: dict[int, Label] = field(default_factory=dict)
-    steps: dict[int, list[Records]] = field(default_factory=dict)
-    generation: int = 0
-    first_label: int = 0
-    """Number of the generation's first label."""
-    dropped: int = 0
-    every: int = 1
-    begins_anew: bool = False
-    """Whether no record of the present generation has come yet."""
+    steps: dict[int, Batch] = field(default_factory=dict)
+    """In order; records are sorted by their begin."""
     damage: str = ""
     """Why a file was not read to its end."""
-
-    def records(self, step: int) -> Records:
-        """All records of a step, sorted by their begin; empty if there are none."""
-        found = concatenated(self.steps.get(step, []))
-        return found[np.argsort(found["start_ns"], kind="stable")]
 
 
 @dataclass
@@ -70,7 +56,7 @@ class TraceFolder:
                 for batch, place in decode(data):
                     end = place
                     self._take(trace, batch)
-                    new = new or len(batch.records) > 0
+                    new = True
             except ValueError as error:
                 trace.damage = f"{path.name}: {error}"
                 end = len(data)
@@ -78,52 +64,37 @@ class TraceFolder:
         return new
 
     def _files(self) -> Iterator[tuple[int, Path]]:
+        """By rank, the oldest first: from number 9999 on, names do not stand in order."""
+        found = []
         try:
-            entries = sorted(self.path.iterdir())
+            for path in self.path.iterdir():
+                if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+                    found.append((int(match[1]), int(match[2]), path))
         except OSError:
             return
-        for path in entries:
-            if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
-                yield int(match[1]), path
+        yield from ((rank, path) for rank, _, path in sorted(found))
 
     def _take(self, trace: RankTrace, batch: Batch) -> None:
-        if batch.generation != trace.generation:
-            # Its labels count from 0 again: they follow those of the steps that stay.
-            trace.first_label = max(trace.labels, default=-1) + 1
-            trace.generation, trace.begins_anew = batch.generation, True
-        trace.dropped, trace.every = batch.dropped, batch.every
-        trace.labels.update(enumerate(batch.labels, start=trace.first_label + batch.first_label))
-        records = batch.records.copy()
-        records["label"] += np.uint32(trace.first_label)
-        if not len(records):
-            return
-        if trace.begins_anew:
-            # Maybe from an earlier step: what was recorded of it before does not count.
-            first = int(records["step"].min())
-            trace.steps = {step: kept for step, kept in trace.steps.items() if step < first}
-            trace.begins_anew = False
-        for step in np.unique(records["step"]):
-            trace.steps.setdefault(int(step), []).append(records[records["step"] == step])
-        for old in sorted(trace.steps)[: -self.keep]:
-            del trace.steps[old]
+        # A generation may begin with an earlier step: what was recorded of it before does not count.
+        while trace.steps and next(reversed(trace.steps)) >= batch.step:
+            trace.steps.popitem()
+        order = np.argsort(batch.records["start_ns"], kind="stable")
+        trace.steps[batch.step] = replace(batch, records=batch.records[order])
+        if len(trace.steps) > self.keep:
+            del trace.steps[next(iter(trace.steps))]
 
     @property
     def steps(self) -> list[int]:
         """Steps of which some rank has records, in order; a step counts from 0."""
         return sorted({step for trace in self.ranks.values() for step in trace.steps})
 
-    def spans(self, step: int) -> list[Span]:
-        """All ranks' operators of a step (blocks are left out), times from the first one's begin."""
-        found: list[Span] = []
-        for rank, trace in sorted(self.ranks.items()):
-            found += [
-                span_of(rank, record, trace.labels[int(record["label"])])
-                for record in trace.records(step)
-                if KINDS[record["kind"]] == "operator"
-            ]
-        begin = min((span.start_ns for span in found), default=0)
-        return [_moved(span, -begin) for span in found]
+    @property
+    def newest(self) -> int:
+        """The last of `steps`. `ValueError` if there is none."""
+        if not (steps := self.steps):
+            raise ValueError(f"{self.path} holds no spans; train with telemetry.spans=true")
+        return steps[-1]
 
-
-def _moved(span: Span, by_ns: int) -> Span:
-    return replace(span, start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
+    def step(self, step: int) -> list[Batch]:
+        """What ranks have recorded of a step, in their order."""
+        return [trace.steps[step] for _, trace in sorted(self.ranks.items()) if step in trace.steps]

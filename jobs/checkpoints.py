@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from braid.actors.config import ConfigError, read_content
@@ -40,9 +40,9 @@ class Examined:
         """The layout that wrote it, such as ``tp 2 x pp 2``; None if it is not verified."""
         if self.manifest is None:
             return None
-        return from_mapping(
-            ParallelLayout, self.manifest.layout, f"{self.path / MANIFEST}: layout"
-        ).describe()
+        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more
+        layout = {key: value for key, value in self.manifest.layout.items() if key in known}
+        return from_mapping(ParallelLayout, layout, f"{self.path / MANIFEST}: layout").describe()
 
     @property
     def shape(self) -> ModelShape:

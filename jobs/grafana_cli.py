@@ -14,6 +14,7 @@ grafana = typer.Typer(
     no_args_is_help=True,
 )
 
+Prometheus = Annotated[str, typer.Option(help="Prometheus as Grafana reaches it.")]
 Folder = Annotated[str, typer.Option("--folder", help="Title of the folder in Grafana.")]
 
 
@@ -25,8 +26,7 @@ def push(
     ] = None,
     folder: Folder = "Braid",
     prometheus_url: Annotated[
-        str | None,
-        typer.Option(help="Prometheus as Grafana reaches it; without it, data sources are left alone."),
+        str | None, typer.Option(help="Prometheus as Grafana reaches it; default: leave data sources alone.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.1)] = 10.0,
 ) -> None:
@@ -40,12 +40,10 @@ def push(
 def export(
     directory: Annotated[Path, typer.Argument(help="Folder for the files.", metavar="DIR")],
     folder: Folder = "Braid",
-    prometheus_url: Annotated[
-        str, typer.Option(help="Prometheus as Grafana reaches it.")
-    ] = "http://127.0.0.1:9090",
+    prometheus_url: Prometheus = "http://127.0.0.1:9090",
 ) -> None:
     """Write dashboards, data source and rules as files that Grafana and Prometheus read."""
-    from braid.dashboards.grafana.files import export as write
+    from braid.dashboards.grafana import export as write
 
     for path in write(directory, prometheus_url, folder):
         typer.echo(path)

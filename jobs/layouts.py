@@ -63,7 +63,7 @@ def with_layout(
             found.append(MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0]))
             continue
         made = find_or_decide(one, shape, profile)
-        seconds = json.loads(made.files["predicted.json"])["step_seconds"]
+        seconds = json.loads(made.texts["predicted.json"])["step_seconds"]
         known[layout] = one
         found.append(MeasuredLayout(layout=layout, schedule=made.name, seconds=seconds))
     found.sort(key=lambda one: float("inf") if one.seconds is None else one.seconds)

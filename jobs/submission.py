@@ -5,7 +5,6 @@ where it is: relative paths are made absolute here, and must mean the same on al
 """
 
 import contextlib
-import getpass
 import logging
 import os
 import re
@@ -13,42 +12,26 @@ import shlex
 import socket
 import tempfile
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from braid import __version__
-from braid.actors.config import NAME_PATTERN, Config, ConfigError, parse_config
+from braid.actors.config import NAME_PATTERN, Config, ConfigError
 from braid.actors.config.paths import BYTES, anchored, expanded
 from braid.actors.config.variables import looks_secret
-from braid.dashboards.run_files import NotReadableError, read_text
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.doors import check_job_server, is_loopback
 from braid.jobs.session import package
-from braid.scheduling.yaml_text import parse_yaml
 
-CONFIG_FILE = "run.yaml"
 STOP_SECONDS = 120
 """For so long a job that is told to stop may take to save a checkpoint; Ray's own default is 3."""
 
-_RUN, _BY, _AT = "braid_run", "braid_submitted_by", "braid_submitted_at"
-_MARK = "braid_submission"
-"""Tells one submission from another of the same name."""
-_LAYOUT, _VERSION, _DIRECTORY, _STOP = (
-    "braid_layout",
-    "braid_version",
-    "braid_directory",
-    "braid_stop_seconds",
-)
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
 _CONNECT_SECONDS, _READ_SECONDS = 20.0, 60.0
-_PASSWORD = re.compile(r"[^/@]*@")
 
 
 class JobError(RuntimeError):
@@ -69,6 +52,8 @@ class Job:
     ended: float | None
     entrypoint: str
     metadata: Mapping[str, str]
+    """Of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as it was submitted), ``braid_directory``
+    (as nodes see it), ``braid_submitted_by`` (``user@host``) and ``braid_stop_seconds``."""
 
     @property
     def active(self) -> bool:
@@ -76,49 +61,10 @@ class Job:
         return self.status not in _ENDED
 
     @property
-    def layout(self) -> str | None:
-        """The mesh in words: the present one, where an active run's directory is seen from here."""
-        given = self.metadata.get(_LAYOUT)
-        if not self.active or self.directory is None:
-            return given
-        try:  # whose directory that is, strangers say: no link is followed, nothing large is read
-            text = read_text(Path(self.directory) / "config.yaml")
-            return given if text is None else parse_config(parse_yaml(text, "it")).layout().describe()
-        except (NotReadableError, ValueError, AttributeError):
-            return given
-
-    @property
-    def submitted_by(self) -> str | None:
-        """``user@host``."""
-        return self.metadata.get(_BY)
-
-    @property
-    def directory(self) -> str | None:
-        """The run's directory, as the nodes see it."""
-        return self.metadata.get(_DIRECTORY)
-
-    @property
     def stop_seconds(self) -> float:
         """How long it may take to stop."""
-        given = self.metadata.get(_STOP, "")
+        given = self.metadata.get("braid_stop_seconds", "")
         return float(given) if given.isdecimal() else STOP_SECONDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """What is to be submitted, and how.
-
-    environment   variables of the driver and all ranks; kept by Ray for everybody to read
-    python        the interpreter's name on the nodes
-    stop_seconds  between SIGTERM and SIGKILL, for the last checkpoint
-    """
-
-    config: Config
-    resume: bool = False
-    overwrite: bool = False
-    environment: Mapping[str, str]
-    python: str = "python"
-    stop_seconds: int = STOP_SECONDS
 
 
 class JobServer:
@@ -129,48 +75,54 @@ class JobServer:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--address {address!r} must be a job server such as http://10.0.0.1:8265")
         self._address, self._host = address.rstrip("/"), parts.hostname
-        self._client = _client(self._address)
+        self._client = _client(self._address, is_loopback(self._host))
 
-    def submit(self, submission: Submission) -> Job:
-        """Start a run as a job; `ConfigError` if it is active already, or was there and is not to go on."""
-        config = prepared_config(submission.config)
+    def submit(
+        self,
+        config: Config,
+        options: list[str],
+        environment: Mapping[str, str],
+        python: str,
+        stop_seconds: int,
+    ) -> Job:
+        """Start a run as a job; `ConfigError` if it is active already, or was there and is not to go on.
+
+        options       of ``braid train``: ``--resume`` or ``--overwrite``
+        environment   variables of the driver and all ranks; kept by Ray for everybody to read
+        python        the interpreter's name on the nodes
+        stop_seconds  between SIGTERM and SIGKILL, for the last checkpoint
+        """
+        config = _prepared(config)
         check_job_server(self._address, self._host, config.cluster.allow_unauthenticated)
         jobs = self.jobs()
-        _check_new(config, jobs, submission)
-        new = _free_id(config.name, {job.id for job in jobs})
-        options = ["--resume"] * submission.resume + ["--overwrite"] * submission.overwrite
-        command = [submission.python, "-m", "braid", "train", CONFIG_FILE, *options]
-        metadata = _metadata(config, submission.stop_seconds)
+        _check_new(config.name, jobs, bool(options))
+        taken = {job.id for job in jobs}  # Ray never takes an id twice
+        new = next(name for name in _ids(config.name) if name not in taken)
+        facts = {
+            "run": config.name,
+            "layout": "auto" if config.parallel.auto else config.layout().describe(),
+            "directory": str(config.run_directory),
+            "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
+            "stop_seconds": str(stop_seconds),
+        }
         with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
-            (Path(folder) / CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
-            try:
-                with _answers(self._address):
-                    self._client.submit_job(
-                        entrypoint=shlex.join(command),
-                        submission_id=new,
-                        runtime_env={
-                            "working_dir": folder,
-                            "py_modules": [package()],
-                            "env_vars": {
-                                "RAY_JOB_STOP_WAIT_TIME_S": str(submission.stop_seconds),
-                                **submission.environment,
-                            },
-                        },
-                        metadata=metadata,
-                    )
-            except JobError as error:
-                found = {job.id: job for job in self.jobs()}
-                if new not in found:
-                    raise error
-                if found[new].metadata.get(_MARK) != metadata[_MARK]:  # somebody was faster
-                    _check_new(config, list(found.values()), submission)
-                    raise error
-                # It is ours: a busy server took it, and answered too late.
+            (Path(folder) / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            with _answers():
+                self._client.submit_job(
+                    entrypoint=shlex.join([python, "-m", "braid", "train", "run.yaml", *options]),
+                    submission_id=new,
+                    runtime_env={
+                        "working_dir": folder,
+                        "py_modules": [package()],
+                        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **environment},
+                    },
+                    metadata={f"braid_{key}": value for key, value in facts.items()},
+                )
         return self.find(new, by_run=False)
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
-        with _answers(self._address):
+        with _answers():
             found = [_job(one) for one in self._client.list_jobs() if one.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
@@ -185,18 +137,18 @@ class JobServer:
 
     def logs(self, job: Job) -> str:
         """All that the job has printed."""
-        with _answers(self._address):
+        with _answers():
             return str(self._client.get_job_logs(job.id))
 
     async def follow(self, job: Job) -> AsyncIterator[str]:
         """What the job prints, as it comes, to its end."""
-        with _answers(self._address):
+        with _answers():
             async for text in self._client.tail_job_logs(job.id):
                 yield text
 
     def stop(self, job: Job, seconds: float) -> Job:
         """Tell a job to stop, and wait until it has; `JobError` after ``seconds``."""
-        with _answers(self._address):
+        with _answers():
             self._client.stop_job(job.id)
         now = self.ended(job, seconds)
         if now.active:
@@ -214,7 +166,7 @@ class JobServer:
         return now
 
 
-def prepared_config(config: Config) -> Config:
+def _prepared(config: Config) -> Config:
     """A configuration for a job: checked as far as that can be done here, with absolute paths.
 
     The job joins the cluster that it is submitted to, so no address is left in it.
@@ -245,58 +197,33 @@ def environment_of(settings: list[str]) -> dict[str, str]:
     return found
 
 
-def _check_new(config: Config, jobs: list[Job], submission: Submission) -> None:
+def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
     """Refuse a run that is active, or that ended and is neither to go on nor to be replaced."""
-    same = sorted((job for job in jobs if job.run == config.name), key=lambda job: not job.active)
-    other = "choose another with --set name=..."
+    same = sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
     if same and same[0].active:
         raise ConfigError(
-            f"run {config.name!r} is active: job {same[0].id} is {same[0].status}; wait for it, stop it with "
-            f"'braid jobs stop {config.name}', or {other}"
+            f"run {name!r} is active: job {same[0].id} is {same[0].status}; wait for it, stop it with "
+            f"'braid jobs stop {name}', or choose another with --set name=..."
         )
-    if same and not (submission.resume or submission.overwrite):
+    if same and not goes_on:
         raise ConfigError(
-            f"run {config.name!r} was here before: job {same[0].id} is {same[0].status}; continue it with "
-            f"--resume, replace it with --overwrite, or {other}"
+            f"run {name!r} was here before: job {same[0].id} is {same[0].status}; continue it with "
+            f"--resume, replace it with --overwrite, or choose another with --set name=..."
         )
 
 
-def _free_id(name: str, taken: set[str]) -> str:
-    """NAME, or NAME-2, NAME-3, ...: Ray never takes an id twice."""
-    number, new = 1, name
-    while new in taken:
-        number += 1
-        new = f"{name}-{number}"
-    return new
-
-
-def _metadata(config: Config, stop_seconds: int) -> dict[str, str]:
-    """What is shown of a run; nothing of the environment."""
-    return {
-        _RUN: config.name,
-        _VERSION: __version__,
-        _LAYOUT: "auto" if config.parallel.auto else config.layout().describe(),
-        _DIRECTORY: str(config.run_directory),
-        _BY: f"{_user()}@{socket.gethostname()}",
-        _AT: datetime.now(UTC).isoformat(timespec="seconds"),
-        _STOP: str(stop_seconds),
-        _MARK: uuid.uuid4().hex,
-    }
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container whose user has no name
-        return str(os.getuid())
+def _ids(name: str) -> Iterator[str]:
+    """NAME, NAME-2, NAME-3, ..."""
+    yield name
+    yield from (f"{name}-{number}" for number in count(2))
 
 
 def _job(details: Any) -> Job:
     metadata = {str(key): str(value) for key, value in (details.metadata or {}).items()}
-    run = metadata.get(_RUN)
+    run = metadata.get("braid_run", "")
     return Job(
         id=details.submission_id,
-        run=run if run is not None and re.fullmatch(NAME_PATTERN, run) else None,
+        run=run if re.fullmatch(NAME_PATTERN, run) else None,
         status=details.status.value,
         message=details.message or "",
         started=details.start_time / 1000 if details.start_time else None,
@@ -306,15 +233,14 @@ def _job(details: Any) -> Job:
     )
 
 
-def _client(address: str) -> Any:
+def _client(address: str, local: bool) -> Any:
     """Ray's client for exactly this address, whatever the environment says."""
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
         raise ConfigError("jobs need Ray, which is not installed: pip install 'ray[default]'") from None
 
-    host = urlsplit(address).hostname or ""
-    direct: dict[str, Any] = {"proxies": {"no_proxy": host}} if is_loopback(host) else {}
+    direct: dict[str, Any] = {"proxies": {"no_proxy": urlsplit(address).hostname}} if local else {}
 
     class Client(JobSubmissionClient):
         """Waits for an answer for so long and no longer; asks this machine itself and no proxy."""
@@ -327,21 +253,21 @@ def _client(address: str) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
     names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    with _answers(address):
+    with _answers():
         try:
             return Client(address)
         except OSError:
             raise ConfigError(
                 f"--address {address!r} does not answer; check that a Ray head with its dashboard "
-                f"(ray start --head --dashboard-host=...) runs there"
+                f"(ray start --head --dashboard-host=...) runs there, and that no proxy stands between"
             ) from None
         finally:
             os.environ.update(saved)
 
 
 @contextlib.contextmanager
-def _answers(address: str) -> Iterator[None]:
-    """Turn Ray's complaints about the server at ``address`` into ours."""
+def _answers() -> Iterator[None]:
+    """Turn Ray's complaints about a server into ours."""
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
 
@@ -349,24 +275,11 @@ def _answers(address: str) -> Iterator[None]:
         yield
     except AuthenticationError:
         raise ConfigError(
-            f"the job server wants a token, and the one here is missing or wrong: set RAY_AUTH_MODE=token "
-            f"and RAY_AUTH_TOKEN_PATH to a file with the token, or put it into ~/.ray/auth_token"
-            f"{_or_proxy(address)}"
+            "the job server wants a token, and the one here is missing or wrong: set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH to a file with the token, or put it into ~/.ray/auth_token"
         ) from None
     except (ClientError, OSError) as error:
-        raise JobError(
-            f"the job server answers no more: {str(error) or type(error).__name__}{_or_proxy(address)}"
-        ) from None
+        text = str(error) or type(error).__name__
+        raise JobError(f"the job server answers no more: {text}; look with: braid jobs list") from None
     except RuntimeError as error:
-        raise JobError(f"{error}{_or_proxy(address)}") from None
-
-
-def _or_proxy(address: str) -> str:
-    """A hint for messages: a proxy between this machine and the server, if there is any, may be at fault."""
-    parts = urlsplit(address)
-    proxy, host = getproxies().get(parts.scheme), parts.hostname or ""
-    if proxy is None or is_loopback(host) or proxy_bypass(host):
-        return ""
-    return (
-        f" (the proxy {_PASSWORD.sub('', proxy)} stands between; to go without it, put {host} into no_proxy)"
-    )
+        raise JobError(str(error)) from None

@@ -51,9 +51,8 @@ def submit(
     ] = None,
     python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
     stop_seconds: Annotated[
-        int | None,
-        typer.Option(help="Seconds to save a checkpoint when it is stopped (default: 120).", min=1),
-    ] = None,
+        int, typer.Option(help="Seconds to save a checkpoint when it is stopped.", min=1)
+    ] = 120,
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
 
@@ -63,20 +62,12 @@ def submit(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
     resolved = load_config(config, overrides or ())
-    from braid.jobs.submission import STOP_SECONDS, JobServer, Submission, environment_of
+    from braid.jobs.submission import JobServer, environment_of
 
     server = JobServer(address)
-    job = server.submit(
-        Submission(
-            config=resolved,
-            resume=resume,
-            overwrite=overwrite,
-            environment=environment_of(env or []),
-            python=python,
-            stop_seconds=stop_seconds or STOP_SECONDS,
-        )
-    )
-    typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.directory}")
+    options = ["--resume"] * resume + ["--overwrite"] * overwrite
+    job = server.submit(resolved, options, environment_of(env or []), python, stop_seconds)
+    typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.metadata['braid_directory']}")
     if follow:
         _follow(server, job)
     else:
@@ -96,7 +87,8 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     for name in ("run", "job", "status", "layout", "started", "took", "submitted by"):
         table.add_column(name, overflow="fold")
     for job in found:
-        words = (job.run, job.id, job.status, job.layout, _clock(job.started), _took(job), job.submitted_by)
+        layout, by = (job.metadata.get(f"braid_{key}") for key in ("layout", "submitted_by"))
+        words = (job.run, job.id, job.status, layout, _clock(job.started), _took(job), by)
         table.add_row(*(Text(word or "-") for word in words))  # names of others are not rich's markup
     Console().print(table, highlight=False)
 
@@ -113,18 +105,10 @@ def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> Non
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    rows = {
-        "run": job.run,
-        "job": job.id,
-        "status": job.status,
-        "message": job.message,
-        "layout": job.layout,
-        "records": job.directory,
-        "submitted by": job.submitted_by,
-        "started": _clock(job.started),
-        "took": _took(job),
-        "command": job.entrypoint,
-    }
+    rows = {"run": job.run, "job": job.id, "status": job.status, "message": job.message}
+    for key in ("layout", "directory", "submitted_by"):
+        rows[key.replace("_", " ")] = job.metadata.get(f"braid_{key}")
+    rows |= {"started": _clock(job.started), "took": _took(job), "command": job.entrypoint}
     for key, value in rows.items():
         table.add_row(key, Text(value or "-"))
     Console().print(table, highlight=False)

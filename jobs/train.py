@@ -23,7 +23,7 @@ from braid.actors.controller.rank_environment import allow_open_files
 from braid.actors.controller.records import Event, Finished, Incident, Started, StepDone, read_identity
 from braid.actors.stage.log import log_file
 from braid.actors.stage.messages import Fault, RunPlan
-from braid.dashboards.sinks import Sinks, WandbRun
+from braid.dashboards.sinks import Sinks
 from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
@@ -188,8 +188,10 @@ def _pointing_to_logs(run: Path) -> Iterator[None]:
 
 
 def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
-    wandb = None if telemetry.wandb.mode == "off" else WandbRun(**telemetry.wandb.model_dump())
-    return Sinks(tensorboard=telemetry.tensorboard, wandb=wandb, tell=tell)
+    wanted: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
+    if telemetry.wandb.mode != "off":
+        wanted["wandb"] = telemetry.wandb.model_dump()
+    return Sinks(wanted, tell)
 
 
 def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
@@ -284,9 +286,11 @@ def _on_ray(
         from ray.exceptions import RayActorError
 
         from braid.actors.controller.placement import RayLauncher
+        from braid.dashboards.metrics_feed import (
+            told_to_ray,
+        )  # a run of processes starts without a web server
         from braid.jobs.controllers import Controllers
         from braid.jobs.data.prepare_ray import ray_map
-        from braid.jobs.ray_metrics import ray_metrics  # a run of processes starts without a web server
 
         launcher = RayLauncher(config)
         if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
@@ -295,8 +299,8 @@ def _on_ray(
         config = _laid_out(config, launcher, prepared, show)
         made = plan(config, prepared, launcher)
         controllers = Controllers(made, options, partial(replan, made))
-        budget = RestartBudget(config.failure.max_restarts, config.failure.refill_steps)
-        with ray_metrics(config, ray.util.metrics) as tell:
+        budget = RestartBudget(config.failure.max_restarts)
+        with told_to_ray(config.run_directory, ray.util.metrics):
             while True:
                 controllers.start()
                 try:
@@ -304,7 +308,6 @@ def _on_ray(
                         for event in controllers.events():
                             if isinstance(event, StepDone):
                                 budget.step_done(event.record.step)
-                            tell(event)
                             yield event
                     return
                 except RayActorError as error:

@@ -1,7 +1,7 @@
 """Commands that look at a run; one that goes on is read as far as it is."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +9,9 @@ from braid.actors.config import ConfigError
 from braid.actors.controller.manifest import write_durably
 from braid.jobs.output import check_output
 from braid.jobs.usage import RunFolder
+
+if TYPE_CHECKING:
+    from braid.dashboards.trace_folder import TraceFolder
 
 
 def trace(
@@ -27,12 +30,9 @@ def trace(
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
     traces = TraceFolder(run / "trace", keep=1 << 30)
     traces.refresh()
-    known = [step + 1 for step in traces.steps]
-    if not known:
-        raise ConfigError(f"{run / 'trace'} holds no spans; train with telemetry.spans=true")
-    chosen = _steps(steps, known)
+    chosen = _steps(steps, traces)
     try:
-        write_durably(output, perfetto_trace(traces, [step - 1 for step in chosen]))
+        write_durably(output, perfetto_trace([one for step in chosen for one in traces.step(step - 1)]))
     except OSError as error:
         raise ConfigError(f"--output {output}: {error.strerror}") from None
     shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
@@ -58,9 +58,7 @@ def report(
     if png is not None:
         traces = TraceFolder(run / "trace")
         traces.refresh()
-        if not traces.steps:
-            raise ConfigError(f"{run / 'trace'} holds no spans; train with telemetry.spans=true")
-        picture = timeline_png(traces, traces.steps[-1])
+        picture = timeline_png(traces, traces.newest)
     try:
         write_durably(output, text)
         if png is not None and picture is not None:
@@ -70,16 +68,17 @@ def report(
     typer.echo(f"report of {run}: {output}" + (f", {png}" if png else ""))
 
 
-def _steps(text: str | None, known: list[int]) -> list[int]:
+def _steps(text: str | None, traces: "TraceFolder") -> list[int]:
     """The steps that ``--steps`` names, of those that there are (numbers from 1)."""
     if text is None:
-        return known[-1:]
+        return [traces.newest + 1]
     first, _, last = text.partition("-")
     try:
         wanted = range(int(first), int(last or first) + 1)
     except ValueError:
         raise ConfigError(f"--steps {text!r} must be a step or a range, such as 5 or 5-8") from None
+    newest, known = traces.newest + 1, [step + 1 for step in traces.steps]
     chosen = [step for step in known if step in wanted]
     if not chosen:
-        raise ConfigError(f"--steps {text}: spans are kept of steps {known[0]} to {known[-1]}")
+        raise ConfigError(f"--steps {text}: spans are kept of steps {known[0]} to {newest}")
     return chosen

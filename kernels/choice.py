@@ -1,20 +1,19 @@
 """Which implementation every operator of a run takes: the quickest of those that agree, alike on all ranks.
 
 It is measured at first use and kept in a file, so that every later run on the same cards takes the same
-kernels: another choice would change the last bits of results. The file is named by `choices_file`; its
-entries say for which cards, versions, shapes and dtype they hold.
+kernels: another choice would change the last bits of results. There is a file for each question, which names
+cards, versions, shapes and dtype, in the folder `choices_folder`.
 
 Ranks agree through one function, `Gather`, that every rank calls in the same order. One rank for each kind of
 card measures; where cards differ, an implementation takes as long as on the slowest.
 """
 
-import fcntl
+import hashlib
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,8 +27,8 @@ from braid.kernels.trials import Measured, Use
 Gather = Callable[[Any], Sequence[Any]]
 """What every rank gives, in rank order; a collective call."""
 
-FORMAT: Final = 1
-"""Of the file. Another one is written anew: raise it when implementations change what they compute."""
+FORMAT: Final = 2
+"""Part of every question: raise it when implementations change what they compute."""
 NEEDED_GAIN: Final = 0.02
 """PyTorch stays unless a rival takes at least this share less time: clocks are not exact."""
 
@@ -52,8 +51,14 @@ class Question:
 
     def as_json(self) -> dict[str, Any]:
         """As it comes back from a file."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        content: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return content
+
+    @property
+    def digest(self) -> str:
+        """Names the question."""
+        text = json.dumps(self.as_json(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def card(device: torch.device) -> str:
@@ -115,92 +120,66 @@ def quickest(measured: Sequence[Measured | None]) -> str:
 # -- kept on disk ------------------------------------------------------------------------------------------
 
 
-def choices_file(environment: Mapping[str, str]) -> Path:
-    """``kernels.json`` in the folder ``$BRAID_CACHE``, by default ``~/.cache/braid``."""
+def choices_folder(environment: Mapping[str, str]) -> Path:
+    """``kernels`` in the folder ``$BRAID_CACHE``, by default ``~/.cache/braid``."""
     folder = environment.get("BRAID_CACHE")
-    return Path(folder or Path(environment.get("HOME", "/"), ".cache", "braid")) / "kernels.json"
+    return Path(folder or Path(environment.get("HOME", "/"), ".cache", "braid")) / "kernels"
 
 
 class KeptChoices:
-    """The choices in a file, and those that this process uses, whatever becomes of the file."""
+    """The choices in a folder, a file for each question, and those that this process uses, whatever becomes
+    of the files."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._used: dict[str, dict[str, str]] = {}
         self._warned = False
 
     def used(self, question: Question) -> dict[str, str] | None:
         """What this process was told to write for a question; None if nothing."""
-        return self._used.get(_key(question))
+        return self._used.get(question.digest)
 
     def read(self, question: Question) -> dict[str, str] | None:
-        """The choice in the file; None if there is none. What is wrong there is as if it were not."""
-        return _found(self._entries(), question)
-
-    def write(self, question: Question, choice: Mapping[str, str]) -> None:
-        """Keep a choice; one that is in the file already stays. Where nothing can be written, a warning."""
-        self._used[_key(question)] = dict(choice)
-        if _found(self._entries(), question) is not None:
-            return
+        """The choice in the folder; None if there is none. What is wrong there is as if it were not."""
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self._file.with_suffix(".lock")):
-                entries = self._entries()
-                if _found(entries, question) is None:
-                    entry = {"for": question.as_json(), "kernels": dict(choice)}
-                    _replace(self._file, {"format": FORMAT, "choices": [*entries, entry]})
-        except OSError as error:
-            self._warn(f"cannot be written ({error}); the next run measures its kernels anew")
-
-    def _entries(self) -> list[Any]:
-        """All that the file holds; nothing, after a warning, where it is not a file of `FORMAT`."""
-        try:
-            content = json.loads(self._file.read_text(encoding="utf-8"))
-            if content["format"] == FORMAT and isinstance(content["choices"], list):
-                return list(content["choices"])
-            problem = f"is of format {content['format']!r}, not {FORMAT}"
+            content = json.loads(self.file(question).read_text(encoding="utf-8"))
+            choice = content["kernels"]
+            if content["for"] == question.as_json() and _is_choice(choice, question.operators):
+                return dict(choice)
+            problem = "holds no choice"
         except FileNotFoundError:
-            return []
+            return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
-        self._warn(f"{problem}; it is taken as empty")
-        return []
+        self._warn(question, f"{problem}; it is taken as empty")
+        return None
 
-    def _warn(self, problem: str) -> None:
+    def write(self, question: Question, choice: Mapping[str, str]) -> None:
+        """Keep a choice; one that is there already stays. Where nothing can be written, a warning."""
+        self._used[question.digest] = dict(choice)
+        if self.read(question) is not None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _replace(self.file(question), {"for": question.as_json(), "kernels": dict(choice)})
+        except OSError as error:
+            self._warn(question, f"cannot be written ({error}); the next run measures its kernels anew")
+
+    def file(self, question: Question) -> Path:
+        """Where a question's choice is kept."""
+        return self._folder / f"{question.digest}.json"
+
+    def _warn(self, question: Question, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{self._file}, which keeps the choice of kernels, {problem}", stacklevel=3)
+            warnings.warn(
+                f"{self.file(question)}, which keeps the choice of kernels, {problem}", stacklevel=3
+            )
 
 
-def _key(question: Question) -> str:
-    return json.dumps(question.as_json(), sort_keys=True)
-
-
-def _found(entries: Sequence[Any], question: Question) -> dict[str, str] | None:
-    """The first entry for a question whose choice is one: a known implementation for every operator."""
-    asked = question.as_json()
-    for entry in entries:
-        if isinstance(entry, dict) and entry.get("for") == asked:
-            choice = entry.get("kernels")
-            if isinstance(choice, dict) and _is_choice(choice, question.operators):
-                return choice
-    return None
-
-
-def _is_choice(choice: Mapping[Any, Any], operators: Sequence[str]) -> bool:
+def _is_choice(choice: Any, operators: Sequence[str]) -> bool:
+    """Whether it names a known implementation for every operator."""
     return set(choice) == set(operators) and all(choice[name] in names(name) for name in operators)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """While no other process has it: two that read, add and write would lose an entry.
-
-    File systems without locks are gone on with; what is lost there is measured again.
-    """
-    with file.open("w") as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:

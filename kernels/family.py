@@ -11,28 +11,19 @@ import torch
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.attention import BACKENDS, Attention
 from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
-from braid.kernels.operators.grouped_linear import GroupedLinear
-from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.operators.permute import Permute, Unpermute
-from braid.kernels.operators.residual import Residual
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorFamily:
-    """What makes the operators that have more than one implementation: classes, perhaps with a setting.
-
-    Of a mixture of experts the router is not among them (`braid.kernels.fused.operators` says why).
-    """
+    """What makes the operators that have more than one implementation: classes, perhaps with a setting."""
 
     rms_norm: Callable[..., RMSNorm] = RMSNorm
     layer_norm: Callable[..., LayerNorm] = LayerNorm
-    residual: Callable[..., Residual] = Residual
     swiglu: Callable[..., SwiGLU] = SwiGLU
     gelu: Callable[..., GELU] = GELU
-    linear: Callable[..., Linear] = Linear
-    grouped_linear: Callable[..., GroupedLinear] = GroupedLinear
     permute: Callable[..., Permute] = Permute
     unpermute: Callable[..., Unpermute] = Unpermute
     attention: Callable[..., Attention] = Attention

@@ -4,8 +4,7 @@ What is tried is what a layer does with the operator: forward pass, input gradie
 operands. An implementation that fails, or whose results differ from PyTorch's by more than the dtype
 explains, is out.
 
-Legend: T this operator's tokens, D hidden, F feed-forward width, I and O input and output features, V local
-vocabulary rows, n rows of experts.
+Legend: T this operator's tokens, D hidden, F feed-forward width, V local vocabulary rows, n rows of experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -183,53 +182,11 @@ def _norm(use: Use, operands: _Operands) -> Trial:
     return Trial(run)
 
 
-def _residual(use: Use, operands: _Operands) -> Trial:
-    branch_TD, x_TD, dy_TD = (operands.random(use.tokens, use.settings["hidden"]) for _ in range(3))
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        (y_TD,) = operator(branch_TD, x_TD)
-        gradients = operator.input_gradient(dy_TD)
-        if use.settings["bias"]:
-            operator.weight_gradient(dy_TD)
-        return (y_TD, *gradients)
-
-    return Trial(run)
-
-
 def _activation(inputs: int, use: Use, operands: _Operands) -> Trial:
     h, da_TF = operands.random(use.tokens, inputs * use.width), operands.random(use.tokens, use.width)
 
     def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
         return (*operator(h), *operator.input_gradient(da_TF, h))
-
-    return Trial(run)
-
-
-def _linear(use: Use, operands: _Operands) -> Trial:
-    x_TI = operands.random(use.tokens, use.settings["inputs"])
-    dy_TO = operands.random(use.tokens, use.settings["outputs"])
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        (y_TO,) = operator(x_TI)
-        (dx_TI,) = operator.input_gradient(dy_TO)
-        operator.weight_gradient(dy_TO, x_TI)
-        return y_TO, dx_TI
-
-    return Trial(run)
-
-
-def _grouped_linear(use: Use, operands: _Operands) -> Trial:
-    """With balanced routing: no expert has more than one row more than another."""
-    experts = use.settings["experts"]
-    sizes = [(use.tokens + expert) // experts for expert in range(experts)]
-    x_nI = operands.random(use.tokens, use.settings["inputs"])
-    dy_nO = operands.random(use.tokens, use.settings["outputs"])
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        (y_nO,) = operator(x_nI, sizes)
-        (dx_nI,) = operator.input_gradient(dy_nO, sizes)
-        operator.weight_gradient(dy_nO, x_nI, sizes)
-        return y_nO, dx_nI
 
     return Trial(run)
 
@@ -289,14 +246,11 @@ def _cross_entropy(use: Use, operands: _Operands) -> Trial:
 _TRIALS: Final[Mapping[str, Callable[[Use, _Operands], Trial]]] = {
     "rms_norm": _norm,
     "layer_norm": _norm,
-    "residual": _residual,
     "swiglu": partial(_activation, 2),
     "gelu": partial(_activation, 1),
-    "linear": _linear,
-    "grouped_linear": _grouped_linear,
     "permute": _permute,
     "unpermute": _unpermute,
     "attention": _attention,
     "cross_entropy_statistics": _cross_entropy,
 }
-_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm", "residual", "linear", "grouped_linear"})
+_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm"})

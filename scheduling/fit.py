@@ -73,11 +73,6 @@ def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
 
 
 def _check_degrees_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
-    if shape.tied_head and layout.end_degrees and (layout.ends_apart or len({*layout.end_degrees}) > 1):
-        raise ValueError(
-            f"parallel.end_degrees={list(layout.end_degrees)} with model.tied_head=true, as embedding and "
-            f"head have one table, needs two equal degrees, and both on one stage; leave it out"
-        )
     degrees = layout.tensor_degrees
     if not degrees:
         return

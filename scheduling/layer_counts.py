@@ -10,16 +10,14 @@ if TYPE_CHECKING:
 @cache
 def layer_counts(layout: "ParallelLayout", layers: int) -> tuple[int, ...]:
     """Layers per chunk of one copy of the model (see `ParallelLayout.layers_of`)."""
-    size, head, late = layout.chunks_per_copy, layout.head_layers, layout.late_layers
+    size, head = layout.chunks_per_copy, layout.head_layers
     each, more = divmod(layers + head, size)
     inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:more]
     counts = [each + (c in inner) for c in range(size)]
-    counts[0] -= late
-    counts[-1] += late - head
-    for end, key, count in (("first", "late_layers", late), ("last", "head_layers", head)):
-        if counts[0 if end == "first" else -1] < 1:
-            raise ValueError(
-                f"parallel.{key}={count} leaves the {end} of {size} chunks of {layers} layers without "
-                f"a layer; lower it"
-            )
+    counts[-1] -= head
+    if min(counts[0], counts[-1]) < 1:
+        raise ValueError(
+            f"model.layers={layers} leaves the first or the last of {size} chunks without a layer; lower "
+            f"parallel.pp"
+        )
     return tuple(counts)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.lowering.recompute import with_recompute
 from braid.scheduling.operators import Part
-from braid.scheduling.pattern import DENSE, UNIFORM, base_kind, built_in_kinds, own_recompute
+from braid.scheduling.pattern import DENSE, ENDS, UNIFORM, base_kind, built_in_kinds, own_recompute
 from braid.scheduling.sizes import PartSizes
 
 LayerGraph = Callable[[LayerBuilder], str]
@@ -77,8 +77,7 @@ def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transf
 
 def embedding(sizes: PartSizes) -> Part:
     """Vocabulary-parallel embedding, and learned positions for GPT."""
-    name = sizes.ends[0]
-    g = LayerBuilder(name, sizes.of_kind(name))
+    g = LayerBuilder(ENDS[0], sizes)
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
     return g.build(g.positions("positions", x) if sizes.shape.family == "gpt" else x)
@@ -90,12 +89,11 @@ def head(sizes: PartSizes) -> Part:
     Its backward pass needs nothing from elsewhere and runs at once, so that the logits, the largest value of
     all, are never kept between two blocks.
     """
-    name = sizes.ends[1]
-    g = LayerBuilder(name, sizes.of_kind(name))
+    g = LayerBuilder(ENDS[1], sizes)
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
-    logits = g.columns("head", h, g.sizes.vocabulary_rows * g.sizes.tensor, bias=g.shape.head_bias)
+    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias)
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part

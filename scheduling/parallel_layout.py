@@ -11,7 +11,7 @@ from typing import Final
 
 from braid.scheduling.layer_counts import layer_counts
 from braid.scheduling.mesh import MeshShape, Position, training_mesh
-from braid.scheduling.pattern import ENDS, counted, variant
+from braid.scheduling.pattern import counted, variant
 
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -65,14 +65,6 @@ class ParallelLayout:
     """Of every layer, its own tensor-parallel degree, which divides ``tp``: a layer of degree t is cut over t
     neighbouring ranks, and as many such groups as there are have some samples of a micro-batch each. Empty:
     all have ``tp``."""
-    end_degrees: tuple[int, ...] = ()
-    """The same of embedding and head, whose groups have some tokens of a micro-batch each. Empty: ``tp``."""
-    late_layers: int = 0
-    """Layers that the first chunk of a folded pipeline leaves to the last one, which is on the same stage.
-
-    Activations of the first chunk wait longest for their gradients, those of the last not at all: less memory
-    on the stage that also holds both vocabulary tables, but chunks of different sizes pair worse.
-    """
 
     def __post_init__(self) -> None:
         require_at_least_one("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -86,47 +78,19 @@ class ParallelLayout:
             )
         if self.dp * self.cp * (2 if self.placement is Placement.BIDIRECTIONAL else 1) == 1:
             object.__setattr__(self, "zero", 0)
-        self._check_degrees()
-        if self.late_layers < 0:
-            raise ValueError(f"parallel.late_layers={self.late_layers} must be 0 or more")
-        if self.late_layers and not self.folded:
-            raise ValueError(
-                f"parallel.late_layers={self.late_layers} needs the first and the last chunk on one stage, "
-                f"as schedules over the folded model have them (such as braid); set it to 0 for "
-                f"a {self.placement} pipeline"
-            )
-
-    def _check_degrees(self) -> None:
-        if len(self.end_degrees) not in (0, 2):
-            raise ValueError(
-                f"parallel.end_degrees has {len(self.end_degrees)} degrees; give two, of embedding and head"
-            )
-        for name in ("tensor_degrees", "end_degrees"):
-            if {*getattr(self, name)} == {self.tp}:
-                object.__setattr__(self, name, ())
+        if {*self.tensor_degrees} == {self.tp}:
+            object.__setattr__(self, "tensor_degrees", ())
         for degree, more in pairwise((*self.own_degrees, self.tp)):
             if degree < 1 or more % degree:
-                key = "tensor_degrees" if degree in self.tensor_degrees else "end_degrees"
                 raise ValueError(
-                    f"parallel.{key}: {degree} does not divide {more} (parallel.tp={self.tp}); use "
+                    f"parallel.tensor_degrees: {degree} does not divide {more} (parallel.tp={self.tp}); use "
                     f"degrees each of which divides the next larger one, and parallel.tp"
                 )
 
     @property
     def own_degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees below ``tp`` that some layers or ends of the model have, ascending."""
-        return tuple(sorted({*self.tensor_degrees, *self.end_degrees} - {self.tp}))
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """The parts before and behind the layers: variants where they have degrees of their own."""
-        if not self.end_degrees:
-            return ENDS
-        first, last = (
-            name if degree == self.tp else variant(name, degree)
-            for name, degree in zip(ENDS, self.end_degrees, strict=True)
-        )
-        return first, last
+        """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
+        return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
     @cached_property
     def _kinds(self) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -218,8 +182,8 @@ class ParallelLayout:
 
         The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
         chunks in the middle hold one more: the ends of the model hold the embedding and the head. Of the two
-        chunks of a stage of the folded model it is the later one, whose activations wait less. The last chunk
-        takes ``late_layers`` of the first one's. `ValueError` where one of the two keeps no layer.
+        chunks of a stage of the folded model it is the later one, whose activations wait less. `ValueError`
+        where the last chunk keeps no layer.
         """
         counts = layer_counts(self, layers)
         place = chunk % self.chunks_per_copy
@@ -269,10 +233,7 @@ class ParallelLayout:
             if f.name in ("dp", "tp", "pp", "cp", "ep")
         ]
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
-        late = f", {self.late_layers} late" if self.late_layers else ""
-        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement}{late})"
+        placed = "" if self.placement is Placement.LINEAR else f" ({self.placement})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
         own = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""
-        if self.end_degrees:
-            own += f" (ends {' '.join(map(str, self.end_degrees))})"
         return " x ".join(busy) + own + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")

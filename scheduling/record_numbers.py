@@ -1,33 +1,44 @@
 """The numbers of overlap of one rank and step, from its records (docs/design.md, Numbers of overlap)."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import Records, apart
-from braid.scheduling.trace import KINDS, Label, OverlapNumbers, PeerWait
-from braid.scheduling.trace_arrays import IntArray, overlap_numbers, union
+from braid.scheduling.span_batches import Labels, Records, apart
+from braid.scheduling.trace import KINDS, OverlapNumbers, PeerWait
+from braid.scheduling.trace_arrays import IntArray, overlap_numbers, union, without
 
 _WAITS_TOLD: Final = 3
 """Of a rank and step, the longest."""
 
 
-class Labels:
-    """What records name by number, as arrays of one entry per label."""
+@dataclass(frozen=True)
+class Phases:
+    """What a rank does in a step, and when; each disjoint intervals (n, 2) in order."""
 
-    def __init__(self, labels: Sequence[Label]) -> None:
-        solo = (-1 if label.solo_ns is None else label.solo_ns for label in labels)
-        self.solo_ns = np.fromiter(solo, np.int64, len(labels))
-        self.streams = _objects([label.stream for label in labels])
-        self.axes = _objects([label.along for label in labels])
-        self.names = [label.operator for label in labels]
+    computing: IntArray
+    moving: IntArray
+    """With some transfer under way."""
+    exposed: IntArray
+    """With some transfer under way, and nothing computed."""
+    waiting: IntArray
+    """Nothing runs: a peer has not issued a collective yet."""
 
-    def __len__(self) -> int:
-        return len(self.names)
+    @property
+    def hidden(self) -> IntArray:
+        """With some transfer under way, and something computed."""
+        return without(self.moving, self.exposed)
+
+
+def phases(records: Records, labels: Labels) -> Phases:
+    """When a rank computes, communicates and waits; records: of one rank and step."""
+    operators, _, waits = apart(records)
+    computes = labels.streams[operators["label"]] == Stream.COMPUTE
+    computing, moving = union(times_of(operators[computes])), union(times_of(operators[~computes]))
+    waiting = without(times_of(waits), times_of(operators))
+    return Phases(computing, moving, without(moving, computing), waiting)
 
 
 def numbers_of_records(records: Records, labels: Labels) -> OverlapNumbers:
@@ -60,9 +71,9 @@ def _peer_waits(busy: IntArray, waits: Records, labels: Labels) -> tuple[PeerWai
     idle = ends - begins - (_covered_before(busy, ends) - _covered_before(busy, begins))
     sums: dict[tuple[int, str], int] = {}
     for peer, label, ns in zip(waits["peer"].tolist(), waits["label"].tolist(), idle.tolist(), strict=True):
-        key = peer, labels.names[label]
+        key = peer, labels[label].operator
         sums[key] = sums.get(key, 0) + ns
-    longest = sorted(sums.items(), key=lambda one: -one[1])[:_WAITS_TOLD]
+    longest = sorted(sums.items(), key=lambda item: -item[1])[:_WAITS_TOLD]
     return tuple(PeerWait(peer=peer, operator=name, ns=ns) for (peer, name), ns in longest if ns > 0)
 
 
@@ -75,9 +86,3 @@ def _covered_before(disjoint: IntArray, times: IntArray) -> IntArray:
     over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - times)
     covered: IntArray = lengths[begun] - np.where(begun > 0, over, 0)
     return covered
-
-
-def _objects(values: Sequence[Any]) -> NDArray[np.object_]:
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found

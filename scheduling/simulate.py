@@ -113,6 +113,7 @@ class Simulation:
             stream=price.stream,
             start_ns=round(offset + executed.start),
             end_ns=round(offset + executed.end),
+            direction="" if of is None else "forward" if of.forward else "backward",
             bytes=price.bytes,
             flops=price.flops,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.lowering.recompute import of_all, with_policies
 from braid.scheduling.mesh import tensor_axis
 from braid.scheduling.operators import Stream
-from braid.scheduling.pattern import ENDS, own_degree
+from braid.scheduling.pattern import own_degree
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 
@@ -20,8 +20,6 @@ class PartSizes:
     """Samples of ``tp`` ranks together."""
     kinds: tuple[str, ...] = ()
     """Of every layer, with variants; empty: those of the model."""
-    ends: tuple[str, str] = ENDS
-    """The parts before and behind the layers, with variants."""
     own: int = 0
     """The tensor-parallel degree of a part's own (`of_kind`); 0: ``tp``."""
     cp: int = 1
@@ -34,7 +32,7 @@ class PartSizes:
     """Where the collectives along an axis run; inside the node where nothing else is said."""
 
     def of_kind(self, kind: str) -> "PartSizes":
-        """Those of a kind of layer, or of an end of the model."""
+        """Those of a kind of layer."""
         return replace(self, own=own_degree(kind))
 
     @property
@@ -89,7 +87,6 @@ def part_sizes(
         tp=layout.tp,
         micro_batch=micro_batch,
         kinds=with_policies(layout.kinds(shape.kinds), recompute),
-        ends=layout.ends,
         recompute=of_all(recompute, shape.layers),
         cp=layout.cp,
         ep=layout.ep,

@@ -1,23 +1,23 @@
-"""Spans in batches: the compact form in which ranks stream them and run directories keep them.
+"""Spans as Arrow IPC streams: the form in which ranks send them, and runs and simulations keep them.
 
-A batch is one rank's records of some steps: a fixed head, a JSON header, and an array of `RECORD`, all under
-one checksum. What is the same for every execution of an operator stands in its *label*, which is sent once
-and then named by its number. Batches one after the other make a file, which
-`braid.dashboards.trace_folder` reads.
+A stream is a schema and record batches of one row: a rank's spans of a step, and beside them the labels that
+the spans name by number. So a reader may begin with any batch, and a file that is torn is read up to there.
+`pyarrow.ipc.open_stream` reads the files. pyarrow is imported where it is used, as it takes a while to load.
 """
 
-import json
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.trace import KINDS, STRANDS, Label, Span
+from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, Span
 
 Records = NDArray[np.void]
 """(spans,) of `RECORD`."""
@@ -27,93 +27,204 @@ RECORD: Final = np.dtype(
         ("start_ns", "<i8"),
         ("end_ns", "<i8"),
         ("label", "<u4"),
-        ("step", "<i4"),
         ("peer", "<i4"),
         ("micro_batch", "<i2"),
         ("chunk", "<i2"),
         ("strand", "u1"),
         ("direction", "u1"),
         ("kind", "u1"),
-        ("unused", "u1"),
     ]
 )
-"""36 bytes. Times are of the wall clock. A micro-batch or chunk of -1: it belongs to none. ``peer``: the
-rank that was waited for; -1 where the kind is not waiting."""
+"""Times are of the wall clock; ``label``, ``strand``, ``direction`` and ``kind`` are places in tables. A
+micro-batch or chunk of -1: the span belongs to none. ``peer``: the rank that was waited for, else -1."""
 
-_MAGIC: Final = b"BRAIDSP2"
-_HEAD: Final = struct.Struct("<8sIII")
-"""Magic, bytes of the header, bytes of the records, CRC-32 of both."""
+SUFFIX: Final = ".arrows"
 _LARGEST: Final = 1 << 28
-"""No header and no array is larger; a length beyond is damage."""
+"""No batch's description is larger: a length beyond is damage."""
+
+
+class Labels:
+    """What records name by number; also as arrays with an entry per label."""
+
+    def __init__(self, labels: Iterable[Label] = ()) -> None:
+        self.all = tuple(labels)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __getitem__(self, number: int) -> Label:
+        return self.all[number]
+
+    @cached_property
+    def solo_ns(self) -> NDArray[np.int64]:
+        """What operators take alone; -1 where that is not known."""
+        return np.array([-1 if one.solo_ns is None else one.solo_ns for one in self.all], np.int64)
+
+    @cached_property
+    def streams(self) -> NDArray[np.object_]:
+        """The operators' streams."""
+        return np.array([one.stream for one in self.all], object)
+
+    @cached_property
+    def axes(self) -> NDArray[np.object_]:
+        """The axes that operators communicate over; empty where they compute."""
+        return np.array([one.along for one in self.all], object)
+
+    @cached_property
+    def column(self) -> Any:
+        """The labels as the cell of a batch."""
+        import pyarrow as pa
+
+        return pa.array([[vars(one) for one in self.all]], _schema().field("labels").type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Records of one rank, with the labels that are new in them."""
+    """A rank's spans of one step."""
 
     rank: int
-    generation: int
-    sequence: int
+    step: int
+    """From 0."""
+    generation: int = 0
+    sequence: int = 0
     """Number of the batch in its rank and generation, from 0: a gap is a batch that was lost."""
-    first_label: int = 0
-    """Number of the first of `labels`."""
-    labels: tuple[Label, ...] = ()
-    records: Records = field(default_factory=lambda: np.zeros(0, RECORD))
     dropped: int = 0
     """Spans that the rank has had to drop so far in this generation."""
     every: int = 1
     """Spans of every so many steps are recorded."""
+    labels: Labels = field(default_factory=Labels)
+    records: Records = field(default_factory=lambda: np.zeros(0, RECORD))
 
     def encode(self) -> bytes:
-        """The batch as bytes."""
-        header = {
-            "rank": self.rank,
-            "generation": self.generation,
-            "sequence": self.sequence,
-            "first_label": self.first_label,
-            "labels": [_label_fields(label) for label in self.labels],
-            "dropped": self.dropped,
-            "every": self.every,
-        }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        body = np.ascontiguousarray(self.records, RECORD).tobytes()
-        check = zlib.crc32(body, zlib.crc32(text))
-        return _HEAD.pack(_MAGIC, len(text), len(body), check) + text + body
+        """The batch as an Arrow message; `head` has to stand before the first one of a stream."""
+        import pyarrow as pa
+
+        schema = _schema()
+        columns = [np.ascontiguousarray(self.records[name]) for name in RECORD.fields or ()]
+        spans = pa.StructArray.from_arrays([*map(pa.array, columns)], fields=list(_span_type()))
+        row = [
+            *(pa.array(np.array([getattr(self, name)], np.int64)) for name in _FACTS),
+            self.labels.column,
+            pa.ListArray.from_arrays(pa.array([0, len(spans)], pa.int32()), spans),
+        ]
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+        stream = pa.ipc.new_stream(sink, schema, options=options)
+        stream.write_batch(pa.record_batch(row, schema=schema))
+        return bytes(memoryview(sink.getvalue())[len(head()) :])
 
 
-def decode(data: bytes | memoryview) -> Iterator[tuple[Batch, int]]:
-    """The batches in some bytes, each with the place behind it; an unfinished last one is left out.
+_FACTS: Final = tuple(one.name for one in fields(Batch))[:-2]
 
-    `ValueError` for bytes that are no batch or damaged.
+
+@cache
+def head() -> bytes:
+    """What a stream begins with: its schema."""
+    return bytes(_schema().serialize())
+
+
+@cache
+def _span_type() -> Any:
+    import pyarrow as pa
+
+    return pa.struct([(name, pa.from_numpy_dtype(RECORD[name])) for name in RECORD.names or ()])
+
+
+@cache
+def _schema() -> Any:
+    import pyarrow as pa
+
+    numbers = ("layer", "bytes", "flops", "solo_ns")
+    label = [(one.name, pa.int64() if one.name in numbers else pa.string()) for one in fields(Label)]
+    lists = {"labels": pa.list_(pa.struct(label)), "spans": pa.list_(_span_type())}
+    return pa.schema([*((name, pa.int64()) for name in _FACTS), *lists.items()])
+
+
+def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
+    """The batches in a part of a stream, each with the place behind it; an unfinished last one is left out.
+
+    `ValueError` for bytes that are no batch, are damaged, or come from another version of Braid.
     """
-    place = 0
-    while len(data) - place >= _HEAD.size:
-        magic, header, body, check = _HEAD.unpack_from(data, place)
-        if magic != _MAGIC and magic.startswith(_MAGIC[:7]):
-            raise ValueError("the spans were written by another version of Braid, and cannot be read")
-        if magic != _MAGIC or header > _LARGEST or body > _LARGEST or body % RECORD.itemsize:
+    import pyarrow as pa
+
+    source, place = pa.BufferReader(data), 0
+    while len(data) - place >= 8:
+        mark, size = struct.unpack_from("<Ii", data, place)
+        if mark != 0xFFFFFFFF or not 0 < size < _LARGEST:
             raise ValueError(f"byte {place} is not the begin of a batch of spans")
-        end = place + _HEAD.size + header + body
-        if end > len(data):
+        if len(data) - place - 8 < size:
             return
-        middle = place + _HEAD.size + header
-        if zlib.crc32(data[place + _HEAD.size : end]) != check:
-            raise ValueError(f"the batch of spans at byte {place} is damaged: its checksum differs")
-        yield _batch(json.loads(bytes(data[place + _HEAD.size : middle])), data[middle:end]), end
-        place = end
+        try:
+            message = pa.ipc.read_message(source)
+        except OSError:
+            return  # its body is not all there
+        place = source.tell()
+        if message.type == "schema":
+            if pa.ipc.read_schema(message) != _schema():
+                raise ValueError("the spans were written by another version of Braid, and cannot be read")
+            continue
+        try:
+            row = pa.ipc.read_record_batch(message, _schema())
+            row.validate(full=True)
+            batch = _batch(row)
+        except OSError as error:
+            raise ValueError(f"a batch of spans is damaged: {error}") from None
+        yield batch, place
 
 
-def _batch(header: dict[str, Any], body: bytes | memoryview) -> Batch:
-    labels = tuple(Label(**{**fields, "stream": Stream(fields["stream"])}) for fields in header.pop("labels"))
-    return Batch(**header, labels=labels, records=np.frombuffer(body, RECORD))
+def _batch(row: Any) -> Batch:
+    spans = row.column("spans").flatten()
+    records = np.empty(len(spans), RECORD)
+    for number, name in enumerate(RECORD.names or ()):
+        records[name] = spans.field(number).to_numpy()
+    facts = {name: row.column(name)[0].as_py() for name in _FACTS}
+    return Batch(**facts, labels=_labels(row.column("labels")), records=records)
 
 
-_DEFAULTS = {known.name: known.default for known in fields(Label)}
+_known: Final[deque[Labels]] = deque(maxlen=64)
 
 
-def _label_fields(label: Label) -> dict[str, Any]:
-    """Fields that are not what they are by default. Without `asdict`, which takes twelve times as long."""
-    return {name: value for name, default in _DEFAULTS.items() if (value := getattr(label, name)) != default}
+def _labels(column: Any) -> Labels:
+    """Most batches have the labels of the step before, and of the other ranks of a stage."""
+    found = next((known for known in _known if known.column.equals(column)), None)
+    if found is None:
+        rows = column[0].as_py()
+        found = Labels(Label(**{**row, "stream": Stream(row["stream"])}) for row in rows)
+        _known.appendleft(found)
+    return found
+
+
+def read_batches(path: Path) -> list[Batch]:
+    """All batches of a file; `ValueError` where it cannot be read or has none."""
+    try:
+        found = [batch for batch, _ in decode(path.read_bytes())]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trace {path} cannot be read: {error}") from None
+    if not found:
+        raise ValueError(f"trace {path} holds no spans")
+    return found
+
+
+def encode_all(batches: Iterable[Batch]) -> bytes:
+    """Batches as a whole stream."""
+    return b"".join([head(), *(batch.encode() for batch in batches)])
+
+
+def batches_of(spans: Iterable[Span]) -> list[Batch]:
+    """A simulated step's spans, a batch per rank."""
+    labels: dict[int, dict[Label, int]] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    for span in spans:
+        known = labels.setdefault(span.rank, {})
+        shared = {name: getattr(span, name) for name in ("operator", "stream", "layer", "bytes", "flops")}
+        number = known.setdefault(Label(**shared), len(known))
+        strand, direction = STRANDS.index(span.strand), DIRECTIONS.index(span.direction)
+        row = span.start_ns, span.end_ns, number, -1, span.micro_batch, span.chunk, strand, direction, 0
+        rows.setdefault(span.rank, []).append(row)
+    return [
+        Batch(rank=rank, step=0, labels=Labels(labels[rank]), records=np.array(found, RECORD))
+        for rank, found in rows.items()
+    ]
 
 
 def apart(records: Records) -> tuple[Records, Records, Records]:
@@ -123,24 +234,6 @@ def apart(records: Records) -> tuple[Records, Records, Records]:
     return records[operators], records[~(operators | waits)], records[waits]
 
 
-def span_of(rank: int, record: np.void, label: Label) -> Span:
-    """A record with its label as the span that simulator and runtime share."""
-    return Span(
-        rank=rank,
-        step=int(record["step"]),
-        strand=STRANDS[record["strand"]],
-        micro_batch=int(record["micro_batch"]),
-        chunk=int(record["chunk"]),
-        layer=label.layer,
-        operator=label.operator,
-        stream=Stream(label.stream),
-        start_ns=int(record["start_ns"]),
-        end_ns=int(record["end_ns"]),
-        bytes=label.bytes,
-        flops=label.flops,
-    )
-
-
-def concatenated(arrays: Sequence[Records]) -> Records:
-    """Arrays of records as one."""
-    return np.concatenate([np.zeros(0, RECORD), *arrays])
+def begin_of(batches: Sequence[Batch]) -> int:
+    """When the first span of some batches began; 0 without any."""
+    return min((int(one.records["start_ns"].min()) for one in batches if len(one.records)), default=0)

@@ -135,11 +135,10 @@ class ModelShape:
                 raise ValueError(
                     f"model.experts={self.experts} and model.top_k={self.top_k} need model.family moe"
                 )
-            for key in ("route_evenly", "mixer_jitter"):
-                if value := getattr(self, key):
-                    raise ValueError(
-                        f"model.{key}={str(value).lower()} needs experts, and with them model.family moe"
-                    )
+            if self.mixer_jitter:
+                raise ValueError(
+                    f"model.mixer_jitter={self.mixer_jitter:g} needs experts, and with them model.family moe"
+                )
             return
         if not self.experts:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Spans and the numbers made of them, of simulator and runtime alike (docs/design.md, Numbers of overlap)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +31,7 @@ class Span:
     stream: Stream
     start_ns: int
     end_ns: int
+    direction: str = ""
     bytes: int = 0
     flops: int = 0
 
@@ -59,59 +60,6 @@ class Label:
     def along(self) -> str:
         """The axis that it communicates over, "pp" for messages between stages; empty: it computes."""
         return "" if self.stream is Stream.COMPUTE else self.axis or "pp"
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals as disjoint ones in order, with gaps between them; empty ones vanish."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif start < end:
-            merged.append((start, end))
-    return merged
-
-
-def length_ns(disjoint: Sequence[Interval]) -> int:
-    """Total length of disjoint intervals."""
-    return sum(end - start for start, end in disjoint)
-
-
-def overlap_ns(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Length of the intersection of two unions, each disjoint and in order."""
-    total = i = j = 0
-    while i < len(first) and j < len(second):
-        start = max(first[i][0], second[j][0])
-        end = min(first[i][1], second[j][1])
-        total += max(0, end - start)
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Time with some communication in flight, and the part of it during which no compute operator ran."""
-
-    communication_ns: int
-    exposed_ns: int
-
-    @property
-    def hidden_fraction(self) -> float:
-        """Share of the communication that compute hid; 1.0 where there was none."""
-        if not self.communication_ns:
-            return 1.0
-        return 1.0 - self.exposed_ns / self.communication_ns
-
-
-def communication(compute: Iterable[Interval], transfers: Iterable[Interval]) -> Communication:
-    """The communication numbers of one rank and step from its spans."""
-    in_flight = merge(transfers)
-    hidden = overlap_ns(in_flight, merge(compute))
-    total = length_ns(in_flight)
-    return Communication(communication_ns=total, exposed_ns=total - hidden)
 
 
 @dataclass(frozen=True, kw_only=True)

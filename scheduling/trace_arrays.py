@@ -1,4 +1,4 @@
-"""The numbers of `braid.scheduling.trace` from arrays: for ranks, which make them after every step."""
+"""Unions of intervals, and the numbers of overlap made of them (docs/design.md, Numbers of overlap)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,7 +30,8 @@ def overlap_numbers(
     each axis.
     """
     each = [union(link) for link in links]
-    busy, in_flight, inside = union(compute), union(joined(each)), union(blocks)
+    transfers: IntArray = np.concatenate(each)  # type: ignore[assignment]
+    busy, in_flight, inside = union(compute), union(transfers), union(blocks)
     running = union(np.concatenate([busy, in_flight]))
     occupied = running if waits is None else union(np.concatenate([running, waits]))
     bubble = int(inside[-1, 1] - inside[0, 0] - length(inside)) if len(inside) else 0
@@ -50,7 +51,7 @@ def overlap_numbers(
 
 
 def union(intervals: IntArray) -> IntArray:
-    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish. As `merge`."""
+    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish."""
     found = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(found):
         return found
@@ -94,12 +95,6 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
 def intervals(pairs: Iterable[Interval]) -> IntArray:
     """Pairs of begin and end as an array (n, 2)."""
     return np.array(list(pairs), np.int64).reshape(-1, 2)
-
-
-def joined(arrays: Sequence[IntArray]) -> IntArray:
-    """Intervals of several arrays (n, 2), one array after the other."""
-    found: IntArray = np.concatenate(arrays)  # type: ignore[assignment]
-    return found
 
 
 def length(disjoint: IntArray) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from braid.scheduling.operators import Graph, Operator, Parameters, Part, Value
-from braid.scheduling.pattern import counted, is_layer
+from braid.scheduling.pattern import ENDS, counted, is_layer
 from braid.scheduling.spec import ParallelLayout
 
 _GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
@@ -51,8 +51,8 @@ def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> t
     ``kinds``: of every layer of the model (`ModelShape.kinds`), here and below.
     """
     layers = len(kinds)
-    first = [(layout.ends[0], -1)] if layout.is_first(chunk) else []
-    last = [(layout.ends[1], layers)] if layout.is_last(chunk) else []
+    first = [(ENDS[0], -1)] if layout.is_first(chunk) else []
+    last = [(ENDS[1], layers)] if layout.is_last(chunk) else []
     return (*first, *((kinds[number], number) for number in layout.layers_of(chunk, layers)), *last)
 
 

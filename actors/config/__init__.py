@@ -160,11 +160,10 @@ class Config(Section):
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
         own = self.parallel.tensor_degrees
         degrees["tensor_degrees"] = () if own is None or own == AUTO else own
-        degrees["end_degrees"] = self.parallel.end_degrees or ()
         schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
         placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
         try:
-            return ParallelLayout(**degrees, placement=placement, late_layers=self.parallel.late_layers)
+            return ParallelLayout(**degrees, placement=placement)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -204,7 +203,6 @@ class Config(Section):
             check_runnable(shape, self.layout())
             check_fit(shape, self.layout(), self.workload())
             self._check_kernels()
-            self.overlap.check_imbalance(self.layout().ep)
             if self.overlap.cuda_graphs is True and shape.documents:
                 raise ConfigError(
                     "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "

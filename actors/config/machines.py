@@ -11,14 +11,8 @@ from braid.actors.config.variables import check_variables
 class NcclLimits(Section):
     """How many of a GPU's multiprocessors the kernels of an axis may take; by default NCCL decides."""
 
-    min_ctas: Positive | None = None  # thread blocks of a collective at least
-    max_ctas: Positive | None = None  # and at most: fewer leave compute beside it more multiprocessors
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "NcclLimits":
-        if self.min_ctas and self.max_ctas and self.min_ctas > self.max_ctas:
-            raise ValueError(f"min_ctas={self.min_ctas} is more than max_ctas={self.max_ctas}; lower it")
-        return self
+    # thread blocks of a collective at most: fewer leave compute beside it more multiprocessors
+    max_ctas: Positive | None = None
 
 
 class MessageLimits(NcclLimits):

@@ -104,8 +104,6 @@ class ModelConfig(Section):
     # step of a bias on every expert's score that balances experts instead of a loss (Wang et al. 2024): 0.001
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that keeps the router's logits small
-    # tokens visit experts in turn, whatever their scores: for measurements under a balanced load only
-    route_evenly: bool = False
     # a layer of your own: "package.module:Class" or "file.py:Class"; or several by name, for the pattern
     layer: Annotated[str | dict[str, str] | None, BeforeValidator(_layers)] = None
     # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
@@ -183,7 +181,6 @@ class ModelConfig(Section):
             balance_loss=self.balance_loss,
             balance_rate=self.balance_rate,
             z_loss=self.z_loss,
-            route_evenly=self.route_evenly,
             pattern=self.pattern,
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from braid.actors.config.model import ConfigError, Section
+from braid.actors.config.model import Section
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.suggestions import must_be_one_of
 
@@ -38,10 +38,6 @@ class OverlapConfig(Section):
     schedule_file: Path | None = None  # a schedule's text, from `braid schedule --output`
     plan: Path | None = None  # decisions to repeat, from `braid plan --output` or a run's plan.yaml
     profile: Path | None = None  # measured costs to use instead of the run's own profile
-    # Rows of the rank with most over the average, of experts over ep, that profiles are measured at: a run's
-    # report says what they were. null: the rows that the tokens of the run's first step have, with the
-    # weights of its begin
-    expert_imbalance: Annotated[float, Field(ge=1)] | None = None
     # Share by which a schedule that is found here may need more for activations than megatron's: 0.03 is 3 %.
     memory_slack: Annotated[float, Field(ge=0)] | None = None
     # issue the passes of a step as one CUDA graph; auto: with a single rank, if the host takes about as long
@@ -54,12 +50,3 @@ class OverlapConfig(Section):
         if self.plan is not None or self.schedule_file is not None:
             return False
         return self.schedule == AUTO or SCHEDULES[self.schedule].decided
-
-    def check_imbalance(self, ep: int) -> None:
-        """`ConfigError` if the rank with most rows would have all, or more."""
-        wanted = self.expert_imbalance
-        if wanted is not None and wanted >= ep:
-            raise ConfigError(
-                f"overlap.expert_imbalance={wanted:g} must be below parallel.ep={ep}, as one rank would have "
-                f"all rows, or more; leave it out where experts are not cut over ranks"
-            )

@@ -39,12 +39,10 @@ class ParallelConfig(Section):
     # tensor-parallel degree of every layer: [4, 4, 2], or "2*4 2"; each divides tp. null: tp. auto: the
     # fastest that fits
     tensor_degrees: Annotated[tuple[Positive, ...] | Literal["auto"], BeforeValidator(_degrees)] | None = None
-    end_degrees: tuple[Positive, Positive] | None = None  # the same of embedding and head; null: tp
     auto: bool = False  # search the degrees that are not given
     zero: Annotated[int, Field(ge=0, le=3)] = 0  # cut over dp: 1 optimizer states, 2 gradients, 3 parameters
     shards: Annotated[int, Field(ge=0)] = 0  # ranks of dp that zero cuts over, others hold the same; 0: all
     context: Annotated[str, one_of(CONTEXT_MODES)] = "all_gather"  # how cp exchanges keys and values
-    late_layers: Annotated[int, Field(ge=0)] = 0  # moved from a folded model's first chunk to its last
 
     @model_validator(mode="before")
     @classmethod
@@ -58,13 +56,12 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _own_degrees(self) -> "ParallelConfig":
-        for key in ("tensor_degrees", "end_degrees"):
-            own = getattr(self, key)
-            if self.auto and isinstance(own, tuple):
-                raise ValueError(
-                    f"{key}={list(own)} belong to one layout, and auto searches layouts; "
-                    f"set parallel.auto to false and give the degrees, or leave parallel.{key} out"
-                )
+        own = self.tensor_degrees
+        if self.auto and isinstance(own, tuple):
+            raise ValueError(
+                f"tensor_degrees={list(own)} belong to one layout, and auto searches layouts; "
+                f"set parallel.auto to false and give the degrees, or leave parallel.tensor_degrees out"
+            )
         return self
 
     @property

@@ -22,7 +22,6 @@ class CheckpointConfig(Section):
     )
     copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
     copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
-    copies_wait: bool = False  # a step ends when its copy has arrived, not during the next one
 
     @property
     def seconds_between(self) -> float:
@@ -45,11 +44,9 @@ class FailureConfig(Section):
     good checkpoint.
     """
 
-    # failures that are put up with; 0: the first one ends the run; -1: as many as there are
+    # failures that are put up with, of which 100 new steps give one back; 0: the first one ends the run;
+    # -1: as many as there are
     max_restarts: Annotated[int, Field(ge=-1)] = 3
-    refill_steps: Positive = 100  # so many new steps give one of them back
-    max_tries: Positive = 5  # of one recovery: failures in a row between which no step was done
-    backoff_s: Annotated[float, Field(ge=0)] = 1.0  # before the second try of a recovery; doubled each time
     silence_s: Annotated[float, Field(gt=0)] = 8.0  # a rank that does not answer for so long is given up
     stall_s: Annotated[float, Field(gt=0)] = 8.0  # no progress for so long (or 3 steps) is a failure
     on_nan: Literal["retry", "skip", "stop"] = (

@@ -49,7 +49,6 @@ class TrainConfig(Section):
     # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
     # one for all layers, or one for each: [full, full, none], or "2*full none". auto: the fastest that fits
     recompute: Annotated[str, BeforeValidator(_policies)] = "none"
-    bucket_mb: Positive = 25  # size of a gradient bucket
     # in which ranks sum gradients (over dp, and tp): they are rounded to it for the way, which halves bytes;
     # micro-batches are added up in fp32 all the same. null: as that; not with fp64 or deterministic_reduction
     reduce_dtype: Literal["bf16"] | None = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
+from braid.actors.config.gone import GONE
 from braid.actors.config.model import Section
 from braid.scheduling.suggestions import key_called, must_be_one_of, nearest, plain
 
@@ -109,6 +110,8 @@ def _line(error: Mapping[str, Any], keys: list[str], field: FieldInfo | None, wh
     key, kind, value = ".".join(keys), error["type"], error.get("input")
     if not keys:  # a check over sections names the keys itself
         return _said(error)
+    if key in GONE:
+        return f"{key}={_shown(value)}: this key is gone; {GONE[key]}"
     if field is None:
         return f"unknown key {key!r}; {_meant(keys, whole)}"
     inside = "" if kind == "missing" else _entry(field, error["loc"][len(keys) :])

@@ -1,5 +1,10 @@
 """How many failures a run puts up with. Pure."""
 
+from typing import Final
+
+REFILL_STEPS: Final = 100
+"""So many new steps give one failure back."""
+
 
 class RestartBudget:
     """Each failure takes one; so many good steps, which were not done before, give one back.
@@ -7,7 +12,7 @@ class RestartBudget:
     So a run of a month outlives many failures, and one that fails again and again at the same place ends.
     """
 
-    def __init__(self, most: int, refill_steps: int) -> None:
+    def __init__(self, most: int, refill_steps: int = REFILL_STEPS) -> None:
         """``most``: failures that are put up with at once; -1: as many as there are."""
         self.most, self._refill_steps = most, refill_steps
         self.spent = 0

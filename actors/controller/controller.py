@@ -23,7 +23,6 @@ from braid.actors.controller.group import (
 )
 from braid.actors.controller.homes import Homes, begun_mark
 from braid.actors.controller.interruptions import Interruptions
-from braid.actors.controller.last_trace import last_trace
 from braid.actors.controller.records import (
     Event,
     Finished,
@@ -263,10 +262,8 @@ class Controller:
             run.step = saved
 
     def _finish(self, directory: RunDirectory) -> Iterator[Event]:
-        """Nothing runs any more, and all spans that were streamed are in the files."""
+        """Nothing runs any more."""
         run, step = self._run, self._run.step
-        if spans := last_trace(directory.path / "trace"):
-            directory.write_trace(spans)
         complete = step == run.config.train.steps
         predicted = json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds")
         report = build_report(

@@ -4,6 +4,7 @@ A search takes seconds. Its result is a pure function of what the key covers: th
 graphs, shape, layout, batch, what the configuration says about schedules, and the planner's own sources.
 """
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -19,12 +20,12 @@ from braid.actors.config.overlap import AUTO
 from braid.actors.controller import planning
 from braid.actors.controller.manifest import write_durably
 from braid.actors.stage.messages import SerialStep
-from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.plan import Plan, score_of
 from braid.scheduling.planner.decide import Outcome
 from braid.scheduling.profile import Profile
 from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.schedule_text import write
+from braid.scheduling.span_batches import batches_of, encode_all
 from braid.scheduling.spec import ModelShape
 
 KEPT = 32
@@ -59,8 +60,15 @@ class Decisions:
     solo_ns: Mapping[str, int]
     """Measured times of operators alone, and of the pieces that the schedule cuts them into."""
     serial: SerialStep
-    files: Mapping[str, str]
-    """``plan.yaml``, ``predicted.json`` and ``trace/predicted.json`` of the run directory."""
+    texts: Mapping[str, str]
+    """``plan.yaml`` and ``predicted.json`` of the run directory."""
+    spans: str
+    """Its ``trace/predicted.arrows``, in base 64."""
+
+    @property
+    def files(self) -> dict[str, str | bytes]:
+        """All that the run directory gets of them."""
+        return {**self.texts, "trace/predicted.arrows": base64.b64decode(self.spans)}
 
 
 def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
@@ -89,11 +97,11 @@ def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
         schedule=write(taken.code.schedule),
         solo_ns=taken.bench.profile.solo_ns,
         serial=serial,
-        files={
+        texts={
             "predicted.json": json.dumps(prediction(taken, serial), indent=1),
-            "trace/predicted.json": chrome_trace(taken.simulation.spans()),
             **_plan_file(config, taken),
         },
+        spans=base64.b64encode(encode_all(batches_of(taken.simulation.spans()))).decode(),
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Final
 
 from braid.actors.config import FailureConfig
 from braid.actors.controller.budget import RestartBudget
@@ -10,14 +11,19 @@ from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import Changed, Failure
 from braid.actors.controller.steps import SpikeError, Spikes
 
+MAX_TRIES: Final = 5
+"""Of one recovery: failures in a row between which no step was done."""
+BACKOFF_S: Final = 1.0
+"""Before the second try of a recovery; doubled each time."""
+
 
 class Interruptions:
     """Those of one run: how many more it puts up with, and what became of the last one."""
 
     def __init__(self, config: FailureConfig) -> None:
         self._config = config
-        self.budget = RestartBudget(config.max_restarts, config.refill_steps)
-        self.spikes = Spikes(RestartBudget(config.max_restarts, config.refill_steps))
+        self.budget = RestartBudget(config.max_restarts)
+        self.spikes = Spikes(RestartBudget(config.max_restarts))
         self._tries = 0
         """Failures since a step was done last."""
         self.failure: Failure | None = None
@@ -31,13 +37,13 @@ class Interruptions:
             return True
         self._tries += 1
         if self._tries > 1 and self._config.max_restarts:
-            return self._tries <= self._config.max_tries
+            return self._tries <= MAX_TRIES
         return self.budget.spend()
 
     @property
     def wait_s(self) -> float:
         """Before the next try: failures in a row, none of which trained a step, are waited for longer."""
-        return self._config.backoff_s * 2 ** (self._tries - 2) if self._tries > 1 else 0.0
+        return BACKOFF_S * 2 ** (self._tries - 2) if self._tries > 1 else 0.0
 
     @property
     def counted(self) -> str:

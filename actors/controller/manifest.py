@@ -274,11 +274,11 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically, so that a crash leaves the old or the new content."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

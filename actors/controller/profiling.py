@@ -27,7 +27,7 @@ from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.scheduling.operators import Part, Stream
-from braid.scheduling.pattern import measured_kind
+from braid.scheduling.pattern import ENDS, measured_kind
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.records import to_mapping
 from braid.scheduling.schedule_text import write
@@ -192,14 +192,13 @@ def profile_key(
         "graphs": to_mapping(_graphs(config, shape)),
         "shape": asdict(shape),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
-        "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds), *layout.ends}),
+        "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds), *ENDS}),
         "micro_batch": train.micro_batch,
         "dtype": train.dtype,
         "reduce_dtype": train.reduce_dtype,
         "tf32": train.tf32,
         "deterministic": [train.deterministic, train.deterministic_reduction],
         "kernels": train.kernels,
-        "expert_imbalance": config.overlap.expert_imbalance,
         "layer": config.model.layer,
         "threads": cluster.threads_per_rank,
         "cpus": cluster.cpus_per_rank,

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,10 +21,8 @@ from braid.actors.controller.recovery import Failure
 from braid.actors.controller.step_record import StepRecord, read_metrics, record_of
 from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
-from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.json_text import json_text
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ class RunDirectory:
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
         self._described = False
-        self._description: dict[str, str] = {}
+        self._description: dict[str, str | bytes] = {}
         """Files that `describe` wrote."""
         self.identity = identity_of(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
@@ -160,7 +158,7 @@ class RunDirectory:
         shape: ModelShape,
         schedule: str,
         cluster: dict[str, Any],
-        files: Mapping[str, str],
+        files: Mapping[str, str | bytes],
     ) -> None:
         """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
         if self._replaces:
@@ -174,8 +172,8 @@ class RunDirectory:
             "model.json": json_text(asdict(shape), indent=1),
             **files,
         }
-        for name, text in self._description.items():
-            self._write(name, text)
+        for name, content in self._description.items():
+            self._write(name, content)
         self._described = True
 
     def _make_anew(self) -> None:
@@ -195,18 +193,18 @@ class RunDirectory:
         except (OSError, ConfigError) as error:
             self.trouble = f"{self.path} cannot be written: {error}"
             return
-        for name, text in self._description.items():
-            self._write(name, text)
+        for name, content in self._description.items():
+            self._write(name, content)
         self.trouble = f"{self.path} was removed during the run; records of earlier steps are lost"
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, content: str | bytes) -> None:
         """Replace a file; a run that is under way goes on where there is no room for it."""
         path = self.path / name
-
+        content = content.encode() if isinstance(content, str) else content
         try:
             path.parent.mkdir(exist_ok=True)
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                write_durably(path, text)
+            if not path.exists() or path.read_bytes() != content:
+                write_durably(path, content)
         except OSError as error:
             if not self._described:
                 raise _unwritable(path, error) from None
@@ -232,10 +230,6 @@ class RunDirectory:
         now = time.time()
         text = "the controller died, and with it the ranks; a new one goes on"
         return Failure(None, text, step["step"], now, unwell_seconds=max(0.0, now - step["time"]))
-
-    def write_trace(self, spans: Iterable[Span]) -> None:
-        """Write the spans of a step as ``trace/measured.json``."""
-        self._write("trace/measured.json", chrome_trace(spans))
 
     @property
     def metrics(self) -> Path:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from braid.actors.controller.private_folders import private_folder
-from braid.scheduling.span_batches import Batch, decode
-from braid.scheduling.trace import Label
+from braid.scheduling.span_batches import SUFFIX, Batch, decode, head
 
 FILES = 4
 """Files per rank; the budget is shared between them."""
@@ -24,7 +23,6 @@ _READ = 1 << 18
 class _Rank:
     """Where a rank's next batch goes."""
 
-    labels: list[Label] = field(default_factory=list)
     number: int = -1
     file: IO[bytes] | None = None
     size: int = 0
@@ -49,10 +47,9 @@ class SpanCounts:
 
 
 class SpanFiles:
-    """Appends batches to ``trace/rank-RRRRR.NNNN.spans``; where there are too many, the oldest one goes.
+    """Appends batches to ``trace/rank-RRRRR.NNNN.arrows``; where there are too many, the oldest file goes.
 
-    Every file begins with all labels, so that each can be read alone. Not being able to write ends nothing:
-    it is counted and told.
+    Each can be read alone. Not being able to write ends nothing: it is counted and told.
     """
 
     def __init__(self, directory: Path, bytes_per_rank: int) -> None:
@@ -86,9 +83,7 @@ class SpanFiles:
     def _write(self, batch: Batch, data: bytes) -> None:
         rank, counts = self._ranks[batch.rank], self._counts
         if batch.generation != rank.generation:
-            rank.labels, rank.generation, rank.expected = [], batch.generation, 0
-            rank.size = self._file_bytes  # a file holds one generation
-        rank.labels[batch.first_label :] = batch.labels
+            rank.generation, rank.expected = batch.generation, 0
         counts = replace(
             counts,
             lost=counts.lost + (batch.sequence - rank.expected if batch.sequence > rank.expected else 0),
@@ -121,10 +116,7 @@ class SpanFiles:
             rank.number = max(map(_number, self._files(batch.rank)), default=-1)
         rank.number += 1
         rank.file = (self._directory / _name(batch.rank, f"{rank.number:04d}")).open("wb")
-        known = rank.labels[: batch.first_label]
-        head = replace(batch, first_label=0, labels=tuple(known), records=batch.records[:0]).encode()
-        rank.file.write(head)
-        rank.size = len(head)
+        rank.size = rank.file.write(head())
         for path in sorted(self._files(batch.rank), key=_number)[:-FILES]:
             path.unlink(missing_ok=True)
 
@@ -133,7 +125,7 @@ class SpanFiles:
 
 
 def _name(rank: int, number: str) -> str:
-    return f"rank-{rank:05d}.{number}.spans"
+    return f"rank-{rank:05d}.{number}{SUFFIX}"
 
 
 def _number(path: Path) -> int:

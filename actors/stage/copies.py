@@ -86,22 +86,20 @@ class Copies:
             self._partners[arrived.step] = arrived
         self._exchange = None
 
-    def keep(self, optimizer: Optimizer, step: int, *, wait: bool) -> None:
+    def keep(self, optimizer: Optimizer, step: int) -> None:
         """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it.
 
         Copies of later steps are forgotten: the run has gone back behind them, to a checkpoint perhaps.
         """
-        self._settle()
+        self.settle()
         self._own = {at: state for at, state in self._own.items() if at < step}
         self._partners = {at: state for at, state in self._partners.items() if at < step}
         state = take(optimizer, step, self._forget(self._own))
         self._own[step] = state
         if self._exchange is not None:
             self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
-        if wait:
-            self._settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for the copies under way; what arrived is kept."""
         if self._exchange is not None and (arrived := self._exchange.finish()) is not None:
             self._partners[arrived.step] = arrived

@@ -119,7 +119,7 @@ class Executor:
         """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
-        self._watch, self._graph, self._routing = watch, graph, routing
+        self._watch, self.graph, self._routing = watch, graph, routing
         self.before: Callable[[int], None] | None = None
         """Called before every instruction with its position: drills break something there."""
         self.ended: Callable[[], None] | None = None
@@ -170,10 +170,10 @@ class Executor:
             self._routing.clear()
         if update is not None and self._prefetched:
             update.prefetch(self._prefetched)
-            if self._graph is not None:
+            if self.graph is not None:
                 update.settle()  # what a graph waits for has to begin in it
-        if self._graph is not None and self.before is None:
-            self._losses = self._graph.run(self, batches, loss_scale)
+        if self.graph is not None and self.before is None:
+            self._losses = self.graph.run(self, batches, loss_scale)
         else:
             self._losses = self.passes(batches, loss_scale)
         self._do(self._update_begins, self._next_begins)

@@ -12,6 +12,7 @@ from braid.actors.stage.parameters import (
     whole,
 )
 from braid.kernels.operators.expert_rows import ExpertLoad, ExpertRows
+from braid.kernels.operators.grouped_linear import GroupedLinear
 from braid.kernels.operators.permute import Regroup
 from braid.kernels.operators.router import Router
 
@@ -94,7 +95,7 @@ def _grouped(
     held = experts // context.sizes.ep
     inputs = slices[0].sizes[2]
     outputs = sum(prod(piece.sizes) for piece in slices) // (held * inputs)
-    module = context.operators.grouped_linear(
+    module = GroupedLinear(
         experts=held, inputs=inputs, outputs=outputs, device=context.device, dtype=context.dtype
     )
     return OperatorModule(module=module, slices={"weight": slices})

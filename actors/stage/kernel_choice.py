@@ -9,7 +9,7 @@ import torch
 
 from braid.actors.stage.log import HEADER
 from braid.actors.stage.mesh import Mesh
-from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_file, choose
+from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_folder, choose
 from braid.kernels.clock import DeviceClock
 from braid.kernels.family import OperatorFamily, candidates, operator_family
 from braid.kernels.trials import Laboratory, Measured, Use
@@ -20,7 +20,7 @@ class KernelChoice:
     """A rank's, over all generations: what was chosen once stays."""
 
     def __init__(self) -> None:
-        self._kept = KeptChoices(choices_file(os.environ))
+        self._kept = KeptChoices(choices_folder(os.environ))
         self.told = ""
         """What was chosen, for people; empty where nothing was to choose."""
 
@@ -93,20 +93,18 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
     Layers of one's own count like built-in ones.
     """
     shape = sizes.shape
-    layers, local, hidden, biases = shape.layers, sizes.local_tokens, shape.hidden, shape.biases
-    sums = 2 * layers + (shape.expert_layers if shape.shared_experts else 0)
+    layers, local = shape.layers, sizes.local_tokens
     norm = "layer_norm" if shape.norms_center else "rms_norm"
-    settings: dict[str, Any] = {"hidden": hidden, "eps": shape.norm_eps}
+    settings: dict[str, Any] = {"hidden": shape.hidden, "eps": shape.norm_eps}
     yield Use(operator=norm, tokens=local, times=2 * layers + 1, settings=settings)
-    biased = layers * (shape.bias_of_projection + biases)
-    for bias, times in ((True, biased), (False, sums - biased)):
-        settings = {"hidden": hidden, "bias": bias}
-        if times:
-            yield Use(operator="residual", tokens=local, times=times, settings=settings)
     activation = "swiglu" if shape.gated else "gelu"
-    for width, times in _mlps(sizes):
-        yield Use(operator=activation, tokens=sizes.tokens, times=times, settings={}, width=width)
-    yield from _linear_maps(sizes)
+    for width, times in (
+        (shape.ffn, layers - shape.expert_layers),
+        (shape.shared_experts * shape.expert_width, shape.expert_layers),
+    ):
+        if width and times:
+            local_width = width // sizes.tp
+            yield Use(operator=activation, tokens=sizes.tokens, times=times, settings={}, width=local_width)
     if shape.expert_layers:
         yield from _experts(sizes)
     settings = {
@@ -117,19 +115,8 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
         "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
     }
     yield Use(operator="attention", tokens=sizes.tokens, times=layers, settings=settings)
-    head = sizes.of_kind(sizes.ends[1])
-    settings = {"rows": head.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
-    yield Use(operator="cross_entropy_statistics", tokens=head.tokens, times=1, settings=settings)
-
-
-def _mlps(sizes: PartSizes) -> list[tuple[int, int]]:
-    """Local widths of all MLPs that every token goes through, and how many layers have them."""
-    shape = sizes.shape
-    every = (
-        (shape.ffn, shape.layers - shape.expert_layers),
-        (shape.shared_experts * shape.expert_width, shape.expert_layers),
-    )
-    return [(width // sizes.tp, times) for width, times in every if width and times]
+    settings = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
 
 
 def _experts(sizes: PartSizes) -> Iterator[Use]:
@@ -139,9 +126,6 @@ def _experts(sizes: PartSizes) -> Iterator[Use]:
     rows = sizes.tp * (local * shape.top_k if capacity is None else shape.experts * capacity)
     width = shape.expert_width // sizes.tp
     yield Use(operator="swiglu", tokens=rows, times=times, settings={}, width=width)
-    for inputs, outputs in ((shape.hidden, 2 * width), (width, shape.hidden)):
-        settings = {"experts": shape.experts // sizes.ep, "inputs": inputs, "outputs": outputs}
-        yield Use(operator="grouped_linear", tokens=rows, times=times, settings=settings)
     for operator in ("permute", "unpermute"):
         yield Use(
             operator=operator,
@@ -151,27 +135,3 @@ def _experts(sizes: PartSizes) -> Iterator[Use]:
             width=shape.hidden,
             choices=shape.top_k,
         )
-
-
-def _linear_maps(sizes: PartSizes) -> Iterator[Use]:
-    shape, tp = sizes.shape, sizes.tp
-    into = 2 if shape.gated else 1
-    mlps = [
-        one
-        for width, times in _mlps(sizes)
-        for one in (
-            (shape.hidden, into * width, shape.biases, times),
-            (width, shape.hidden, False, times),
-        )
-    ]
-    maps = (
-        (shape.hidden, (shape.query_width + 2 * shape.kv_width) // tp, shape.biases_of_qkv, shape.layers),
-        (shape.query_width // tp, shape.hidden, False, shape.layers),
-        *mlps,
-    )
-    for inputs, outputs, bias, times in maps:
-        settings = {"inputs": inputs, "outputs": outputs, "bias": bias}
-        yield Use(operator="linear", tokens=sizes.tokens, times=times, settings=settings)
-    head = sizes.of_kind(sizes.ends[1])
-    settings = {"inputs": shape.hidden, "outputs": head.vocabulary_rows, "bias": shape.head_bias}
-    yield Use(operator="linear", tokens=head.tokens, times=1, settings=settings)

@@ -31,6 +31,8 @@ from braid.kernels.operators.context_blocks import Order, causal_order
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.kernels.operators.head_norm import HeadNorm
+from braid.kernels.operators.linear import Linear
+from braid.kernels.operators.residual import Residual
 from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import transformer_layer
 from braid.scheduling.pattern import DENSE, UNIFORM
@@ -100,9 +102,7 @@ class ModuleContext:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = cut(biases, self.place, {0: self.tensor})
         outputs = sum(piece.sizes[0] for piece in slices["weight"])
-        module = self.operators.linear(
-            inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype
-        )
+        module = Linear(inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype)
         return OperatorModule(module=module, slices=slices)
 
     def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
@@ -110,7 +110,7 @@ class ModuleContext:
         deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
         slices = cut([weight], self.place, {1: self.tensor})
-        module = self.operators.linear(
+        module = Linear(
             inputs=slices[0].sizes[1], outputs=outputs, bias=False, device=self.device, dtype=self.dtype
         )
         return OperatorModule(module=module, slices={"weight": slices})
@@ -118,7 +118,7 @@ class ModuleContext:
     def residual(self, bias_name: str = "") -> OperatorModule:
         """An addition; with the bias of the row-parallel weight before it, if that has one of a name."""
         hidden, bias = self.shape.hidden, bool(bias_name)
-        module = self.operators.residual(hidden=hidden, bias=bias, device=self.device, dtype=self.dtype)
+        module = Residual(hidden=hidden, bias=bias, device=self.device, dtype=self.dtype)
         if not bias:
             return OperatorModule(module=module)
         slices = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
@@ -303,8 +303,7 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     of_head = {"weight": cut([head_weight(shape)], context.place, {0: context.tensor})}
     (piece,) = of_head["weight"]
     rows, offset = piece.sizes[0], piece.offsets[0]
-    operators = context.operators
-    linear = operators.linear(
+    linear = Linear(
         inputs=shape.hidden, outputs=rows, bias=shape.head_bias, device=context.device, dtype=context.dtype
     )
     if shape.head_bias:
@@ -314,7 +313,7 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
         "final_norm": context.norm("final_norm"),
         "head": OperatorModule(module=linear, slices=of_head),
         "loss_statistics": OperatorModule(
-            module=operators.cross_entropy_statistics(
+            module=context.operators.cross_entropy_statistics(
                 rows=rows, first_row=offset, vocabulary=shape.vocabulary
             )
         ),

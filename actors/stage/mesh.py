@@ -23,7 +23,7 @@ from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
 
-if TYPE_CHECKING:  # benchmarks on one GPU run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config.machines import NcclConfig, NcclLimits
 
 LAYER_AXES: Final = ("tp", "cp", "ep")
@@ -235,9 +235,8 @@ def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
     """What torch makes a communicator with: limits, and a stream whose kernels go first."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    for key in ("min_ctas", "max_ctas"):
-        if (count := getattr(limits, key, None)) is not None:
-            setattr(options.config, key, count)
+    if limits is not None and limits.max_ctas is not None:
+        options.config.max_ctas = limits.max_ctas
     return options
 
 

@@ -11,7 +11,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers
 
-if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config import Config
 
 
@@ -113,7 +113,7 @@ class RunPlan:
     """The source of the profile that decisions were made with: hardware that ranks are checked against."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Where that profile says that the mesh's axes lie."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Further files for the run directory: what decisions were made with (``profile.json``, ...)."""
     serial: SerialStep | None = None
     """What the step would take without any overlap, as the profile says; None without one."""

@@ -85,14 +85,9 @@ class StageModel:
                 return self.layers[kind].modules(context, index)
 
     @property
-    def head(self) -> PartSizes:
-        """Sizes of the model's head."""
-        return self.context.sizes.of_kind(self.context.sizes.ends[1])
-
-    @property
     def tells_loss(self) -> bool:
         """Whether no other rank has the same losses, of those that say them."""
-        return self.context.place.on(self.head.tensor_axis) == 0
+        return self.context.place.on("tp") == 0
 
     def _instance(
         self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int

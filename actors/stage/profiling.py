@@ -32,8 +32,8 @@ from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.actors.stage.model import PartInstance, StageModel
 from braid.actors.stage.products import Products
 from braid.actors.stage.regions import Rows
+from braid.actors.stage.repeated_routing import RepeatedRouting
 from braid.actors.stage.streams import Streams, Transfer
-from braid.actors.stage.uneven_routing import UnevenRouting
 from braid.kernels.operators.context_blocks import Documents
 from braid.scheduling.lowering.partitions import WAYS, cut_gemms
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Precision, Stream
@@ -70,10 +70,8 @@ class Profiler:
     seed: int = 0
     documents: Sequence[Mapping[str, Documents]] = ()
     """`MicroBatch.documents` of some, by turns."""
-    expert_imbalance: float | None = None
-    """`UnevenRouting.imbalance`."""
     choices: Sequence[Tensor] = ()
-    """`UnevenRouting.choices`."""
+    """`RepeatedRouting.choices`."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -97,7 +95,7 @@ class Profiler:
         self._ways = WAYS[0]
         self._documents = cycle(self.documents)
         self._links = LinkTimes(self.mesh, self.streams, self.model)
-        self._routing = UnevenRouting(self.model, self.expert_imbalance, self.choices, self._generator)
+        self._routing = RepeatedRouting(self.model, self.choices)
 
     @torch.no_grad()
     def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:

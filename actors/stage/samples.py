@@ -25,7 +25,7 @@ from braid.kernels.operators.context_blocks import (
     documents_of,
 )
 from braid.scheduling.mesh import beyond
-from braid.scheduling.pattern import documents_seen, own_degree
+from braid.scheduling.pattern import documents_seen
 from braid.scheduling.spec import ParallelLayout
 
 Batches = list[MicroBatch | None]
@@ -163,18 +163,14 @@ class ReplicaSamples:
         if own is None:
             return [None] * count
         tokens_2Ns = own.tokens.to(self._device, non_blocking=True)
-        inputs_MT, targets_MT = (
-            seen_by(end, tokens_Ns.reshape(count, -1), self._layout, self._place)
-            for tokens_Ns, end in zip(tokens_2Ns, self._layout.ends, strict=True)
-        )
+        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in tokens_2Ns)
         documents = [
             _by_degree(one.on(self._device), self._layout, self._place) for one in own.documents
         ] or [{}] * count
         counted_MT: Sequence[torch.Tensor | None] = [None] * count
         if counted is not None:
             counted_Ns = torch.from_numpy(counted)[:, None].expand(own.tokens.shape[1:]).to(self._device)
-            head = self._layout.ends[1]
-            counted_MT = seen_by(head, counted_Ns.reshape(count, -1), self._layout, self._place).unbind()
+            counted_MT = counted_Ns.reshape(count, -1).unbind()
         return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
 
 
@@ -200,11 +196,3 @@ def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> di
         groups = layout.tp // degree
         found[documents_seen(degree)] = documents.part(place.on(beyond(degree)), groups)
     return found
-
-
-def seen_by(end: str, tokens: torch.Tensor, layout: ParallelLayout, place: Place) -> torch.Tensor:
-    """What an end of the model sees of tokens along the last dim: its group's, with a degree of its own."""
-    degree = own_degree(end)
-    if not degree:
-        return tokens
-    return tokens.chunk(layout.tp // degree, dim=-1)[place.on(beyond(degree))]

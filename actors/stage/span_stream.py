@@ -1,6 +1,6 @@
-"""Streams a rank's spans: the training thread fills a ring of bounded size, a thread of its own empties it.
+"""Streams a rank's spans: the training thread fills a queue of bounded size, a thread of its own empties it.
 
-The training thread never waits and never fails here. What the ring cannot hold is dropped and counted; when
+The training thread never waits and never fails here. What the queue cannot hold is dropped and counted; when
 streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.
 """
 
@@ -8,13 +8,10 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
 from typing import Protocol
 
-import numpy as np
-
-from braid.scheduling.span_batches import RECORD, Batch, Records
-from braid.scheduling.trace import Label
+from braid.scheduling.span_batches import Batch, Labels, Records
 
 
 class Sink(Protocol):
@@ -28,9 +25,7 @@ class Sink(Protocol):
 
 
 CAPACITY = 1 << 16
-"""Records that the ring holds: 2 MiB. It grows where a step has more of them, up to so many times that."""
-MOST_GROWTH = 16
-LARGEST_BATCH = 8192
+"""Records: while so many wait (2 MiB), further steps are dropped."""
 MOST_SKIPPED = 64
 _CLOSE_SECONDS = 2.0
 
@@ -50,15 +45,14 @@ class SpanStream:
     ) -> None:
         """``budget``: the share of a core that streaming may take before steps are left out."""
         self._rank, self._generation, self._sink = rank, generation, sink
-        self._ring: Records = np.zeros(capacity, RECORD)
-        self._usual, self._most = capacity, capacity * MOST_GROWTH
-        self._first = self._count = 0
+        self._capacity, self._count = capacity, 0
+        self._waiting: deque[tuple[int, Labels, Records]] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
         self._broken = False
-        self._labels: Sequence[Label] = ()
-        self._told_labels = self._sequence = self._dropped = self._in_hand = 0
+        self._told = Labels()
+        self._sequence = self._dropped = self._in_hand = 0
         self._every = 1
         self._interval_s, self._budget = interval_s, budget
         self._spent_ns = 0
@@ -75,33 +69,20 @@ class SpanStream:
         """Spans of every so many steps are streamed."""
         return self._every
 
-    def put(self, labels: Sequence[Label], records: Records, step: int) -> None:
-        """Hand over a step's records. ``labels``: all that they name, a list that only grows."""
-        if step % self._every:
+    def put(self, labels: Labels, records: Records, step: int) -> None:
+        """Hand over a step's records, and the labels that they name."""
+        if step % self._every or not len(records):
             return
         begin = time.thread_time_ns()
         with self._lock:
-            self._labels = labels
-            if (needed := self._count + len(records)) > len(self._ring) and len(records) > self._usual:
-                self._grow(min(needed, self._most))
-            capacity = len(self._ring)
-            kept = 0 if self._broken else min(len(records), capacity - self._count)
-            self._dropped += len(records) - kept
-            place = (self._first + self._count) % capacity
-            straight = min(kept, capacity - place)
-            self._ring[place : place + straight] = records[:straight]
-            self._ring[: kept - straight] = records[straight:kept]
-            self._count += kept
+            if self._broken or self._count >= self._capacity:
+                self._dropped += len(records)
+            else:
+                self._waiting.append((step, labels, records))
+                self._count += len(records)
             self._spent_ns += time.thread_time_ns() - begin
-        if self._count > capacity // 4:
+        if self._count > self._capacity // 4:
             self._wake.set()
-
-    def _grow(self, capacity: int) -> None:
-        """Make the ring larger: a step comes at once, and is to be kept whole."""
-        waiting = np.roll(self._ring, -self._first)[: self._count]
-        self._ring = np.zeros(max(capacity, len(self._ring)), RECORD)
-        self._ring[: self._count] = waiting
-        self._first = 0
 
     def close(self) -> None:
         """Send what is left, for two seconds at most."""
@@ -116,12 +97,12 @@ class SpanStream:
         checked = time.perf_counter_ns()
         while True:
             last = self._closing
-            begin, told = time.thread_time_ns(), self._told_labels
+            begin, told = time.thread_time_ns(), self._told
             while (unsent := unsent or self._next()) is not None and self._try(unsent):
                 unsent = None
             if self._broken:
                 return
-            if self._told_labels == told:  # labels are told once: to leave out steps would not save that
+            if self._told is told:  # labels are new once: to leave out steps would not save that
                 self._spent_ns += time.thread_time_ns() - begin
             if last and unsent is None:
                 return
@@ -140,6 +121,7 @@ class SpanStream:
                 self._broken = True
                 self._dropped += self._count + self._in_hand
                 self._count = 0
+                self._waiting.clear()
             return False
 
     def _adapt(self, share: float) -> None:
@@ -149,31 +131,25 @@ class SpanStream:
             self._every //= 2
 
     def _next(self) -> bytes | None:
-        """The oldest records as a batch; None if there are none."""
+        """The oldest step as a batch; None if there is none."""
         with self._lock:
-            count = min(self._count, LARGEST_BATCH)
-            if not count:
+            if not self._waiting:
                 return None
-            capacity = len(self._ring)
-            straight = min(count, capacity - self._first)
-            records = np.empty(count, RECORD)
-            records[:straight] = self._ring[self._first : self._first + straight]
-            records[straight:] = self._ring[: count - straight]
-            self._in_hand = count
-            self._first = (self._first + count) % capacity
-            self._count -= count
-            labels, dropped = self._labels, self._dropped
+            step, labels, records = self._waiting.popleft()
+            self._in_hand = len(records)
+            self._count -= self._in_hand
+            dropped = self._dropped
         batch = Batch(
             rank=self._rank,
+            step=step,
             generation=self._generation,
             sequence=self._sequence,
-            first_label=self._told_labels,
-            labels=tuple(labels[self._told_labels :]),
-            records=records,
             dropped=dropped,
             every=self._every,
+            labels=labels,
+            records=records,
         )
-        self._told_labels += len(batch.labels)
+        self._told = labels
         self._sequence += 1
         return batch.encode()
 

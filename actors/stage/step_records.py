@@ -8,9 +8,9 @@ import numpy as np
 
 from braid.actors.stage.streams import Streams
 from braid.actors.stage.telemetry import ALL, NEIGHBOURS, Recorder
-from braid.scheduling.record_numbers import Labels, numbers_of_records
+from braid.scheduling.record_numbers import numbers_of_records
 from braid.scheduling.schedule import Direction, Pass, Strand
-from braid.scheduling.span_batches import RECORD, Records
+from braid.scheduling.span_batches import RECORD, Labels, Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray
 
@@ -53,8 +53,9 @@ class StepRecorder(Recorder):
         self._numbers: dict[int, int] = {}
         """Of labels, by their identity; `_kept` keeps them alive."""
         self._kept: list[Label] = []
-        self.labels: list[Label] = []
+        self._labels: list[Label] = []
         """All labels that were ever met, by number, with the solo times that are known."""
+        self._table = Labels()
         self._ran: tuple[Any, ...] = ()
         self._timeless: Records = np.zeros(0, RECORD)
         """Labels, blocks and kinds of the newest step's spans, and its records but for their times."""
@@ -63,7 +64,6 @@ class StepRecorder(Recorder):
         self._met: dict[str, _Met] = {}
         self._fullest_bytes = 0
         """Of the newest step's collectives, what their members sent that had most to send, summed up."""
-        self._table = Labels(())
 
     def meet(self, rank: int, exchange: Exchange) -> None:
         """Learn when the other members of the step's collectives issued them, and when theirs had ended.
@@ -94,7 +94,14 @@ class StepRecorder(Recorder):
         super().clear()
         self._met, self._fullest_bytes = {}, 0
 
-    def records(self, step: int) -> Records:
+    @property
+    def labels(self) -> Labels:
+        """What the records so far name by number."""
+        if len(self._table) < len(self._labels):
+            self._table = Labels(self._labels)
+        return self._table
+
+    def records(self) -> Records:
         """The step's records: compute operators, transfers, blocks, waiting; times are of the wall clock.
 
         After `meet` a collective is a transfer from its last member's issue to its last member's end, and
@@ -112,15 +119,12 @@ class StepRecorder(Recorder):
         found["end_ns"] = np.array([*map(at, ends)], np.int64) + epoch
         # What the step before has started counts from this one's begin on; it may have ended by then.
         np.maximum(found["start_ns"], found["end_ns"], out=found["end_ns"])
-        found["step"] = step
         waits = [_as_met(found, self._along[axis], met) for axis, met in self._met.items()]
         return np.concatenate([found, *waits]) if waits else found
 
     def numbers(self, records: Records) -> OverlapNumbers:
         """What overlap came to in a step with these records."""
-        if len(self._table) < len(self.labels):
-            self._table = Labels(self.labels)
-        return replace(numbers_of_records(records, self._table), fullest_bytes=self._fullest_bytes)
+        return replace(numbers_of_records(records, self.labels), fullest_bytes=self._fullest_bytes)
 
     def _without_times(
         self, labels: Sequence[Label], blocks: Sequence[Pass | None], kinds: Sequence[int]
@@ -140,9 +144,9 @@ class StepRecorder(Recorder):
     def _number(self, label: Label) -> int:
         found = self._numbers.get(id(label))
         if found is None:
-            found = self._numbers[id(label)] = len(self.labels)
+            found = self._numbers[id(label)] = len(self._labels)
             self._kept.append(label)
-            self.labels.append(replace(label, solo_ns=self._solo_ns.get(label.key)))
+            self._labels.append(replace(label, solo_ns=self._solo_ns.get(label.key)))
         return found
 
 

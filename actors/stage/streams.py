@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.accelerator import Accelerator
 from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.operators import Stream
 
@@ -97,9 +95,9 @@ class Streams(Protocol):
         """End helper threads."""
 
 
-def device_streams(device: torch.device) -> Streams:
-    """The streams for a device."""
-    if (accelerator := accelerator_of(device)) is not None:
+def streams_on(accelerator: Accelerator | None) -> Streams:
+    """The streams of an accelerator; of a CPU without one."""
+    if accelerator is not None:
         from braid.actors.stage.cuda_streams import CudaStreams
 
         return CudaStreams(accelerator)

@@ -5,7 +5,7 @@ from itertools import chain
 from braid.actors.stage.streams import Mark, Streams, Transfer
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.schedule import Pass
-from braid.scheduling.trace import KINDS, STRANDS, Label, Span
+from braid.scheduling.trace import KINDS, Label
 
 _BLOCK = Label(operator="block", stream=Stream.COMPUTE)
 _PAIRED = Label(operator="paired block", stream=Stream.COMPUTE)
@@ -132,28 +132,6 @@ class Recorder:
         """Spans of the step so far, without blocks."""
         given = sum(kind == OPERATOR for _, _, kind, _, _ in self._given)
         return given + len(self._compute) + len(self._transfers)
-
-    def spans(self, rank: int, step: int) -> list[Span]:
-        """The step's operators as spans; times are of the wall clock."""
-        epoch, at = self._epoch_ns, self._streams.nanoseconds
-        return [
-            Span(
-                rank=rank,
-                step=step,
-                strand=block.strand.value if block is not None else STRANDS[0],
-                micro_batch=block.micro_batch if block is not None else -1,
-                chunk=block.chunk if block is not None else -1,
-                layer=label.layer,
-                operator=label.operator,
-                stream=label.stream,
-                start_ns=epoch + at(begin),
-                end_ns=epoch + at(end),
-                bytes=label.bytes,
-                flops=label.flops,
-            )
-            for label, block, kind, begin, end in self._marked()
-            if kind == OPERATOR
-        ]
 
     def _marked(self) -> list[MarkedSpan]:
         """All spans: compute operators, transfers, blocks."""

@@ -13,6 +13,7 @@ import torch
 
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
+from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.checkpoint import Saves, load_checkpoint, save_group
 from braid.actors.stage.clocks import clock_ahead_ns
 from braid.actors.stage.copies import Copies
@@ -21,44 +22,24 @@ from braid.actors.stage.digests import damage_in_share
 from braid.actors.stage.exchange import load_initial
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.faults import Saboteur
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.kernel_choice import KernelChoice
-from braid.actors.stage.layers import load_layers
 from braid.actors.stage.log import Logged
 from braid.actors.stage.membership import Membership
 from braid.actors.stage.memory_meter import MemoryMeter
-from braid.actors.stage.mesh import TorchGroups, build_mesh
+from braid.actors.stage.mesh import Mesh, TorchGroups
 from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, RunPlan, Samples, StepResult, Written
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, optimizer_settings
 from braid.actors.stage.peak_memory import PeakMemory
 from braid.actors.stage.peers import Peers
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
+from braid.actors.stage.repeated_routing import ChoicesMade
 from braid.actors.stage.rescue import held_slices, write_slices
-from braid.actors.stage.routing import routing_of
 from braid.actors.stage.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
-from braid.actors.stage.step_graph import step_graph
-from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import Streams, device_streams
 from braid.actors.stage.telemetry import Recorder
-from braid.actors.stage.uneven_routing import ChoicesMade
-from braid.actors.stage.weights import ShardedWeights
-from braid.scheduling.layers import model_parts
-from braid.scheduling.lowering.lower import scheduled_parts, validation_schedule
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import parse
+from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.validate import linked
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-
-_OF_A_GENERATION = (
-    *("_model", "_gradients", "_weights", "_optimizer", "_executor", "_evaluator", "_bind", "_recorder"),
-    *("_saboteur", "_mesh"),
-)
-"""What `Worker.setup` makes and `Worker.leave` gives up."""
 
 
 class Worker(Logged, Rank):
@@ -71,7 +52,8 @@ class Worker(Logged, Rank):
         self._stream: SpanStream | None = None
         self._membership = Membership(address)
         self._kernels = KernelChoice()
-        self._streams: Streams | None = None
+        self._assembly: Assembly | None = None
+        self._evaluator: Executor | None = None
         self._copies = Copies()
         self._saves: Saves | None = None
         self._samples: ReplicaSamples | None = None
@@ -81,8 +63,8 @@ class Worker(Logged, Rank):
         self._membership.use_device()
         if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
             return Pulse(awaited.read())
-        recorder: Recorder | None = getattr(self, "_recorder", None)
-        return Pulse(None) if recorder is None else Pulse(*recorder.pulse())
+        parts = self._assembly
+        return Pulse(None) if parts is None else Pulse(*parts.recorder.pulse())
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
@@ -103,90 +85,46 @@ class Worker(Logged, Rank):
         self._layout = layout = config.layout()
         self._membership.begin(cluster, self.rank, rendezvous)
         self._membership.join(cluster, rendezvous, self.rank, layout.ranks)
-        schedule = parse(plan.schedule)
-        self._mesh = build_mesh(
-            layout,
-            self.rank,
-            tied_ends=plan.shape.tied_head and layout.ends_apart,
-            timeout=timeout,
-            hosts=rendezvous.hosts,
-            groups=TorchGroups(self.rank, timeout, cluster.nccl),
-        )
-        self._mesh.warm_up()
+        groups = TorchGroups(self.rank, timeout, cluster.nccl)
+        mesh = join(plan, self.rank, rendezvous.hosts, groups)
         if plan.data:
-            place, sequence = self._mesh.place, plan.shape.sequence
+            place, sequence = mesh.place, plan.shape.sequence
             chunks = layout.chunks_of(place.position["pp"])
             self._samples = ReplicaSamples(
                 Path(plan.data), config, sequence, layout, place, chunks, self._membership.device
             )
-        self._build(plan, schedule)
-        self._recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, self._mesh.groups))
+        self._build(plan, mesh)
+        self._parts.recorder.set_clock(clock_ahead_ns(self.rank, rendezvous.hosts, mesh.groups))
         if config.checkpoint.copies_every:
             self.pair_copies(rendezvous.copies_shift)
-        self._saves = Saves(self._optimizer, save_group(timeout))
+        self._saves = Saves(self._parts.optimizer, save_group(timeout))
         self._membership.connected(cluster.emulated_link_mbit)
         self._memory = PeakMemory(self._device)
         return self._kernels.told
 
     @property
+    def _parts(self) -> Assembly:
+        """What this rank trains with, from `setup` to `leave`."""
+        assert self._assembly is not None, "the rank has not been set up"
+        return self._assembly
+
+    @property
     def _device(self) -> torch.device:
         return self._membership.device
 
-    def _build(self, plan: RunPlan, schedule: Schedule) -> None:
-        config, layout = plan.config, self._layout
-        train = config.train
-        definitions = load_layers(config.model.own_layers)
-        sizes = config.sizes(plan.shape)
-        graphs = {kind: definition.graph for kind, definition in definitions.items()}
-        self._parts = parts = model_parts(sizes, graphs)
-        units = scheduled_parts(
-            parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
-        )
-        self._code = linked(schedule, layout, sizes.kinds, units)
-        self._model_of = partial(
-            StageModel,
-            shape=plan.shape,
-            layout=layout,
-            sizes=sizes,
-            dtype=DTYPES[train.dtype],
-            layers=definitions,
-            operators=self._kernels.family(
-                train.kernels, sizes, self._mesh, self._device, DTYPES[train.dtype]
-            ),
-        )
-        self._model = self._model_of(place=self._mesh.place, device=self._device)
-        self._model.initialise(train.seed)
-        self._streams = streams = device_streams(self._device)
-        self._recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
-        self._gradients = GradientBuckets(
-            self._model.parameters,
-            self._mesh,
-            streams,
-            self._recorder,
-            train.bucket_mb << 20,
-            deterministic=train.deterministic_reduction,
-            reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
-        )
-        self._weights = ShardedWeights(self._gradients.plans, self._mesh, streams, self._recorder)
-        device = accelerator_of(self._device)
-        self._optimizer = Optimizer(self._gradients, optimizer_settings(config), device)
-        self._bind = partial(Executor, model=self._model, mesh=self._mesh, streams=streams)
-        # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
-        captured = False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs
-        assert self._mesh.groups is not None
-        graph = step_graph(streams, self._recorder, captured, layout.ranks, self._mesh.groups.gather)
-        self._membership.graph = graph
-        routing = routing_of(self._model)
-        self._executor = self._bind(code=self._code, recorder=self._recorder, graph=graph, routing=routing)
-        told = Peers(self._mesh, streams, self._device).told
-        self._executor.ended = partial(self._recorder.meet, self.rank, told)
+    def _build(self, plan: RunPlan, mesh: Mesh) -> None:
+        layout, device = self._layout, self._device
+        parts = assemble(plan, mesh, device, accelerator_of(device), self._kernels)
+        self._assembly, self._model_of = parts, parts.model_of
+        self._membership.graph = parts.executor.graph
+        told = Peers(mesh, parts.streams, device).told
+        parts.executor.ended = partial(parts.recorder.meet, self.rank, told)
         if self._samples is not None and (count := self._samples.validation_micro_batches):
-            evaluation = linked(
-                validation_schedule(plan.shape, layout, count, parts), layout, sizes.kinds, parts
-            )
-            self._evaluator = self._bind(code=evaluation, recorder=self._recorder)
-        stage = self._code.stages[self._mesh.position["pp"]]
-        self._saboteur = Saboteur(plan.faults, self.rank, config.run_directory, stage)
+            validation = validation_schedule(plan.shape, layout, count, parts.parts)
+            code = linked(validation, layout, parts.sizes.kinds, parts.parts)
+            self._evaluator = parts.bind(code, recorder=parts.recorder)
+        stage = parts.code.stages[mesh.position["pp"]]
+        self._saboteur = Saboteur(plan.faults, self.rank, plan.config.run_directory, stage)
         set_aside_what_lasts()
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -199,10 +137,10 @@ class Worker(Logged, Rank):
         batches = self._samples.of_step(step)
         batch, discarded = self._config.train.global_batch, 0
         kind = self._saboteur.update(step)
-        self._executor.before = self._saboteur.before(step, self._gradients)
+        self._parts.executor.before = self._saboteur.before(step, self._parts.gradients)
         while True:
-            update = kind(self._gradients, self._weights, self._optimizer, step, self._membership.intact)
-            loss_sum = self._executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+            update = self._parts.update(step, self._membership.intact, kind)
+            loss_sum = self._parts.executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
             discarded += 1
@@ -210,33 +148,34 @@ class Worker(Logged, Rank):
         self._membership.intact()
         if update.applied and every and (step + 1) % every == 0:
             self.keep_copy(step + 1)
-        first = not any(self._mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
+        first = not any(self._parts.mesh.place.on(axis) for axis in ("tp", "cp", "pp"))
         seconds = time.perf_counter() - begin
-        records = self._recorder.records(step)
-        if self._stream is not None and self._recorder.recording:
-            self._stream.put(self._recorder.labels, records, step)
+        records = self._parts.recorder.records()
+        if self._stream is not None and self._parts.recorder.recording:
+            self._stream.put(self._parts.recorder.labels, records, step)
         return StepResult(
-            loss_sum=loss_sum if self._model.tells_loss else 0.0,
+            loss_sum=loss_sum if self._parts.model.tells_loss else 0.0,
             gradient_norm=update.gradient_norm,
             lr=update.lr,
             seconds=seconds,
             applied=update.applied,
             samples=self._samples.digest() if first else 0,
             discarded=discarded + (not update.applied),
-            overlap=self._recorder.numbers(records),
+            overlap=self._parts.recorder.numbers(records),
             dropped_spans=self._stream.dropped if self._stream else 0,
             sampled_every=self._stream.every if self._stream else 1,
             peak_bytes=self._memory.of_step(),
             lifetime_peak_bytes=self._memory.of_lifetime(),
-            routing=self._executor.routed,
+            routing=self._parts.executor.routed,
         )
 
     def validate(self) -> float:
         """This rank's part of the sum of token losses, in nats, over the samples of a validation."""
         assert self._samples is not None
         batches = self._samples.of_validation()
-        loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._weights))
-        return loss_sum if self._model.tells_loss else 0.0  # another rank says the same
+        assert self._evaluator is not None
+        loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._parts.weights))
+        return loss_sum if self._parts.model.tells_loss else 0.0  # another rank says the same
 
     def data_facts(self) -> dict[str, int | str | None]:
         """What is to be known of the data (`ReplicaSamples.facts`)."""
@@ -245,17 +184,21 @@ class Worker(Logged, Rank):
 
     def profile(self, rounds: int, seed: int) -> Samples:
         """Time operators alone and together; the parameters are of no use afterwards."""
-        assert self._streams is not None
-        documents = documents_to_measure(self._samples, self._config, self._model.context)
-        uneven = self._config.overlap.expert_imbalance
-        made = ChoicesMade(self._model)
-        if made.wanted and uneven is None and self._samples is not None:
+        documents = documents_to_measure(self._samples, self._config, self._parts.model.context)
+        made = ChoicesMade(self._parts.model)
+        if made.wanted and self._samples is not None:
             self._run_again(0, routing=made)
         profiler = Profiler(
-            self._parts, self._model, self._mesh, self._streams, seed, documents, uneven, made.choices
+            self._parts.parts,
+            self._parts.model,
+            self._parts.mesh,
+            self._parts.streams,
+            seed,
+            documents,
+            made.choices,
         )
-        samples = profiler.run(rounds, self._gradients.square, lambda: self._optimizer.step(0))
-        self._gradients.zero()
+        samples = profiler.run(rounds, self._parts.gradients.square, lambda: self._parts.optimizer.step(0))
+        self._parts.gradients.zero()
         return samples
 
     def activation_bytes(self, step: int) -> int:
@@ -263,20 +206,20 @@ class Worker(Logged, Rank):
 
         The step runs once more without an update, slowly, as every operator is followed by a count.
         """
-        assert self._streams is not None
-        meter = MemoryMeter(lambda: passing(self._weights, self._gradients))
+        meter = MemoryMeter(lambda: passing(self._parts.weights, self._parts.gradients))
         self._run_again(step, watch=meter)
         return meter.peak_bytes
 
     def _run_again(self, step: int, **watching: Any) -> None:
-        assert self._streams is not None
         assert self._samples is not None
-        executor = self._bind(code=self._code, recorder=Recorder(self._streams), **watching)
+        executor = self._parts.bind(self._parts.code, recorder=Recorder(self._parts.streams), **watching)
         if (meter := watching.get("watch")) is not None:
             meter.executor = executor
         tokens = self._config.train.global_batch * self._shape.sequence
-        executor.run(self._samples.of_step(step), 1.0 / tokens, Sharing(self._weights, self._gradients))
-        self._gradients.zero()
+        executor.run(
+            self._samples.of_step(step), 1.0 / tokens, Sharing(self._parts.weights, self._parts.gradients)
+        )
+        self._parts.gradients.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
         """Stream the spans of all further steps to a collector (here: the path of a Unix socket)."""
@@ -288,20 +231,20 @@ class Worker(Logged, Rank):
 
     def record_spans(self, on: bool) -> None:
         """Record the spans of further steps, or do not: what that costs is measured in one process."""
-        self._recorder.recording = on
+        self._parts.recorder.recording = on
 
     # -- copies in memory and checkpoints ------------------------------------------------------------------
 
     def keep_copy(self, step: int) -> None:
         """Keep a copy of the state after ``step`` steps, here and at the partner."""
-        self._copies.keep(self._optimizer, step, wait=self._config.checkpoint.copies_wait)
+        self._copies.keep(self._parts.optimizer, step)
 
     def pair_copies(self, shift: int) -> None:
         """Send further copies of this rank's state to the rank ``shift`` further on; all ranks call this."""
         megabytes, layout = self._config.checkpoint.copies_mb, self._layout
         limit = megabytes << 20 if megabytes is not None else None
         timeout = timedelta(seconds=self._config.cluster.group_timeout_s)
-        self._copies.join(self._optimizer, layout, layout.mesh, shift, limit, timeout)
+        self._copies.join(self._parts.optimizer, layout, layout.mesh, shift, limit, timeout)
 
     def copies_held(self) -> CopiesHeld:
         """What this rank could restore."""
@@ -309,8 +252,8 @@ class Worker(Logged, Rank):
 
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
-        self._weights.settle()
-        self._copies.restore(self._optimizer, step, sources)
+        self._parts.weights.settle()
+        self._copies.restore(self._parts.optimizer, step, sources)
 
     def rescue(self, directory: str, plan: Rescue) -> Written:
         """Write, with the other survivors, a checkpoint of what copies hold of all ranks' states.
@@ -352,24 +295,24 @@ class Worker(Logged, Rank):
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
-        self._weights.settle()
-        load_checkpoint(Path(directory), self._optimizer, step)
+        self._parts.weights.settle()
+        load_checkpoint(Path(directory), self._parts.optimizer, step)
 
     def load_initial(self, directory: str) -> None:
         """Begin with the weights of a Hugging Face directory instead of random ones."""
-        self._weights.settle()
-        load_initial(Path(directory), self._shape, self._optimizer)
+        self._parts.weights.settle()
+        load_initial(Path(directory), self._shape, self._parts.optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Global name and local slices of every parameter that this rank updates, for tests and exports."""
-        for share in self._optimizer.shares:
+        for share in self._parts.optimizer.shares:
             for piece in share.slices:
                 yield piece.source.name, piece.of_local(share.tensor)
 
     def close(self) -> None:
         """The end: leave the process groups."""
-        if self._streams is not None and not self._membership.broken:
-            self._weights.settle()
+        if self._assembly is not None and not self._membership.broken:
+            self._parts.weights.settle()
         self.leave()
 
     def leave(self) -> None:
@@ -380,13 +323,11 @@ class Worker(Logged, Rank):
         if self._samples is not None:
             self._samples.close()
             self._samples = None
-        if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+        if self._assembly is not None:
+            self._assembly.streams.close()
         self._saves = None
         self._membership.leave()
-        for name in _OF_A_GENERATION:  # the next one must find their memory free
-            self.__dict__.pop(name, None)
+        self._assembly = self._evaluator = None  # the next generation must find their memory free
         # What runs a step holds itself in cycles, and torch's checkpointing the group of a save that failed.
         gc.unfreeze()
         gc.collect()

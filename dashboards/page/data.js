@@ -1,28 +1,21 @@
 // What the server knows, fetched when it says that something is new. Only the newest state matters: what a slow
 // page misses is old by the time that it looks again.
 
-const NUMBERS = { f8: Float64Array, i4: Int32Array, u4: Uint32Array, i2: Int16Array, u1: Uint8Array };
 export const RANKS_AT_ONCE = 16;
 const MOST_STEPS_OF_RANKS = 96;
 
-/** Columns of a step of some ranks, from the bytes that the server packs. */
-export function decodeStep(buffer) {
-  const length = new DataView(buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  const columns = {};
-  for (const { name, type, count, at } of header.arrays) columns[name] = new NUMBERS[type](buffer, 4 + length + at, count);
-  const ranks = new Map();
-  for (const rank of header.ranks) ranks.set(rank.rank, { ...rank, lanes: lanesOf(rank, columns) });
-  return { ...header, columns, ranks };
+/** A step of some ranks as the server tells it (`timeline_view.py`), ranks by number. */
+function prepared(step) {
+  return { ...step, ranks: new Map(step.ranks.map((rank) => [rank.rank, { ...rank, lanes: lanesOf(rank, step) }])) };
 }
 
 const keyOf = (step, rank) => `${step}:${Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE}`;
 
 /** Per lane: the spans in order of their begin, and the latest end so far, for the search of what is in view. */
-function lanesOf(rank, columns) {
+function lanesOf(rank, { columns, labels }) {
   const [first, count] = rank.spans;
   const found = [[], [], []];
-  for (let span = first; span < first + count; span += 1) found[columns.lane[span]].push(span);
+  for (let span = first; span < first + count; span += 1) found[labels[columns.label[span]].lane].push(span);
   return found.map((spans) => {
     const reached = new Float64Array(spans.length);
     let latest = -Infinity;
@@ -173,7 +166,7 @@ export class Run extends EventTarget {
       const answer = await fetch(`api/timeline?step=${step}&ranks=${first}`);
       if (!answer.ok) return;
       const gone = answer.status === 204;
-      this._steps.set(key, gone ? { ranks: new Map(), labels: [], missing: true } : decodeStep(await answer.arrayBuffer()));
+      this._steps.set(key, gone ? { ranks: new Map(), labels: [], missing: true } : prepared(await answer.json()));
       while (this._steps.size > MOST_STEPS_OF_RANKS) this._steps.delete(this._steps.keys().next().value);
       this._tell("spans");
     } catch {

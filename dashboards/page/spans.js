@@ -74,11 +74,11 @@ function exposedIn(data, own, from, to) {
 }
 
 export function describeSpan({ rank, data, span }) {
-  const { start, end, label, lane, strand, direction, micro_batch: batch, chunk } = data.columns;
+  const { start, end, label, strand, direction, micro_batch: batch, chunk } = data.columns;
   const facts = data.labels[label[span]];
   const length = end[span] - start[span];
   const where = [
-    `rank ${rank}`, LANES[lane[span]], data.strands[strand[span]] && `strand ${data.strands[strand[span]]}`, DIRECTIONS[direction[span]],
+    `rank ${rank}`, LANES[facts.lane], data.strands[strand[span]] && `strand ${data.strands[strand[span]]}`, DIRECTIONS[direction[span]],
     batch[span] >= 0 && `micro-batch ${batch[span]}`, chunk[span] >= 0 && `chunk ${chunk[span]}`, facts.layer >= 0 && `layer ${facts.layer}`,
   ];
   const rows = [facts.operator, where.filter(Boolean).join(" · "), ["measured", nanoseconds(length)]];
@@ -86,7 +86,7 @@ export function describeSpan({ rank, data, span }) {
   if (facts.predicted_ns) rows.push(["predicted", beside(facts.predicted_ns)]);
   if (facts.solo_ns) rows.push(["alone", beside(facts.solo_ns)]);
   if (facts.shapes) rows.push(["shapes", facts.shapes]);
-  if (lane[span] > 0) {
+  if (facts.lane > 0) {
     const waits = exposedIn(data, data.ranks.get(rank), start[span], end[span]);
     rows.push(["hidden", nanoseconds(length - waits)], ["exposed", nanoseconds(waits)]);
   }

@@ -402,7 +402,7 @@ export class Timeline {
     let next = null;
     if (this.picked) {
       const { data, span, at } = this.picked;
-      const lane = data.ranks.get(rank).lanes[data.columns.lane[span]].spans;
+      const lane = data.ranks.get(rank).lanes[data.labels[data.columns.label[span]].lane].spans;
       const place = lane.indexOf(span) + by;
       if (place >= 0 && place < lane.length) next = { rank, data, at, span: lane[place] };
     } else {

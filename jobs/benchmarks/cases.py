@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from braid.actors.config import parse_config
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.worker import RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.data.tokenizer import tokenizer_of

@@ -111,7 +111,10 @@ def bench_overlap(
         str | None, typer.Option(help="Comma-separated (default: all of that layout's).")
     ] = None,
     route_evenly: Annotated[
-        bool, typer.Option("--route-evenly", help="model.route_evenly, for the peers too: a balanced load.")
+        bool,
+        typer.Option(
+            "--route-evenly", help="Tokens visit experts in turn: a balanced load, for the peers too."
+        ),
     ] = False,
     memory_slack: Annotated[
         float | None, typer.Option(help="overlap.memory_slack of the schedules.", min=0.0)
@@ -131,9 +134,6 @@ def bench_overlap(
     ray: Annotated[bool, typer.Option("--ray", help="Ray actors on a two-node cluster.")] = False,
     spans_cost: Annotated[
         bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
-    ] = False,
-    modelled: Annotated[
-        bool, typer.Option("--modelled", help="Also pair the last schedule by modelled costs.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -178,7 +178,6 @@ def bench_overlap(
             ray=ray,
             memory=layout not in overlap_case.MIXED,  # of many ranks it takes minutes
             spans_cost=spans_cost,
-            modelled=modelled,
             progress=lambda text: console.print(text, highlight=False),
         )
     except HostsError as error:

@@ -11,8 +11,8 @@ from pathlib import Path
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.processes import ProcessLauncher
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
-from braid.actors.stage.worker import RunPlan
 from braid.jobs.benchmarks.cases import Case, Spread
 from braid.jobs.session import ray_session
 

@@ -15,8 +15,10 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 
 from braid.actors.controller.processes import LOOPBACK
+from braid.actors.stage.assembly import DTYPES
 from braid.actors.stage.data import TokenShards, sample_ids
-from braid.actors.stage.worker import DTYPES, Rendezvous, RunPlan, Worker
+from braid.actors.stage.messages import Rendezvous, RunPlan
+from braid.actors.stage.worker import Worker
 from braid.jobs.benchmarks.cases import Case, Spread, tokens_per_step
 from braid.jobs.benchmarks.plain_torch import (
     PlainModel,

@@ -30,7 +30,6 @@ from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
@@ -72,7 +71,6 @@ def run(
     ray: bool = False,
     memory: bool = True,
     spans_cost: bool = False,
-    modelled: bool = False,
     others: Mapping[str, Decide] = MappingProxyType({}),
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
@@ -80,7 +78,6 @@ def run(
 
     ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
-    ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
     """
     link_made, why_paced = two_hosts_or_paced()
@@ -107,8 +104,6 @@ def run(
             recorded.records = True
             bare = Side(f"{names[-1]}, no spans", recorded.ranks, records=False)
             sides.append(bare)
-        if modelled:
-            others = {**others, f"{names[-1]}, modelled costs": _by_modelled_costs(mbit)}
         sides += [bench.start(name, profile, launchers, stack, decide) for name, decide in others.items()]
         if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
@@ -301,16 +296,6 @@ class _Bench:
             return group
 
         return Side(name, _started(begin, stack))
-
-
-def _by_modelled_costs(mbit: float) -> Decide:
-    """By a profile that knows of the measured one only how fast the machine computes."""
-
-    def decide(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
-        believed = modelled_profile(config.layout(), model_graphs(config, shape), profile, mbit)
-        return planned(config, shape, believed)
-
-    return decide
 
 
 def _import_paths() -> list[str]:

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config, parse_config
+from braid.actors.config.model import ModelConfig
 from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.planner.tiers import TIERS
+from braid.scheduling.spec import ModelShape
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "tp2": {"tp": 2},
@@ -104,6 +106,14 @@ def known_schedules(layout: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(known))
 
 
+class _EvenModel(ModelConfig):
+    """A model whose tokens visit experts in turn, whatever their scores."""
+
+    def shape(self, vocabulary: int) -> ModelShape:
+        """The sizes, routed evenly; `ValueError` for a model without experts."""
+        return replace(super().shape(vocabulary), route_evenly=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
     """What is trained, and over which link."""
@@ -129,7 +139,7 @@ class OverlapCase:
     recompute: str = "none"
     """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
     route_evenly: bool = False
-    """``model.route_evenly``, of layouts with experts."""
+    """Whether tokens visit experts in turn, in layouts with experts."""
     memory_slack: float | None = None
     """``overlap.memory_slack`` of the schedules."""
     memory_gb: float | None = None
@@ -147,7 +157,7 @@ class OverlapCase:
         zero = ZERO.get(schedule, self.zero)
         fine = self.recompute == "full" and schedule.split("_")[0] in NO_COLLECTIVE_AGAIN
         schedule = "ddp" if schedule in ZERO else schedule
-        return parse_config(
+        config = parse_config(
             {
                 "model": {
                     "hidden": self.hidden,
@@ -156,7 +166,6 @@ class OverlapCase:
                     "sequence": self.tokens // self.samples,
                     **({"ffn": self.ffn} if self.ffn else {}),
                     **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
-                    **({"route_evenly": True} if self.route_evenly else {}),
                 },
                 "train": {
                     "global_batch": self.micro_batches * self.samples * self.replicas,
@@ -183,6 +192,9 @@ class OverlapCase:
                 },
             }
         )
+        if not self.route_evenly:
+            return config
+        return config.model_copy(update={"model": _EvenModel(**dict(config.model))})
 
     @property
     def filled(self) -> bool:

@@ -1,13 +1,20 @@
-"""``braid kubernetes``: the manifest that runs a configuration under KubeRay."""
+"""``braid kubernetes``: a run as a manifest for KubeRay, filled into ``manifest.yaml`` beside this file."""
 
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from string import Template
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from braid.actors.config import ConfigError, parse_config, read_content
+from braid.actors.config.paths import anchored
 from braid.jobs.output import check_output
 from braid.jobs.usage import ConfigFile, Overrides
+
+_NODE_SECONDS: Final = 1800.0  # so long a run waits for nodes that the autoscaler has yet to find
 
 
 def kubernetes(
@@ -37,41 +44,92 @@ def kubernetes(
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
-    check_output("--output", output)
-    from braid.jobs.kubernetes.manifests import Setting, manifest, nodes_needed
+    from braid.jobs.submission import STOP_SECONDS
 
+    check_output("--output", output)
     # not `load_config`, which gives paths of this machine
-    resolved = parse_config(read_content(config), overrides or (), source=str(config))
-    ranks_per_node = min(ranks_per_node, resolved.layout().ranks)
-    needed = nodes_needed(resolved, ranks_per_node)
-    setting = Setting(
-        image=image,
-        ray_version=ray_version or _ray_version(),
-        ranks_per_node=ranks_per_node,
-        gpus=gpus,
-        memory_per_rank=memory,
-        nodes=(min_nodes, max_nodes or max(min_nodes, needed)),
-        claim=claim,
-        mount=mount,
+    run = parse_config(read_content(config), overrides or (), source=str(config))
+    everybody = run.layout().ranks
+    ranks = min(ranks_per_node, everybody)
+    needed = -(-everybody // ranks)
+    least = max(min_nodes, needed)
+    most = max_nodes or least
+    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    if run.cluster.launcher != "ray":
+        raise ConfigError(f"cluster.launcher={run.cluster.launcher!r} cannot run there; set it to ray")
+    if len(name) > 47:  # of a RayJob: the names of cluster and pods are made from it
+        raise ConfigError(f"name={run.name!r} is too long for Kubernetes: at most 47 characters")
+    if not mount.is_absolute():
+        raise ConfigError(f"--mount {mount} must be an absolute path")
+    if most < least:
+        raise ConfigError(
+            f"--max-nodes {most} must be {least} or more: for {everybody} ranks, and --min-nodes"
+        )
+    if (size := re.fullmatch(r"([1-9]\d*)(Mi|Gi|Ti)", memory)) is None:
+        raise ConfigError(f"--memory {memory} must be a size such as 512Mi, 32Gi or 1Ti")
+    patience = run.cluster.placement_timeout_s
+    cluster = {
+        "address": None,
+        "device": "cuda" if gpus else "cpu",
+        "placement_timeout_s": max(patience, _NODE_SECONDS) if min_nodes < needed else patience,
+    }
+    run = anchored(run, mount).model_copy(update={"cluster": run.cluster.model_copy(update=cluster)})
+    cpus = max(1.0, run.cluster.cpus_per_rank * ranks)
+    text = _filled(
+        kind,
+        name=name,
+        config_name=f"{name}-config",
+        config=run.to_yaml(),
         namespace=namespace,
+        stop_seconds=STOP_SECONDS,
+        ray_version=ray_version or _ray_version(),
         token_secret=token_secret,
+        image=image,
+        claim=claim,
+        mount=str(mount),
+        min_nodes=min_nodes,
+        max_nodes=most,
+        cpus=f"{cpus:g}" if cpus == int(cpus) else f"{cpus * 1000:.0f}m",
+        memory=f"{int(size[1]) * ranks}{size[2]}",
+        gpus=str(ranks) if gpus else None,
     )
-    text = manifest(resolved, setting, kind)
     if output is None:
         typer.echo(text, nl=False)
-        return
-    try:
+    else:
         output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror}") from None
+
+
+def _filled(kind: str, **values: object) -> str:
+    """The manifest as YAML for ``kubectl apply -f -``: the ConfigMap, then the RayJob or RayCluster."""
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Writes for people: nothing refers to another place, texts of several lines are written as such."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Plain, data: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    Plain.add_representer(str, text)
+    template = Template(Path(__file__).with_name("manifest.yaml").read_text(encoding="utf-8"))
+    filled = template.substitute({key: json.dumps(value) for key, value in values.items()})
+    settings, job, cluster = _given(list(yaml.safe_load_all(filled)))
+    job["spec"]["rayClusterSpec"] = cluster["spec"]
+    return yaml.dump_all([settings, job if kind == "RayJob" else cluster], Dumper=Plain, sort_keys=False)
+
+
+def _given(content: Any) -> Any:
+    """The same without what is null."""
+    if isinstance(content, dict):
+        return {key: _given(value) for key, value in content.items() if value is not None}
+    return [_given(value) for value in content] if isinstance(content, list) else content
 
 
 def _ray_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("ray")
     except PackageNotFoundError:
-        raise ConfigError(
-            "Ray is not installed here: say with --ray-version which one the image has"
-        ) from None
+        raise ConfigError("Ray is not installed here: say with --ray-version what the image has") from None

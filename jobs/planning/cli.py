@@ -12,6 +12,7 @@ from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.scheduling.planner.decide import Outcome
+    from braid.scheduling.span_batches import Batch
 
 Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")
@@ -51,7 +52,7 @@ def plan(
     with searching(quiet=as_json) as tell:
         made = work.make_plan(job, tell)
     if output is not None:
-        work.write_text(output, made.to_yaml(), "--output")
+        work.write_file(output, made.to_yaml(), "--output")
     if svg is not None:
         _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
     if as_json:
@@ -100,7 +101,8 @@ def simulate(
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace (Perfetto, chrome://tracing) to this file.")
+        Path | None,
+        typer.Option(help="Write the spans: .json for Perfetto, .arrows for compare.", metavar="FILE"),
     ] = None,
     svg: Svg = None,
     overrides: Overrides = None,
@@ -113,9 +115,13 @@ def simulate(
     check_output("--svg", svg)
     outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
-        from braid.scheduling.chrome_trace import chrome_trace
+        from braid.dashboards.perfetto import perfetto_trace
+        from braid.scheduling.span_batches import SUFFIX, batches_of, encode_all
 
-        work.write_text(trace, chrome_trace(outcome.simulation.spans()), "--trace")
+        spans = batches_of(outcome.simulation.spans())
+        work.write_file(
+            trace, encode_all(spans) if trace.suffix == SUFFIX else perfetto_trace(spans), "--trace"
+        )
     if svg is not None:
         _draw(outcome, svg)
     if as_json:
@@ -156,12 +162,12 @@ def _draw(outcome: "Outcome", path: Path) -> None:
     title = (
         f"{setting.schedule}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
     )
-    work.write_text(path, pipeline_svg(outcome.simulation, title), "--svg")
+    work.write_file(path, pipeline_svg(outcome.simulation, title), "--svg")
     run = paired_run(outcome.simulation)
     if run is not None:
         beside = path.with_name(f"{path.stem}-pair{path.suffix}")
         title = f"{setting.schedule}: a paired block (simulated)"
-        work.write_text(beside, pair_svg(outcome.simulation, run, title), "--svg")
+        work.write_file(beside, pair_svg(outcome.simulation, run, title), "--svg")
 
 
 def explain(
@@ -195,14 +201,15 @@ def compare(
 ) -> None:
     """Set two plans or configurations side by side, simulated; or two traces, operator by operator.
 
-    Traces are JSON files: runs/NAME/trace/predicted.json and measured.json, or those of simulate --trace.
+    A trace is a run's directory (its newest step) or a file: runs/NAME/trace/predicted.arrows, or that of
+    simulate --trace.
     """
     from braid.jobs.planning import view
 
-    if first.endswith(".json") and second.endswith(".json"):
-        from braid.scheduling.compare_traces import compare_traces, read_trace
+    if _is_trace(first) and _is_trace(second):
+        from braid.scheduling.compare_traces import compare_traces
 
-        compared = compare_traces(read_trace(Path(first)), read_trace(Path(second)))
+        compared = compare_traces(_trace(Path(first)), _trace(Path(second)))
         if as_json:
             typer.echo(json_text(compared.as_json()))
         else:
@@ -218,6 +225,22 @@ def compare(
         typer.echo(json_text(content))
     else:
         view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
+
+
+def _is_trace(reference: str) -> bool:
+    return reference.endswith(".arrows") or Path(reference).is_dir()
+
+
+def _trace(path: Path) -> "list[Batch]":
+    """The spans of a file, or of a run's newest step."""
+    from braid.dashboards.trace_folder import TraceFolder
+    from braid.scheduling.span_batches import read_batches
+
+    if not path.is_dir():
+        return read_batches(path)
+    folder = TraceFolder(path / "trace", keep=1)
+    folder.refresh()
+    return folder.step(folder.newest)
 
 
 def presets(as_json: AsJson = False) -> None:

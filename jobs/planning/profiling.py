@@ -25,7 +25,7 @@ def profile(
 ) -> None:
     """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
     from braid.jobs.planning.heat_map import heat_map, svg_map, terminal_map
-    from braid.jobs.planning.work import write_text
+    from braid.jobs.planning.work import write_file
 
     check_output("--output", output)
     check_output("--svg", svg)
@@ -35,10 +35,10 @@ def profile(
     if found.trouble:
         typer.echo(f"braid: {found.trouble}", err=True)
     if output is not None:
-        write_text(output, found.profile.to_json(), "--output")
+        write_file(output, found.profile.to_json(), "--output")
     heat = heat_map(found.profile)
     if svg is not None:
-        write_text(svg, svg_map(heat), "--svg")
+        write_file(svg, svg_map(heat), "--svg")
     if as_json:
         typer.echo(json_text(json.loads(found.profile.to_json())))
         return

@@ -94,8 +94,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
             raise ConfigError(
                 f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
                 f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
-                f"parallel.tp or parallel.pp, raise parallel.zero, set train.recompute to fine or full, or "
-                f"give layers of a folded model's first chunk to its last (parallel.late_layers)"
+                f"parallel.tp or parallel.pp, raise parallel.zero, or set train.recompute to fine or full"
             )
         tell("what the usual schedules would take")
         bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
@@ -113,7 +112,6 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
         schedule=_searched_schedule(config),
         fixed=config.parallel.fixed,
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
-        late_layers=config.parallel.late_layers,
         context=config.parallel.context,
     )
     return plan_layout(search, job.cluster, tell=tell)
@@ -173,7 +171,7 @@ def fixed_setting(job: Request) -> Setting:
         raise ConfigError(str(error)) from None
 
 
-_LISTS = ("tensor_degrees", "end_degrees", "recompute")
+_LISTS = ("tensor_degrees", "recompute")
 """Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
 
 
@@ -187,10 +185,12 @@ def with_plan(config: Config, file: Path) -> Config:
     setting = read_plan(file).setting
     layout, changed = setting.layout, dict[str, Any]()
     degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
-    cut = {key: getattr(layout, key) for key in ("zero", "shards", "late_layers")}
-    lists = {key: getattr(layout, key) or None for key in ("tensor_degrees", "end_degrees")}
+    cut = {key: getattr(layout, key) for key in ("zero", "shards")}
     for name, decided in (
-        ("parallel", {**degrees, **cut, **lists, "context": setting.context}),
+        (
+            "parallel",
+            {**degrees, **cut, "tensor_degrees": layout.tensor_degrees or None, "context": setting.context},
+        ),
         ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
         ("overlap", {"schedule": setting.schedule}),
     ):
@@ -267,9 +267,9 @@ def known_schedule(name: str) -> str:
     return name
 
 
-def write_text(path: Path, text: str, option: str) -> None:
+def write_file(path: Path, content: str | bytes, option: str) -> None:
     """Write a file that the user asked for."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020) and bias-GELU (tanh approximation; Hendrycks and Gimpel 2016), with gradients.
+"""SwiGLU (Shazeer 2020) and GELU (tanh approximation; Hendrycks and Gimpel 2016), with gradients.
 
 Legend: T tokens, F local feed-forward width, 2F gate and up side by side. Arithmetic is in fp32. GELU's
 0.5 h (1 + tanh u) is computed as h sigmoid(2u), which is the same and loses nothing where tanh is near -1.
@@ -6,14 +6,11 @@ Legend: T tokens, F local feed-forward width, 2F gate and up side by side. Arith
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
-from torch.nn import functional as F
 
-from braid.kernels.fused.columns import add_columns, partial_sums
 from braid.kernels.fused.launch import ceil_div, check, fail, power_of_two
 
 _TILE: Final = 1024
@@ -75,23 +72,10 @@ def _gelu_sigmoid(h):
 
 
 @triton.jit
-def gelu_kernel(
-    h_ptr,
-    bias_ptr,
-    a_ptr,
-    rows,
-    width,
-    h_stride,
-    tiles_across,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def gelu_kernel(h_ptr, a_ptr, rows, width, h_stride, tiles_across, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     row, column, mask = _tile(rows, width, tile // tiles_across, tile % tiles_across, ROWS, BLOCK)
     h = tl.load(h_ptr + row * h_stride + column, mask=mask, other=0).to(tl.float32)
-    if BIAS:
-        h += tl.load(bias_ptr + column, mask=column < width, other=0).to(tl.float32)
     tl.store(a_ptr + row * width + column, (h * _gelu_sigmoid(h)).to(a_ptr.dtype.element_ty), mask=mask)
 
 
@@ -99,39 +83,23 @@ def gelu_kernel(
 def gelu_gradient_kernel(
     da_ptr,
     h_ptr,
-    bias_ptr,
     dh_ptr,
-    partials_ptr,
     rows,
     width,
     da_stride,
     h_stride,
     tiles_across,
-    tiles_per_program,
-    BIAS: tl.constexpr,
-    WANT_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program walks down ``tiles_per_program`` tiles, so that it can sum the bias's gradient."""
-    program = tl.program_id(0)
-    share, across = program // tiles_across, program % tiles_across
-    columns = across * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for step in range(tiles_per_program):
-        row, column, mask = _tile(rows, width, share * tiles_per_program + step, across, ROWS, BLOCK)
-        h = tl.load(h_ptr + row * h_stride + column, mask=mask, other=0).to(tl.float32)
-        if BIAS:
-            h += tl.load(bias_ptr + column, mask=column < width, other=0).to(tl.float32)
-        da = tl.load(da_ptr + row * da_stride + column, mask=mask, other=0).to(tl.float32)
-        sigmoid = _gelu_sigmoid(h)
-        slope = 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
-        dh = da * sigmoid * (1 + h * slope * (1 - sigmoid))
-        tl.store(dh_ptr + row * width + column, dh.to(dh_ptr.dtype.element_ty), mask=mask)
-        if WANT_BIAS:
-            sums += tl.sum(tl.where(mask, dh, 0), axis=0)
-    if WANT_BIAS:
-        tl.store(partials_ptr + share.to(tl.int64) * width + columns, sums, mask=columns < width)
+    tile = tl.program_id(0)
+    row, column, mask = _tile(rows, width, tile // tiles_across, tile % tiles_across, ROWS, BLOCK)
+    h = tl.load(h_ptr + row * h_stride + column, mask=mask, other=0).to(tl.float32)
+    da = tl.load(da_ptr + row * da_stride + column, mask=mask, other=0).to(tl.float32)
+    sigmoid = _gelu_sigmoid(h)
+    slope = 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
+    dh = da * sigmoid * (1 + h * slope * (1 - sigmoid))
+    tl.store(dh_ptr + row * width + column, dh.to(dh_ptr.dtype.element_ty), mask=mask)
 
 
 def tile_of(width: int) -> tuple[int, int]:
@@ -203,95 +171,59 @@ def _(da: Tensor, gu: Tensor) -> Tensor:
     return gu.new_empty(gu.shape)
 
 
-def _check_gelu(name: str, h: Tensor, da: Tensor | None = None, **vectors: Tensor | None) -> None:
+def _check_gelu(name: str, h: Tensor, da: Tensor | None = None) -> None:
     check(name, "h", h, (None, None))
     if da is not None:
         check(name, "da", da, tuple(h.shape), like=h, dtypes=(h.dtype,))
-    for argument, vector in vectors.items():
-        if vector is not None:
-            check(name, argument, vector, (h.shape[1],), like=h)
 
 
-@custom_op("braid::bias_gelu", mutates_args=())
-def bias_gelu(h: Tensor, bias: Tensor | None) -> Tensor:
-    """Return gelu(h + bias) (T x F)."""
-    _check_gelu("bias_gelu", h, bias=bias)
+@custom_op("braid::gelu", mutates_args=())
+def gelu(h: Tensor) -> Tensor:
+    """Return gelu(h) (T x F)."""
+    _check_gelu("gelu", h)
     rows, width = h.shape
     a = h.new_empty(h.shape)
     if a.numel():
         tile_rows, block = tile_of(width)
         across = ceil_div(width, block)
         gelu_kernel[(across * ceil_div(rows, tile_rows),)](
-            h,
-            h if bias is None else bias,
-            a,
-            rows,
-            width,
-            h.stride(0),
-            across,
-            BIAS=bias is not None,
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=_WARPS,
+            h, a, rows, width, h.stride(0), across, ROWS=tile_rows, BLOCK=block, num_warps=_WARPS
         )
     return a
 
 
-@bias_gelu.register_fake
-def _(h: Tensor, bias: Tensor | None) -> Tensor:
-    _check_gelu("bias_gelu", h, bias=bias)
+@gelu.register_fake
+def _(h: Tensor) -> Tensor:
+    _check_gelu("gelu", h)
     return h.new_empty(h.shape)
 
 
-@custom_op("braid::bias_gelu_gradient", mutates_args=("d_bias",))
-def bias_gelu_gradient(da: Tensor, h: Tensor, bias: Tensor | None, d_bias: Tensor | None) -> Tensor:
-    """Return dh (T x F), and add its sum over the tokens to ``d_bias`` (F) if that is given."""
-    _check_gelu("bias_gelu_gradient", h, da, bias=bias, d_bias=d_bias)
+@custom_op("braid::gelu_gradient", mutates_args=())
+def gelu_gradient(da: Tensor, h: Tensor) -> Tensor:
+    """Return dh (T x F)."""
+    _check_gelu("gelu_gradient", h, da)
     rows, width = h.shape
     dh = h.new_empty(h.shape)
     if dh.numel():
         tile_rows, block = tile_of(width)
         across = ceil_div(width, block)
-        shares, each = partial_sums(rows, tile_rows) if d_bias is not None else (ceil_div(rows, tile_rows), 1)
-        partials = h.new_empty((shares, width) if d_bias is not None else (0,), dtype=torch.float32)
-        gelu_gradient_kernel[(across * shares,)](
+        gelu_gradient_kernel[(across * ceil_div(rows, tile_rows),)](
             da,
             h,
-            h if bias is None else bias,
             dh,
-            partials,
             rows,
             width,
             da.stride(0),
             h.stride(0),
             across,
-            each,
-            BIAS=bias is not None,
-            WANT_BIAS=d_bias is not None,
             ROWS=tile_rows,
             BLOCK=block,
             num_warps=_WARPS,
         )
-        if d_bias is not None:
-            add_columns(partials, d_bias)
     return dh
 
 
-@bias_gelu_gradient.register_fake
-def _(da: Tensor, h: Tensor, bias: Tensor | None, d_bias: Tensor | None) -> Tensor:
-    _check_gelu("bias_gelu_gradient", h, da, bias=bias, d_bias=d_bias)
+@gelu_gradient.register_fake
+def _(da: Tensor, h: Tensor) -> Tensor:
+    _check_gelu("gelu_gradient", h, da)
     return h.new_empty(h.shape)
-
-
-# -- reference ---------------------------------------------------------------------------------------------
-
-
-def reference_swiglu(gu: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    gate, up = gu.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def reference_bias_gelu(h: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(h + bias)."""
-    return F.gelu(h if bias is None else h + bias, approximate="tanh")

@@ -1,7 +1,6 @@
 """What all launchers share: checks of arguments, block sizes, and where kernels can run."""
 
 import math
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from braid.kernels.fused import interpreter
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-INTEGERS: Final = (torch.int32, torch.int64)
 
 INTERPRETING: Final[bool] = bool(triton.knobs.runtime.interpret)
 """Whether kernels are interpreted on the CPU. It multiplies no bf16, so tiles are widened there."""
@@ -86,11 +84,3 @@ def ceil_div(size: int, by: int) -> int:
 def warps_for(elements: int) -> int:
     """Warps of a program whose tile has so many elements: 16 of them a thread, 16 warps at most."""
     return max(1, min(16, elements // 512))
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has; in the interpreter a small number that is not the tiles'."""
-    if device.type != "cuda":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

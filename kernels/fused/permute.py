@@ -1,6 +1,6 @@
 """Moving tokens to their experts' places and back; every move is a gather, so no sum depends on chance.
 
-`braid.kernels.fused.router` says which choice lies in which place (``sources``), and the other way round
+`braid.kernels.operators.permute` says which choice lies in which place (``sources``), and the other way round
 (``slots``).
 
     permute        out[s] = x[token of s]                           `gather_rows`

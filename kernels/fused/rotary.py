@@ -7,7 +7,6 @@ what attention's gradient left, so that neither needs another copy.
 Legend: b samples, s tokens of each, n query heads, k key (and value) heads, d the dimension of a head.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -133,13 +132,3 @@ def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, back: bool) -> 
     _check(q, k, v, cos, sin)
     samples, tokens, heads, width = q.shape
     return q.new_empty(samples * tokens, (heads + 2 * k.shape[2]) * width)
-
-
-def reference_rotary(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """The same by PyTorch."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1) * (-1 if back else 1)
-    turned = []
-    for x in (q, k):
-        first, second = x.chunk(2, dim=-1)
-        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-    return torch.cat((*turned, v), dim=2).flatten(2).flatten(0, 1)

@@ -1,13 +1,18 @@
-"""The linear maps of a rank's experts, each for its own rows: one GEMM forward and one for each gradient.
+"""The linear maps of a rank's experts, each for its own rows.
+
+On GPUs one grouped product does all experts' rows forward, and one their input gradient, in bf16; else, and
+for weight gradients, which are summed in fp32, there is a product for each expert.
 
 Legend: E local experts, n rows in the order of the experts, I input features, O output features (either of
 the two may be this rank's share).
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from braid.kernels.operators.accumulation import accumulate_product, way_to_accumulate
 from braid.kernels.operators.operator import ComputeOperator, empty_parameter
@@ -35,8 +40,13 @@ class GroupedLinear(ComputeOperator):
         if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
             way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
 
+    _told: tuple[list[int], Tensor] | None = None
+    """The last sizes and the rows' ends, on the host."""
+
     def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
         """Return y_nO."""
+        if self._at_once(x_nI):
+            return (grouped_mm(x_nI, self.weight.transpose(1, 2), offs=self._ends(x_nI, sizes)),)
         y_nO = x_nI.new_empty(x_nI.shape[0], self.weight.shape[1])
         for expert, rows in self._segments(x_nI, sizes):
             torch.mm(x_nI[rows], self.weight[expert].t(), out=y_nO[rows])
@@ -44,6 +54,8 @@ class GroupedLinear(ComputeOperator):
 
     def input_gradient(self, dy_nO: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
         """Return dx_nI; with a share of the outputs it is a partial sum over the ranks."""
+        if self._at_once(dy_nO):
+            return (grouped_mm(dy_nO, self.weight, offs=self._ends(dy_nO, sizes)),)
         dx_nI = dy_nO.new_empty(dy_nO.shape[0], self.weight.shape[2])
         for expert, rows in self._segments(dy_nO, sizes):
             torch.mm(dy_nO[rows], self.weight[expert], out=dx_nI[rows])
@@ -53,6 +65,29 @@ class GroupedLinear(ComputeOperator):
         """Accumulate dyᵀ x of every expert's rows; that of an expert without rows stays as it is."""
         for expert, rows in self._segments(dy_nO, sizes):
             accumulate_product(self.gradients["weight"][expert], dy_nO[rows], x_nI[rows])
+
+    def _at_once(self, x: Tensor) -> bool:
+        """Whether one kernel does the products of all experts: torch has it for bf16, rows of whole 16 bytes,
+        and Hopper and Blackwell; elsewhere it would ask the device for the ends."""
+        if not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
+            return False
+        if torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
+            return False
+        whole = all(count % 8 == 0 for count in (x.stride(0), *self.weight.shape[1:]))
+        return whole and x.data_ptr() % 16 == self.weight.data_ptr() % 16 == 0
+
+    def _ends(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+        """The end of every expert's rows, on the device of x.
+
+        They are copied on the stream that reads them, from pinned memory: the host waits for nothing. That
+        memory is kept as long as sizes stay the same (experts have a capacity), since a step that is captured
+        copies from it again whenever it is replayed.
+        """
+        rows_E = self._checked(x, sizes)
+        if self._told is None or self._told[0] != rows_E:
+            ends = torch.tensor(list(accumulate(rows_E)), dtype=torch.int32, pin_memory=x.is_cuda)
+            self._told = rows_E, ends
+        return self._told[1].to(x.device, non_blocking=True)
 
     def _segments(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Iterator[tuple[int, slice]]:
         """Every expert that has rows, with its rows."""

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 
 from braid.scheduling.mesh import beyond, is_tensor
 from braid.scheduling.schedule import (
@@ -52,9 +51,6 @@ def axes_beyond(layout: ParallelLayout, chunk: int) -> tuple[str, ...]:
     if layout.tensor_degrees:
         layers = layout.layers_of(chunk, len(layout.tensor_degrees))
         degrees |= {layout.tensor_degrees[layer] for layer in layers}
-    if layout.end_degrees:
-        here = (layout.is_first(chunk), layout.is_last(chunk))
-        degrees |= {*compress(layout.end_degrees, here)}
     return tuple(beyond(degree) for degree in sorted(degrees) if 1 < degree < layout.tp)
 
 

@@ -17,7 +17,7 @@ from braid.scheduling.operators import Graph, Kind, Parameters, Part
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement, Workload
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -39,8 +39,6 @@ class Search:
     """Degrees of axes that are given."""
     zero: int | None = None
     context: str = "all_gather"
-    late_layers: int = 0
-    """Layers of the first chunk that the last one takes (see `ParallelLayout`)."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLay
     for division in _divisions(search, cluster):
         if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
-        placement = kind.placement_on(division.pp)
-        late = search.late_layers if placement is Placement.FOLDED else 0
-        layout = replace(division, placement=placement, late_layers=late)
+        layout = replace(division, placement=kind.placement_on(division.pp))
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:

@@ -58,9 +58,7 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
 
 def with_schedule(setting: Setting, schedule: str) -> Setting:
     """The same layout under another schedule, with the placement that it needs, nothing else decided."""
-    placement = SCHEDULES[schedule].placement_on(setting.layout.pp)
-    late = setting.layout.late_layers if placement is Placement.FOLDED else 0
-    layout = replace(setting.layout, placement=placement, late_layers=late)
+    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement_on(setting.layout.pp))
     return replace(
         setting,
         schedule=schedule,

@@ -89,10 +89,6 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"model.balance_rate={shape.balance_rate:g} has no Hugging Face form here: neither Mixtral nor "
             f"Qwen3-MoE has a bias that takes part in the choice of experts"
         )
-    if shape.route_evenly:
-        raise ValueError(
-            "model.route_evenly=true has no Hugging Face form: there the router's scores choose the experts"
-        )
     if shape.experts and shape.shared_experts:
         raise ValueError(
             f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "

@@ -28,23 +28,43 @@ _R = TypeVar("_R")
 class Probed(Worker):
     """A rank that tells what state it is in."""
 
+    waits = False
+    """Whether a step ends when its copy has arrived, not during the next one."""
+
+    def keep_copy(self, step: int) -> None:
+        """As a rank's; perhaps waits until it has arrived."""
+        super().keep_copy(step)
+        if self.waits:
+            self._copies.settle()
+
     def digest(self) -> str:
         """Of master weights and moments, and of the parameters that follow from them, whole and in shares."""
-        state = take(self._optimizer, 0).flat
-        parts = [state, *(p.tensor.detach() for p in self._model.parameters)]
-        parts += [share.tensor.detach() for share in self._optimizer.shares]
+        state = take(self._parts.optimizer, 0).flat
+        parts = [state, *(p.tensor.detach() for p in self._parts.model.parameters)]
+        parts += [share.tensor.detach() for share in self._parts.optimizer.shares]
         return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 
     def spoil(self) -> None:
         """Change the state, so that only a restored one is right."""
-        for master in self._optimizer.masters:
+        for master in self._parts.optimizer.masters:
             master.data.add_(1.0)
-        self._optimizer.restored(0)
+        self._parts.optimizer.restored(0)
+
+
+class Waiting(Probed):
+    """Its copies have arrived when a step ends."""
+
+    waits = True
 
 
 def probed(rank: int, address: str) -> Probed:
     """What the ranks' processes serve."""
     return Probed(rank, address)
+
+
+def waiting(rank: int, address: str) -> Probed:
+    """What the ranks' processes serve whose copies are waited for."""
+    return Waiting(rank, address)
 
 
 class Ranks:
@@ -100,10 +120,10 @@ class Ranks:
 
 
 @contextmanager
-def started(path: Path, data: Path, **sections: Any) -> Iterator[Ranks]:
-    """As many ranks as the layout has."""
+def started(path: Path, data: Path, *, wait: bool = False, **sections: Any) -> Iterator[Ranks]:
+    """As many ranks as the layout has. ``wait``: for copies of a step, before it ends."""
     config = small_config(path, **sections)
-    group = ProcessLauncher(config, serve=probed).start(config.layout().ranks)
+    group = ProcessLauncher(config, serve=waiting if wait else probed).start(config.layout().ranks)
     try:
         yield Ranks(config, data, group)
     finally:

@@ -56,9 +56,9 @@ def test_never_more_than_there_are(most: int, refill: int, events: list[bool]) -
 
 
 def test_tries_of_a_recovery_and_spikes_have_counts_of_their_own() -> None:
-    interruptions = Interruptions(FailureConfig(max_restarts=2, max_tries=4))
+    interruptions = Interruptions(FailureConfig(max_restarts=2))
     lost, spike = WorkerError(0, "its process ended"), SpikeError(0, "the loss is high")
-    assert [interruptions.goes_on_after(lost) for _ in range(5)] == [True] * 4 + [False], (
+    assert [interruptions.goes_on_after(lost) for _ in range(6)] == [True] * 5 + [False], (
         "tries of one recovery"
     )
     assert interruptions.budget.spent == 1

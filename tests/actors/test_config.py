@@ -287,10 +287,6 @@ def test_other_variables_have(name: str) -> None:
             "failure.spike=0.5",
             "failure: spike=0.5 would repeat every other step; set it above 1, as to 3, or to 0",
         ),
-        (
-            "parallel.end_degrees=[0, 1]",
-            "parallel.end_degrees[0]=0: parallel.end_degrees must be a list of 2",
-        ),
         ("train=5", "train=5: is a section of keys; write them as train: {steps: ...}"),
     ],
 )

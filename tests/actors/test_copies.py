@@ -32,9 +32,9 @@ def test_a_lost_rank_gets_its_state_back(
         "parallel": parallel,
         "model": {"layers": 3},  # stages of different sizes
         "train": {"global_batch": 12, "steps": 5},
-        "checkpoint": {"copies_every": 1, "copies_wait": wait},
+        "checkpoint": {"copies_every": 1},
     }
-    with started(tmp_path, data, **sections) as ranks:
+    with started(tmp_path, data, wait=wait, **sections) as ranks:
         ranks.begin(shift)
         states = ranks.train(range(5))
         for every in zip(*states, strict=True):
@@ -66,7 +66,7 @@ def test_a_lost_rank_gets_its_state_back(
 def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> None:
     """Rank 3 has its own state, which is rank 1's too, and its partner's, rank 2, which is rank 0's too."""
     sections: dict[str, Any] = {"parallel": {"dp": 2, "tp": 2}}
-    with started(tmp_path, data, checkpoint={"copies_every": 1, "copies_wait": True}, **sections) as ranks:
+    with started(tmp_path, data, wait=True, checkpoint={"copies_every": 1}, **sections) as ranks:
         ranks.begin(1)
         states = ranks.train(range(3))
         held = ranks.lose([0, 1, 2], 1)
@@ -80,7 +80,7 @@ def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> Non
 def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
     """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new."""
     sections: dict[str, Any] = {"parallel": {"tp": 2}}
-    with started(tmp_path, data, checkpoint={"copies_every": 2, "copies_wait": True}, **sections) as ranks:
+    with started(tmp_path, data, wait=True, checkpoint={"copies_every": 2}, **sections) as ranks:
         ranks.begin(1)
         states = ranks.train(range(5))
         assert {one.own for one in ranks.all(Rank.copies_held)} == {(2, 4)}

@@ -61,7 +61,7 @@ def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch
     first, chosen = start(config, profile)
     assert len(chosen) == 1
     assert first.config.overlap.schedule == chosen[0].candidates[0].schedule
-    assert set(first.files) == {"plan.yaml", "profile.json", "predicted.json", "trace/predicted.json"}
+    assert set(first.files) == {"plan.yaml", "profile.json", "predicted.json", "trace/predicted.arrows"}
     forbid(monkeypatch)
     assert start(config, profile) == (first, chosen)
     train = config.train.model_copy(update={"steps": 1000, "lr": 0.5})

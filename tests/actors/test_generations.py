@@ -22,11 +22,15 @@ class Counted(Worker):
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
-        tensors = [p.tensor for p in self._model.parameters] + [s.tensor for s in self._gradients.shares]
-        tensors += [b.share for b in self._gradients.buckets]
-        tensors += [moment for _, held in self._optimizer.named_tensors() for moment in held]
+        tensors = [p.tensor for p in self._parts.model.parameters] + [
+            s.tensor for s in self._parts.gradients.shares
+        ]
+        tensors += [b.share for b in self._parts.gradients.buckets]
+        tensors += [moment for _, held in self._parts.optimizer.named_tensors() for moment in held]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.objects = [weakref.ref(one) for one in (self._model, self._executor, self._optimizer)]
+        self.objects = [
+            weakref.ref(one) for one in (self._parts.model, self._parts.executor, self._parts.optimizer)
+        ]
 
     def alive(self) -> tuple[int, int]:
         """Storages and objects of the last generation that was set up."""

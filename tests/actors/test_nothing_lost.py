@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from braid.actors.config import CheckpointConfig, Config, ElasticConfig
-from braid.actors.controller import elastic, resizing, restoring
+from braid.actors.controller import elastic, interruptions, resizing, restoring
 from braid.actors.controller import group as groups
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
@@ -25,8 +25,14 @@ from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 DIED = "its process ended"
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No try of a recovery is waited for."""
+    monkeypatch.setattr(interruptions, "BACKOFF_S", 0.0)
+
+
 def config_of(path: Path, **sections: Any) -> Config:
-    """Two ranks, 12 steps, no validation, retries at once."""
+    """Two ranks, 12 steps, no validation."""
     return small_config(
         path,
         **{
@@ -34,7 +40,7 @@ def config_of(path: Path, **sections: Any) -> Config:
             **sections,
             "train": {"steps": 12, "validation_samples": 1, **sections.get("train", {})},
             "data": {"validation_fraction": 0.0},
-            "failure": {"backoff_s": 0.0, **sections.get("failure", {})},
+            "failure": sections.get("failure", {}),
         },
     )
 
@@ -197,9 +203,7 @@ def test_a_run_without_a_checkpoint_yet_begins_again(tmp_path: Path) -> None:
 # -- R3: ends that are not wanted ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "failure", [{"max_restarts": 0}, {"max_restarts": 1, "max_tries": 1}], ids=["no budget", "spent"]
-)
+@pytest.mark.parametrize("failure", [{"max_restarts": 0}, {"max_restarts": 1}], ids=["no budget", "spent"])
 def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, failure: Any) -> None:
     """Of a fixed size: 9 steps are done, the newest checkpoint is of step 5."""
     config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure=failure)
@@ -221,7 +225,7 @@ def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, fa
 @pytest.mark.parametrize("method", ["setup", "data_facts", "open_log"])
 def test_a_recovery_that_fails_for_good_leaves_what_copies_hold(tmp_path: Path, method: str) -> None:
     """The ranks never set up again: their data are unreadable, say."""
-    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure={"max_tries": 2})
+    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure={"max_restarts": 1})
     dying = Once("train_step", 10, died)
 
     def then(name: str, rank: int, arguments: tuple[Any, ...]) -> None:

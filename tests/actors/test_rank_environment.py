@@ -179,7 +179,7 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1)
+        self.config = SimpleNamespace(max_ctas=-1)
         self._timeout: timedelta | None = None
 
 
@@ -196,7 +196,7 @@ def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.Mo
     monkeypatch.setattr(mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(mesh.dist, "new_group", new_group)
     monkeypatch.setattr(mesh.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    nccl = NcclConfig.model_validate({"tp": {"min_ctas": 4, "max_ctas": 8}})
+    nccl = NcclConfig.model_validate({"tp": {"max_ctas": 8}})
     groups = mesh.TorchGroups(5, limit, nccl)
     assert groups.line("tp", [[0, 1], [2, 3]]) is None
     groups.line("tp", [[0, 1], [4, 5]])
@@ -207,8 +207,8 @@ def test_communicators_are_given_the_limits_of_their_axis(monkeypatch: pytest.Mo
     assert sorted(pairs.pairs) == [1, 3]
     assert [ranks for ranks, _ in made] == [[4, 5], [1, 5], [2, 5], [3, 5], [5, 7]]
     tp, dp, ends, *messages = (options for _, options in made)
-    assert (tp.config.min_ctas, tp.config.max_ctas) == (4, 8)
-    assert dp.config == ends.config == SimpleNamespace(min_ctas=-1, max_ctas=-1)
+    assert tp.config.max_ctas == 8
+    assert dp.config == ends.config == SimpleNamespace(max_ctas=-1)
     assert all(one.config.max_ctas == 2 for one in messages)
     assert all(options.is_high_priority_stream and options._timeout == limit for _, options in made)
 
@@ -235,8 +235,3 @@ def test_pairs_of_a_pipeline_are_used_for_the_first_time_side_by_side(stages: in
             left[rank].pop(0)
         rounds += 1
     assert rounds <= 3
-
-
-def test_more_at_least_than_at_most_is_refused() -> None:
-    with pytest.raises(ValueError, match="min_ctas=9 is more than max_ctas=8; lower it"):
-        NcclConfig.model_validate({"tp": {"min_ctas": 9, "max_ctas": 8}})

@@ -22,7 +22,7 @@ from tests.end_to_end.runs import prepare_text
 pytestmark = pytest.mark.slow
 
 GPT = {"family": "gpt", "kv_heads": 4}
-COPIES = {"copies_every": 1, "copies_wait": True}
+COPIES = {"copies_every": 1}
 FACTS = {"data": "a test's"}
 
 
@@ -73,7 +73,7 @@ def test_survivors_write_what_all_ranks_had(
     shift: int,
     lost: list[int],
 ) -> None:
-    with started(tmp_path, data, parallel=parallel, model=model, checkpoint=COPIES) as ranks:
+    with started(tmp_path, data, parallel=parallel, model=model, wait=True, checkpoint=COPIES) as ranks:
         run = Run(ranks)
         try:
             ranks.begin(shift)
@@ -107,7 +107,9 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, data: Path) -> None:
     """Rank 1 of three has its own state and rank 0's, rank 2's is lost."""
-    with started(tmp_path, data, parallel={"pp": 3}, model={"layers": 3}, checkpoint=COPIES) as ranks:
+    with started(
+        tmp_path, data, parallel={"pp": 3}, model={"layers": 3}, wait=True, checkpoint=COPIES
+    ) as ranks:
         run = Run(ranks)
         try:
             ranks.begin(1)
@@ -121,7 +123,7 @@ def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path, data: Path) -> None:
     """A survivor that dies, too: the run goes on from the newest checkpoint."""
-    with started(tmp_path, data, parallel={"tp": 2}, checkpoint=COPIES) as ranks:
+    with started(tmp_path, data, parallel={"tp": 2}, wait=True, checkpoint=COPIES) as ranks:
         run = Run(ranks)
         try:
             ranks.begin(1)

@@ -1,4 +1,4 @@
-"""From a rank's ring to files in the run directory: order, drops, budgets, a full disk, nobody there."""
+"""From a rank's queue to files in the run directory: order, drops, budgets, a full disk, nobody there."""
 
 import errno
 import socket
@@ -15,46 +15,46 @@ from braid.actors.controller.span_files import FILES, SpanFiles, socket_collecto
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Records, decode
+from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, decode
 from braid.scheduling.trace import Label
+from tests.spans import spans_of
 
-LABELS = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20)]
+LABELS = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20))
+OTHERS = Labels(Label(operator=f"another {n}", stream=Stream.INTER, layer=n) for n in range(4))
 
-OTHERS = [Label(operator=f"another {n}", stream=Stream.INTER, layer=n) for n in range(4)]
 
-
-def records_of(step: int, count: int) -> Records:
+def records_of(step: int, count: int, labels: Labels = LABELS) -> Records:
     """Records that can be told apart."""
     records = np.zeros(count, RECORD)
-    records["step"] = step
     records["start_ns"] = 10**6 * step + np.arange(count)
     records["end_ns"] = records["start_ns"] + 1
-    records["label"] = np.arange(count) % len(LABELS)
+    records["label"] = np.arange(count) % len(labels)
     return records
 
 
 class Taken:
-    """A sink that keeps batches, can be told to be busy, and may go away."""
+    """A sink that keeps batches, can be told to be busy, and may go away or break."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.busy = threading.Event()
-        self.gone = False
+        self.error: Exception | None = None
 
     def send(self, batch: bytes) -> bool:
-        if self.gone:
-            raise BrokenPipeError
+        if self.error is not None:
+            raise self.error
         if self.busy.is_set():
             return False
         self.batches += [found for found, _ in decode(batch)]
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Nothing is under way."""
+        if self.error is not None:
+            raise self.error
 
     @property
-    def records(self) -> Records:
-        return np.concatenate([np.zeros(0, RECORD), *(batch.records for batch in self.batches)])
+    def spans(self) -> int:
+        return sum(len(batch.records) for batch in self.batches)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -65,64 +65,43 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("waiting", [0, 300])
-def test_a_step_that_is_longer_than_the_ring_arrives_whole(waiting: int) -> None:
-    taken = Taken()
-    taken.busy.set()
-    stream = SpanStream(0, 1, taken, capacity=1000, interval_s=0.01, budget=1e9)
-    sent = [records_of(1, waiting), records_of(2, 5000)]
-    for step, records in enumerate(sent):
-        stream.put(LABELS, records, step)
-    taken.busy.clear()
-    until(lambda: len(taken.records) + stream.dropped == waiting + 5000)
-    stream.close()
-    assert stream.dropped == 0
-    assert taken.records.tobytes() == np.concatenate(sent).tobytes()
-
-
-def test_everything_arrives_in_order_and_labels_once() -> None:
+def test_every_step_arrives_in_order_with_its_labels() -> None:
     taken = Taken()
     stream = SpanStream(3, 2, taken, interval_s=0.01, budget=1e9)
-    labels = LABELS[:5]
-    sent = []
-    for step in range(50):
-        if step == 20:
-            labels += LABELS[5:]
-        records = records_of(step, 700)
-        records["label"] %= len(labels)
-        sent.append(records)
+    few = Labels(LABELS.all[:5])
+    sent = [(few if step < 20 else LABELS, records_of(step, 700, few)) for step in range(50)]
+    for step, (labels, records) in enumerate(sent):
         stream.put(labels, records, step)
         if step % 7 == 0:
-            until(lambda: len(taken.records) > 0)
+            until(lambda: taken.spans > 0)
     stream.close()
-    assert taken.records.tobytes() == np.concatenate(sent).tobytes()
-    assert [batch.sequence for batch in taken.batches] == list(range(len(taken.batches)))
-    assert {(batch.rank, batch.generation) for batch in taken.batches} == {(3, 2)}
-    assert [label for batch in taken.batches for label in batch.labels] == LABELS
-    for batch in taken.batches:  # a batch never names a label that was not told
-        assert batch.first_label + len(batch.labels) > batch.records["label"].max(initial=0)
+    for step, (batch, (labels, records)) in enumerate(zip(taken.batches, sent, strict=True)):
+        assert (batch.rank, batch.generation, batch.sequence, batch.step) == (3, 2, step, step)
+        assert batch.labels.all == labels.all
+        assert batch.records.tobytes() == records.tobytes()
     assert stream.dropped == 0
 
 
-def test_what_the_ring_cannot_hold_is_dropped_and_counted() -> None:
+def test_what_the_queue_cannot_hold_is_dropped_and_counted() -> None:
+    """A step that is longer than the queue is kept whole."""
     taken = Taken()
     taken.busy.set()
     stream = SpanStream(0, 1, taken, capacity=1000, interval_s=0.01, budget=1e9)
     stream.put(LABELS, records_of(0, 600), 0)
     until(lambda: stream._count == 0)  # a batch is in the sender's hands
-    stream.put(LABELS, records_of(1, 900), 1)
-    stream.put(LABELS, records_of(2, 300), 2)
+    for step, count in enumerate((900, 5000, 200), start=1):
+        stream.put(LABELS, records_of(step, count), step)
     assert stream.dropped == 200
     taken.busy.clear()
-    stream.put(LABELS, records_of(3, 0), 3)
     stream.close()
-    assert len(taken.records) == 1600
+    assert [len(batch.records) for batch in taken.batches] == [600, 900, 5000]
     assert taken.batches[-1].dropped == 200
 
 
-def test_a_sink_that_is_gone_costs_nothing_but_the_spans() -> None:
+@pytest.mark.parametrize("error", [BrokenPipeError(), RuntimeError("of something else")])
+def test_a_sink_that_fails_costs_nothing_but_the_spans(error: Exception) -> None:
     taken = Taken()
-    taken.gone = True
+    taken.error = error
     stream = SpanStream(0, 1, taken, interval_s=0.01)
     stream.put(LABELS, records_of(0, 100), 0)
     until(lambda: stream.dropped == 100)
@@ -144,83 +123,83 @@ def test_steps_are_left_out_when_streaming_costs_too_much() -> None:
     for more in range(200):
         stream.put(LABELS, records_of(first + more, 10), first + more)
     stream.close()
-    late = {int(s) for s in taken.records["step"] if s >= first}
+    late = {batch.step for batch in taken.batches if batch.step >= first}
     assert late
     assert not [s for s in late if s % every]
     assert taken.batches[-1].every >= 4
 
 
-def test_no_step_is_left_out_for_labels_which_are_told_once() -> None:
-    """A large model has thousands of labels, and telling them takes more than the first second's budget."""
+def test_no_step_is_left_out_for_labels_which_are_new_once() -> None:
+    """A large model has thousands of labels, and to encode them takes more than the first second's budget."""
     taken = Taken()
     stream = SpanStream(0, 1, taken, budget=0.02)
-    labels = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(100_000)]
+    labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20_000))
     stream.put(labels, records_of(1, 10), 1)
-    until(lambda: len(taken.records) == 10)
+    until(lambda: taken.spans == 10)
     looked = time.monotonic() + 1.6  # it looks at its costs once a second
     while time.monotonic() < looked:
         assert stream.every == 1
         time.sleep(0.01)
     stream.put(labels, records_of(3, 10), 3)
     stream.close()
-    assert len(taken.records) == 20
+    assert taken.spans == 20
+
+
+def batch_of(step: int, count: int, generation: int = 1, sequence: int = 0, labels: Labels = LABELS) -> bytes:
+    """A batch of rank 0, as bytes."""
+    records = records_of(step, count, labels)
+    return Batch(
+        rank=0, step=step, generation=generation, sequence=sequence, labels=labels, records=records
+    ).encode()
+
+
+def counts_of(folder: TraceFolder) -> dict[int, int]:
+    """Spans by step, after reading what is new."""
+    folder.refresh()
+    return {step: len(spans_of(folder.step(step))) for step in folder.steps}
 
 
 def test_files_rotate_within_their_budget_and_each_can_be_read_alone(tmp_path: Path) -> None:
     files = SpanFiles(tmp_path / "trace", bytes_per_rank=1)  # the least: 64 KiB a file
-    for sequence in range(40):
-        known = min(len(LABELS), sequence)
-        batch = Batch(
-            rank=7,
-            generation=1,
-            sequence=sequence,
-            first_label=known,
-            labels=tuple(LABELS[known : known + 1]),
-            records=records_of(sequence, 400) if sequence else records_of(0, 0),
-        )
-        batch.records["label"] %= max(1, known)
-        data = batch.encode()
-        assert files.take(data + b"BRAIDSP1") == len(data)
+    for step in range(120):
+        data = batch_of(step, 4000, sequence=step)
+        assert files.take(data + data[:9]) == len(data)
     files.close()
     paths = sorted((tmp_path / "trace").iterdir())
     assert len(paths) == FILES
     assert all(path.stat().st_size < (1 << 16) + 20_000 for path in paths)
-    assert files.counts().written == 39 * 400
+    assert files.counts().written == 120 * 4000
+    alone = []
     for path in paths:
-        alone = tmp_path / path.stem / path.name
-        alone.parent.mkdir()
-        alone.write_bytes(path.read_bytes())
-        folder = TraceFolder(alone.parent)
-        assert folder.refresh()
-        assert all(folder.spans(step) for step in folder.steps)
-    folder = TraceFolder(tmp_path / "trace")
-    folder.refresh()
-    assert folder.steps[-1] == 39
-    assert len(folder.spans(39)) == 400
+        (tmp_path / path.stem).mkdir()
+        (tmp_path / path.stem / path.name).write_bytes(path.read_bytes())
+        found = counts_of(TraceFolder(tmp_path / path.stem))
+        assert set(found.values()) == {4000}
+        alone += [*found]
+    found = counts_of(TraceFolder(tmp_path / "trace", keep=1000))
+    assert [*found] == alone
+    assert alone[-1] == 119
 
 
 def test_a_new_generation_replaces_the_steps_that_ran_again(tmp_path: Path) -> None:
     files = SpanFiles(tmp_path, 1 << 20)
     folder = TraceFolder(tmp_path)
     for step in range(5):
-        files.take(_batch(1, step, records_of(step, 10), LABELS if step == 0 else []))
-    folder.refresh()
-    assert folder.steps == [0, 1, 2, 3, 4]
+        files.take(batch_of(step, 10, sequence=step))
+    assert counts_of(folder) == dict.fromkeys(range(5), 10)
     for sequence, step in enumerate((3, 4, 5)):
-        files.take(_batch(2, sequence, records_of(step, 4), OTHERS if sequence == 0 else []))
-    folder.refresh()
-    assert [len(folder.spans(step)) for step in range(6)] == [10, 10, 10, 4, 4, 4]
-    assert folder.ranks[0].generation == 2
-    # Each generation numbers its own labels.
-    assert {span.operator for span in folder.spans(0)} == {label.operator for label in LABELS[:10]}
-    assert {span.operator for span in folder.spans(5)} == {label.operator for label in OTHERS}
+        files.take(batch_of(step, 4, generation=2, sequence=sequence, labels=OTHERS))
+    assert counts_of(folder) == {0: 10, 1: 10, 2: 10, 3: 4, 4: 4, 5: 4}
+    assert [folder.step(step)[0].generation for step in (2, 3)] == [1, 2]
+    assert {span.operator for span in spans_of(folder.step(5))} == {label.operator for label in OTHERS.all}
+    assert files.counts().lost == 0
     files.close()
 
 
 def test_missing_batches_are_counted(tmp_path: Path) -> None:
     files = SpanFiles(tmp_path, 1 << 20)
-    files.take(_batch(1, 0, records_of(0, 5), LABELS))
-    files.take(_batch(1, 3, records_of(1, 5), []))
+    for sequence in (0, 3):
+        files.take(batch_of(sequence, 5, sequence=sequence))
     assert files.counts().lost == 2
     files.close()
 
@@ -229,7 +208,7 @@ def test_a_full_disk_is_told_and_what_fits_later_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = SpanFiles(tmp_path, 1 << 20)
-    files.take(_batch(1, 0, records_of(0, 5), LABELS))
+    files.take(batch_of(0, 5))
     real = Path.open
 
     def full(self: Path, *arguments: Any, **more: Any) -> IO[Any]:
@@ -238,15 +217,13 @@ def test_a_full_disk_is_told_and_what_fits_later_is_kept(
     monkeypatch.setattr(Path, "open", full)
     rank = files._ranks[0]
     rank.size = 1 << 30  # the next batch wants a new file
-    files.take(_batch(1, 1, records_of(1, 5), []))
+    files.take(batch_of(1, 5, sequence=1))
     assert files.counts().lost == 5
     assert "No space left" in files.counts().trouble
     monkeypatch.setattr(Path, "open", real)
-    files.take(_batch(1, 2, records_of(2, 5), []))
+    files.take(batch_of(2, 5, sequence=2))
     files.close()
-    folder = TraceFolder(tmp_path)
-    folder.refresh()
-    assert folder.steps == [0, 2]
+    assert counts_of(TraceFolder(tmp_path)) == {0: 5, 2: 5}
 
 
 def test_ranks_send_through_a_socket_and_strangers_are_not_listened_to(tmp_path: Path) -> None:
@@ -263,24 +240,8 @@ def test_ranks_send_through_a_socket_and_strangers_are_not_listened_to(tmp_path:
             stream.close()
         assert stranger.recv(1) == b"", "the connection was closed"
         stranger.close()
-    folder = TraceFolder(tmp_path)
-    folder.refresh()
-    assert sorted(folder.ranks) == [0, 1, 2]
     assert collector.counts().written == 3 * 30 * 250
-    assert len(folder.spans(29)) == 3 * 250
-
-
-def _batch(generation: int, sequence: int, records: Records, labels: list[Label]) -> bytes:
-    records["label"] %= len(labels) or 4
-    first = 0 if labels else len(LABELS)
-    return Batch(
-        rank=0,
-        generation=generation,
-        sequence=sequence,
-        first_label=first if generation == 1 else min(first, 4),
-        labels=tuple(labels),
-        records=records,
-    ).encode()
+    assert counts_of(TraceFolder(tmp_path)) == dict.fromkeys(range(30), 3 * 250)
 
 
 def test_a_socket_that_is_gone_costs_spans_and_nothing_else(tmp_path: Path) -> None:
@@ -293,29 +254,10 @@ def test_a_socket_that_is_gone_costs_spans_and_nothing_else(tmp_path: Path) -> N
     stream.close()
 
 
-class Broken:
-    """A sink that fails as none should."""
-
-    def send(self, batch: bytes) -> bool:
-        raise RuntimeError("of something else")
-
-    def close(self, timeout_s: float) -> None:
-        raise RuntimeError("again")
-
-
-def test_no_failure_of_a_sink_reaches_training() -> None:
-    stream = SpanStream(0, 1, Broken(), interval_s=0.01)
-    stream.put(LABELS, records_of(0, 10), 0)
-    until(lambda: stream.dropped == 10)
-    stream.close()
-
-
 def test_the_newest_files_are_kept_whatever_their_number(tmp_path: Path) -> None:
     for number in range(9996, 10000):
-        (tmp_path / f"rank-00000.{number}.spans").touch()
+        (tmp_path / f"rank-00000.{number}.arrows").touch()
     files = SpanFiles(tmp_path, 1 << 20)
-    files.take(_batch(1, 0, records_of(0, 5), LABELS))
-    files.take(_batch(2, 0, records_of(1, 5), LABELS))
+    files.take(batch_of(0, 5))
     files.close()
-    numbers = sorted(int(path.name.split(".")[1]) for path in tmp_path.iterdir())
-    assert numbers == [9998, 9999, 10000, 10001]
+    assert sorted(int(path.name.split(".")[1]) for path in tmp_path.iterdir()) == [9997, 9998, 9999, 10000]

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from braid.actors.stage import step_graph
+from braid.actors.stage import assembly, step_graph
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
@@ -29,7 +29,6 @@ from braid.scheduling.code import Body, Code, Compute, Node, Operation, Release,
 from braid.scheduling.code import Update as UpdateOf
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Gather, Reduce
-from tests.cuda import steps
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.steps import Case
 
@@ -391,7 +390,7 @@ def _updates(operation: Operation) -> bool:
 
 def _relinked(change: Callable[[list[Operation]], list[Operation]]) -> AbstractContextManager[Any]:
     """Code as a linker would make it that does this to every stretch, behind all validation."""
-    whole = steps.linked
+    whole = assembly.linked
 
     def relinked(*arguments: Any) -> Code:
         code = whole(*arguments)
@@ -401,7 +400,7 @@ def _relinked(change: Callable[[list[Operation]], list[Operation]]) -> AbstractC
         ]
         return replace(code, stages=tuple(stages))
 
-    return patch.object(steps, "linked", relinked)
+    return patch.object(assembly, "linked", relinked)
 
 
 _Which = Callable[[Operation], bool]

@@ -3,54 +3,36 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.executor import Executor, MicroBatch
-from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.config import Config, parse_config
+from braid.actors.stage.assembly import Assembly, assemble, join
+from braid.actors.stage.executor import MicroBatch
 from braid.actors.stage.host_state import HostState, take
 from braid.actors.stage.membership import Membership
-from braid.actors.stage.mesh import build_mesh
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.routing import routing_of
-from braid.actors.stage.samples import seen_by
-from braid.actors.stage.step_graph import StepGraph
-from braid.actors.stage.telemetry import Recorder
-from braid.actors.stage.weights import ShardedWeights
+from braid.actors.stage.messages import RunPlan
 from braid.scheduling import buckets
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.partition import parse_partition
+from braid.scheduling.schedule_text import write
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
-from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, layout_for, model_for, setting_for
+from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, model_for, setting_for
 
 CPU = torch.device("cpu")
-ALWAYS = True
-"""Whether graphs are asked for by name (``overlap.cuda_graphs: true``)."""
-SETTINGS = OptimizerSettings(
-    lr=0.01,
-    min_lr_fraction=1.0,
-    warmup_steps=0,
-    steps=10,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
-    clip_norm=0.5,
-)
+OPTIMIZER = {"lr": 0.01, "min_lr_fraction": 1.0, "warmup_steps": 0, "steps": 10, "clip_norm": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +72,6 @@ class Case:
     """As text; with some, ranks are on hosts of two."""
     degrees: tuple[int, ...] = ()
     """Tensor-parallel, of every layer; by default of all."""
-    end_degrees: tuple[int, ...] = ()
-    """The same of embedding and head."""
     recompute: str = "none"
     """Of all layers, or of each."""
     rounded: bool = False
@@ -103,7 +83,6 @@ class Case:
         degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
         axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
         axes += f" degrees {' '.join(map(str, self.degrees))}" if self.degrees else ""
-        axes += f" ends {' '.join(map(str, self.end_degrees))}" if self.end_degrees else ""
         axes += f" recompute {self.recompute}" if self.recompute != "none" else ""
         axes += " ring" if self.ring else ""
         axes += f" zero{self.zero}" if self.zero else ""
@@ -120,9 +99,7 @@ class Case:
     @property
     def layout(self) -> ParallelLayout:
         """Of the schedule."""
-        layout = layout_for(self.schedule, self.pp, self.tp, self.dp, self.zero)
-        own = {"tensor_degrees": self.degrees, "end_degrees": self.end_degrees}
-        return replace(layout, shards=self.shards, cp=self.cp, ep=self.ep, **own)
+        return self.config.layout()
 
     @property
     def shape(self) -> ModelShape:
@@ -151,6 +128,20 @@ class Case:
         """Within it, buckets are as small as the case wants them, in all threads: model, code and plans."""
         return patch.object(buckets, "LEAST_ELEMENTS", self.least)
 
+    @cached_property
+    def config(self) -> Config:
+        """As a user would write it."""
+        parallel: dict[str, Any] = {
+            axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "zero")
+        }
+        parallel |= {"shards": self.shards, "context": self.context}
+        parallel |= {"tensor_degrees": list(self.degrees)} if self.degrees else {}
+        train = {"micro_batch": MICRO_BATCH, "global_batch": self.micro_batches * MICRO_BATCH * self.dp}
+        train |= {"recompute": self.recompute, "reduce_dtype": "bf16" if self.rounded else None, **OPTIMIZER}
+        overlap = {"schedule": self.schedule, "cuda_graphs": self.graph}
+        sections = {"parallel": parallel, "train": train, "overlap": overlap, "telemetry": {"spans": False}}
+        return parse_config(sections)
+
     @property
     def code(self) -> Code:
         """Linked."""
@@ -164,6 +155,11 @@ class Case:
         choices = Choices() if own else choices_for(setting, ends=self.ends)
         schedule = training_schedule(setting, parts, choices)
         return linked(schedule, layout, setting.kinds, parts)
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """What a controller tells the ranks."""
+        return RunPlan(config=self.config, shape=self.shape, schedule=write(self.code.schedule), data="")
 
 
 class ModelMembership(Membership):
@@ -187,12 +183,7 @@ class Ranked:
     case: Case
     log: RankLog
     groups: ModelGroups
-    executor: Executor
-    model: StageModel
-    optimizer: Optimizer
-    gradients: GradientBuckets
-    weights: ShardedWeights
-    streams: CudaStreams
+    parts: Assembly
     membership: ModelMembership
     checks: bool = True
     """Whether it is asked if communication was broken off."""
@@ -216,103 +207,44 @@ class Ranked:
         generator = torch.Generator().manual_seed(1000 * step + place)
         vocabulary, count = self.case.shape.vocabulary, self.case.sizes.tokens
 
-        layout, own = self.case.layout, Place.of(mesh, self.log.rank)
+        def tokens() -> Tensor:
+            return torch.randint(vocabulary, (count,), generator=generator).to(self.device)
 
-        def tokens(end: str) -> Tensor:
-            drawn = torch.randint(vocabulary, (count,), generator=generator)
-            return seen_by(end, drawn, layout, own).to(self.device)
-
-        return [MicroBatch(*map(tokens, layout.ends)) for _ in range(self.case.micro_batches)]
-
-    def update(self, step: int) -> Update:
-        """What ends a step."""
-        return Update(self.gradients, self.weights, self.optimizer, step, self.intact)
+        return [MicroBatch(tokens(), tokens()) for _ in range(self.case.micro_batches)]
 
     def step(self, step: int) -> None:
         """One optimizer step."""
-        update = self.update(step)
+        update = self.parts.update(step, self.intact)
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
-        loss = self.executor.run(self.given[step], 1.0 / tokens, update)
+        loss = self.parts.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm
-        if (routed := self.executor.routed) is not None:
+        if (routed := self.parts.executor.routed) is not None:
             sums = routed.visits.tolist(), routed.dropped.tolist(), routed.losses.tolist()
             self.found[f"routing {step}"] = sums
         if self.case.copies:
-            self.copies.append(take(self.optimizer, step + 1))
+            self.copies.append(take(self.parts.optimizer, step + 1))
             if step:
                 self.found[f"copy {step}"] = float(self.copies[step].flat.sum())
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training leaves, by name."""
-        named = dict(self.optimizer.named_tensors())
+        named = dict(self.parts.optimizer.named_tensors())
         return {
             f"{kind} {n} {share.slices[0].source.name}": tensor
             for kind, tensors in named.items()
-            for n, (share, tensor) in enumerate(zip(self.optimizer.shares, tensors, strict=True))
+            for n, (share, tensor) in enumerate(zip(self.parts.optimizer.shares, tensors, strict=True))
         }
 
 
 def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU) -> Ranked:
     """Set a rank up; ``device``: that of its tensors."""
-    layout, shape = case.layout, case.shape
     groups = ModelGroups(machine, log)
-    mesh = build_mesh(
-        layout,
-        log.rank,
-        tied_ends=shape.tied_head and layout.ends_apart,
-        timeout=timedelta(seconds=60),
-        hosts=[str(rank // 2) for rank in range(layout.ranks)] if case.partitions else (),
-        groups=groups,
-    )
-    mesh.warm_up()
-    model = StageModel(
-        shape=shape,
-        layout=layout,
-        place=mesh.place,
-        sizes=case.sizes,
-        device=device,
-        dtype=torch.float32,
-    )
-    model.initialise(0)
-    streams = CudaStreams(log)
-    recorder = Recorder(streams, recording=False)
-    gradients = GradientBuckets(
-        model.parameters,
-        mesh,
-        streams,
-        recorder,
-        1 << 20,
-        reduce_dtype=torch.bfloat16 if case.rounded else None,
-    )
-    weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
-    optimizer = Optimizer(gradients, SETTINGS, log)
-    graph = None
-    if case.graph:
-        graph = StepGraph(streams, recorder, always=ALWAYS, gather=groups.gather)
+    hosts = [str(rank // 2) for rank in range(case.layout.ranks)] if case.partitions else ()
+    mesh = join(case.plan, log.rank, hosts, groups)
     membership = ModelMembership(log)
-    membership.graph = graph
-    executor = Executor(
-        code=case.code,
-        model=model,
-        mesh=mesh,
-        streams=streams,
-        recorder=recorder,
-        graph=graph,
-        routing=routing_of(model),
-    )
-    return Ranked(
-        case=case,
-        log=log,
-        groups=groups,
-        executor=executor,
-        model=model,
-        optimizer=optimizer,
-        gradients=gradients,
-        weights=weights,
-        streams=streams,
-        membership=membership,
-        device=device,
-    )
+    parts = assemble(case.plan, mesh, device, log)
+    membership.graph = parts.executor.graph
+    return Ranked(case=case, log=log, groups=groups, parts=parts, membership=membership, device=device)
 
 
 def recorded(

@@ -6,19 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from braid.actors.stage import step_graph as step_graphs
 from braid.actors.stage.cuda_streams import Captured, CudaStreams
 from braid.actors.stage.step_graph import StepGraph, step_graph
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.norm import RMSNorm
 from braid.scheduling.lowering.named import SCHEDULES
-from tests.cuda import steps
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay import Replay, same
@@ -118,12 +119,12 @@ class Steps:
             rank = made(self.case, machine, log)
             ready.append(rank)
             log.begin()
-            executor, recorder = rank.executor, rank.executor._recorder
+            executor, recorder = rank.parts.executor, rank.parts.executor._recorder
             if self.case.graph:
-                executor._graph = StepGraph(rank.streams, recorder, always=self.always)
+                executor.graph = StepGraph(rank.parts.streams, recorder, always=self.always)
             for step, (scale, recording) in enumerate(zip(self.scales, self.recording, strict=True)):
                 recorder.recording = recording
-                loss = executor.run(rank.batches(step), scale, rank.update(step))
+                loss = executor.run(rank.batches(step), scale, rank.parts.update(step, rank.intact))
                 told.append((loss, recorder.count))
 
         with patch.object(CudaStreams, "capture", counted):
@@ -298,6 +299,10 @@ def test_a_layer_more_costs_the_host_nothing() -> None:
     assert few_calls == many_calls
 
 
+def _made(by_name: bool, *made_of: Any, **how: Any) -> StepGraph:
+    return StepGraph(*made_of, **{**how, "always": by_name})
+
+
 PAIR = Case(schedule="braid_w", tp=2, micro_batches=2, steps=STEPS, graph=True)
 
 
@@ -316,7 +321,7 @@ def test_a_graph_that_one_rank_cannot_capture_no_rank_has(always: bool) -> None:
     eager = left(replace(PAIR, graph=False))
     with (
         patch.object(StepGraph, "_wants", lambda self: True),
-        patch.object(steps, "ALWAYS", always),
+        patch.object(step_graphs, "StepGraph", partial(_made, always)),
         patch.object(CudaStreams, "capture", captures),
     ):
         if always:

@@ -66,70 +66,51 @@ def _checked(model: type[BaseModel], body: Any) -> dict[str, Any]:
     return body
 
 
+def _found(held: dict[str, dict[str, Any]], uid: str) -> dict[str, Any]:
+    if uid not in held:
+        raise RefusedError(404, "not found")
+    return held[uid]
+
+
 def _answer(state: State, method: str, path: str, body: Any) -> Any:
     match method, path.strip("/").split("/"):
         case "GET", ["api", "folders"]:
-            return [{"id": f["id"], "uid": f["uid"], "title": f["title"]} for f in state.folders.values()]
+            return [{"uid": f["uid"], "title": f["title"]} for f in state.folders.values()]
         case "POST", ["api", "folders"]:
-            return _new_folder(state, _checked(FolderBody, body))
+            uid = f"f{len(state.folders)}"
+            state.folders[uid] = {"uid": uid, "title": _checked(FolderBody, body)["title"], "version": 1}
+            return state.folders[uid]
         case "GET", ["api", "datasources", "uid", uid]:
-            if uid not in state.datasources:
-                raise RefusedError(404, "Data source not found")
-            return state.datasources[uid]
+            return _found(state.datasources, uid)
         case "POST", ["api", "datasources"]:
-            return _new_datasource(state, _checked(DataSourceBody, body))
+            made = _checked(DataSourceBody, body) | {"id": len(state.datasources) + 1, "version": 1}
+            state.datasources[made["uid"]] = made
+            return {"datasource": made, "message": "Datasource added"}
         case "PUT", ["api", "datasources", "uid", uid]:
-            if uid not in state.datasources:
-                raise RefusedError(404, "Data source not found")
-            before = state.datasources[uid]
+            before = _found(state.datasources, uid)
             made = _checked(DataSourceBody, body) | {"id": before["id"], "version": before["version"] + 1}
             state.datasources[uid] = made
-            return {
-                "datasource": made,
-                "id": made["id"],
-                "message": "Datasource updated",
-                "name": made["name"],
-            }
+            return {"datasource": made, "message": "Datasource updated"}
         case "GET", ["api", "dashboards", "uid", uid]:
-            if uid not in state.dashboards:
-                raise RefusedError(404, "Dashboard not found")
-            return state.dashboards[uid]
+            return _found(state.dashboards, uid)
         case "POST", ["api", "dashboards", "db"]:
-            return _new_dashboard(state, _checked(DashboardBody, body))
+            return _write_dashboard(state, _checked(DashboardBody, body))
     raise RefusedError(404, "Not found")
 
 
-def _new_folder(state: State, body: dict[str, Any]) -> dict[str, Any]:
-    uid = body.get("uid") or f"f{len(state.folders)}"
-    if uid in state.folders:
-        raise RefusedError(412, "a folder with that uid already exists")
-    folder = {"id": len(state.folders) + 1, "uid": uid, "title": body["title"], "version": 1}
-    state.folders[uid] = folder
-    return folder
-
-
-def _new_datasource(state: State, body: dict[str, Any]) -> dict[str, Any]:
-    if any(body["name"] == other["name"] for other in state.datasources.values()):
-        raise RefusedError(409, "data source with the same name already exists")
-    made = body | {"id": len(state.datasources) + 1, "version": 1, "readOnly": False}
-    state.datasources[body["uid"]] = made
-    return {"datasource": made, "id": made["id"], "message": "Datasource added", "name": made["name"]}
-
-
-def _new_dashboard(state: State, body: dict[str, Any]) -> dict[str, Any]:
+def _write_dashboard(state: State, body: dict[str, Any]) -> dict[str, Any]:
     content, folder = body["dashboard"], body["folderUid"]
     if folder not in state.folders:
         raise RefusedError(400, "folder not found")
     before = state.dashboards.get(content["uid"])
     if before is not None and not body["overwrite"]:
         raise RefusedError(412, "The dashboard has been changed by someone else")
-    version = 1 if before is None else before["dashboard"]["version"] + 1
-    number = before["dashboard"]["id"] if before else len(state.dashboards) + 1
-    state.dashboards[content["uid"]] = {
-        "dashboard": content | {"id": number, "version": version},
-        "meta": {"folderUid": folder, "slug": content["uid"], "version": version},
+    own = {
+        "id": before["dashboard"]["id"] if before else len(state.dashboards) + 1,
+        "version": before["dashboard"]["version"] + 1 if before else 1,
     }
-    return {"id": number, "uid": content["uid"], "status": "success", "version": version}
+    state.dashboards[content["uid"]] = {"dashboard": content | own, "meta": {"folderUid": folder}}
+    return {"uid": content["uid"], "status": "success"} | own
 
 
 @contextmanager
@@ -140,12 +121,11 @@ def grafana(prefix: str = "") -> Iterator[tuple[str, State]]:
 
     class Handler(BaseHTTPRequestHandler):
         def _send(self, status: int, body: str, kind: str = "application/json") -> None:
-            data = body.encode()
             self.send_response(status)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Length", str(len(body.encode())))
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(body.encode())
 
         def _serve(self) -> None:
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from braid.dashboards.metrics import Exporter
+
 BEGIN = 1_760_000_000.0
 """Unix time at which step 0 ended."""
 
@@ -20,20 +22,10 @@ PREDICTED: dict[str, Any] = {
 }
 """What ``predicted.json`` holds."""
 
-KINDS = (
-    "started",
-    "saved",
-    "restarted",
-    "resized",
-    "straggler",
-    "telemetry",
-    "save-failed",
-    "failed",
-    "finished",
-)
+KINDS = "started saved restarted resized straggler telemetry save-failed failed finished"
 
 EVENTS: list[dict[str, Any]] = [
-    {"time": BEGIN, "kind": kind, "step": 1, "generation": 0, "text": kind} for kind in KINDS
+    {"time": BEGIN, "kind": kind, "step": 1, "generation": 0, "text": kind} for kind in KINDS.split()
 ]
 """One line of ``events.jsonl`` of every kind."""
 EVENTS[1]["seconds"] = 0.25
@@ -103,3 +95,13 @@ def ranks_line(step: int, ranks: int) -> dict[str, Any]:
         "dropped_spans": [10 * step] * ranks,
         "sampled_every": [1] * ranks,
     }
+
+
+def fill(target: Exporter) -> None:
+    """Give an exporter two steps of four ranks, the prediction, and an event of every kind."""
+    target.take("predicted.json", PREDICTED)
+    for step in (1, 2):
+        target.take("metrics.jsonl", metrics_line(step, ranks=4))
+        target.take("ranks.jsonl", ranks_line(step, ranks=4))
+    for line in EVENTS:
+        target.take("events.jsonl", line)

@@ -6,7 +6,7 @@ get its spans, every rank and step a little faster or slower.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
 from braid.actors.stage.messages import RoutingSums
-from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import Outcome, evaluate
 from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.record_numbers import Labels, numbers_of_records
+from braid.scheduling.record_numbers import numbers_of_records
 from braid.scheduling.schedule_text import write
 from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.span_batches import RECORD, Batch, Records
+from braid.scheduling.simulator.engine import RankRun
+from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 
@@ -57,9 +56,8 @@ LAYOUTS = {
 class _Stage:
     """What every rank of a stage does in a step, times from the step's begin."""
 
-    labels: list[Label]
+    labels: Labels
     records: Records
-    numbers: dict[int, int] = field(default_factory=dict)
 
 
 def outcome(ranks: int) -> Outcome:
@@ -144,7 +142,9 @@ class MadeUpRun:
         self._write("schedule.txt", write(made.code.schedule))
         self._write("profile.json", made.bench.profile.to_json())
         self._write("predicted.json", json.dumps(predicted))
-        self._write("trace/predicted.json", chrome_trace(made.simulation.spans()))
+        (self.path / "trace" / "predicted.arrows").write_bytes(
+            encode_all(batches_of(made.simulation.spans()))
+        )
         self.note("started", 0, f"{self.ranks} ranks, {SIMULATED}")
 
     def _write(self, name: str, text: str) -> None:
@@ -164,43 +164,33 @@ class MadeUpRun:
         rank = simulation.ranks[stage]
         number = self.layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
         spans = [span for span in simulation.spans() if span.rank == number]
-        found: dict[tuple[Any, ...], int] = {}
-        made = _Stage(labels=[], records=np.zeros(len(spans) + len(rank.blocks), RECORD))
-        sides = [*_sides(simulation, stage)]
-        for row, (span, (direction, solo_ns)) in enumerate(zip(spans, sides, strict=True)):
-            key = (span.operator, span.stream, span.layer, span.bytes, solo_ns)
-            if key not in found:
-                found[key] = len(made.labels)
-                name = self.operator if self.operator and not made.labels else span.operator
-                made.labels.append(
-                    Label(
-                        operator=name,
-                        stream=span.stream,
-                        axis="tp" if span.stream is Stream.INTRA else "",
-                        layer=span.layer,
-                        bytes=span.bytes,
-                        flops=span.flops,
-                        shapes=f"({SIMULATED})",
-                        solo_ns=round(solo_ns),
-                    )
-                )
-            record = made.records[row]
-            record["start_ns"], record["end_ns"] = span.start_ns, span.end_ns
-            record["label"], record["micro_batch"], record["chunk"] = (
-                found[key],
-                span.micro_batch,
-                span.chunk,
+        labels: dict[Label, int] = {}
+        records = np.zeros(len(spans) + len(rank.blocks), RECORD)
+        for row, (span, solo_ns) in enumerate(zip(spans, _solo_ns(rank), strict=True)):
+            label = Label(
+                operator=self.operator if self.operator and not row else span.operator,
+                stream=span.stream,
+                axis="tp" if span.stream is Stream.INTRA else "",
+                layer=span.layer,
+                bytes=span.bytes,
+                flops=span.flops,
+                shapes=f"({SIMULATED})",
+                solo_ns=round(solo_ns),
             )
-            strand = span.strand if direction else ""
-            record["strand"], record["direction"] = STRANDS.index(strand), direction
-        made.labels += [Label(operator=kind, stream=Stream.COMPUTE) for kind in KINDS[1:3]]
+            record = records[row]
+            record["label"] = labels.setdefault(label, len(labels))
+            for name in ("start_ns", "end_ns", "micro_batch", "chunk"):
+                record[name] = getattr(span, name)
+            record["strand"] = STRANDS.index(span.strand if span.direction else "")
+            record["direction"] = DIRECTIONS.index(span.direction)
         for row, run in enumerate(rank.blocks, start=len(spans)):
-            paired, (block, *_) = run.stretch.paired, run.stretch.passes
-            record = made.records[row]
+            kind, (block, *_) = 1 + run.stretch.paired, run.stretch.passes
+            record = records[row]
             record["start_ns"], record["end_ns"] = round(run.start), round(run.start + run.course.duration)
-            record["label"], record["kind"] = len(made.labels) - 2 + paired, 1 + paired
+            label = Label(operator=KINDS[kind], stream=Stream.COMPUTE)
+            record["label"], record["kind"] = labels.setdefault(label, len(labels)), kind
             record["micro_batch"], record["chunk"] = block.micro_batch, block.chunk
-        return made
+        return _Stage(Labels(labels), records)
 
     def step(self) -> None:
         """Add a step: a batch of spans per rank, a line of numbers, a line of the ranks'."""
@@ -212,18 +202,18 @@ class MadeUpRun:
             records = self._waiting(rank, stage)
             for name in ("start_ns", "end_ns"):
                 records[name] = self._clock + np.rint(records[name] * factor).astype(np.int64)
-            records["step"] = self.done
-            found.append(numbers_of_records(records, Labels(stage.labels)))
+            found.append(numbers_of_records(records, stage.labels))
             seconds.append(float(records["end_ns"].max() - self._clock) / 1e9)
             batch = Batch(
                 rank=rank,
+                step=self.done,
                 generation=1,
                 sequence=self.done,
-                labels=() if self.done else tuple(stage.labels),
+                labels=stage.labels,
                 records=records,
             )
-            with (self.path / "trace" / f"rank-{rank:05d}.0000.spans").open("ab") as file:
-                file.write(batch.encode())
+            with (self.path / "trace" / f"rank-{rank:05d}.0000.arrows").open("ab") as file:
+                file.write(batch.encode() if self.done else head() + batch.encode())
         self._clock += round(max(seconds) * 1e9)
         self.done += 1
         self._lines(found, seconds)
@@ -237,7 +227,7 @@ class MadeUpRun:
         wait["start_ns"] = records["end_ns"].max()
         wait["end_ns"] = wait["start_ns"] * (1 + LATE)
         wait["kind"], wait["peer"] = KINDS.index("waiting"), self.late
-        wait["label"] = next(n for n, label in enumerate(stage.labels) if label.stream is Stream.INTRA)
+        wait["label"] = next(n for n, label in enumerate(stage.labels.all) if label.stream is Stream.INTRA)
         return np.concatenate([records, wait])
 
     def _lines(self, found: list[OverlapNumbers], seconds: list[float]) -> None:
@@ -319,15 +309,10 @@ class MadeUpRun:
         self._write("report.json", json.dumps({"complete": True}))
 
 
-def _sides(simulation: Simulation, stage: int) -> Iterator[tuple[int, float]]:
-    """Direction and solo time of every span of a stage, in the order of `Simulation.spans`."""
-    rank = simulation.ranks[stage]
-    for executed in rank.executed:
-        yield 0, executed.price.ns
-    for run in rank.blocks:
-        for executed in run.course.executed:
-            forward = run.stretch.passes[executed.operation.turn].forward
-            yield DIRECTIONS.index("forward" if forward else "backward"), executed.price.ns
+def _solo_ns(rank: RankRun) -> Iterator[float]:
+    """Solo time of every span of a stage, in the order of `Simulation.spans`."""
+    for executed in (rank.executed, *(run.course.executed for run in rank.blocks)):
+        yield from (one.price.ns for one in executed)
 
 
 def made_up(path: Path, ranks: int, steps: int, **options: Any) -> MadeUpRun:

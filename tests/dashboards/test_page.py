@@ -13,12 +13,11 @@ import pytest
 from aiohttp import web
 
 from braid.dashboards.server import make_app
-from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.stragglers import LAST
-from braid.scheduling.trace import Span
 from tests.dashboards.browser import CHROMIUM, Tab, browser
 from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
 from tests.end_to_end.command import start, write_config, write_corpus
+from tests.spans import read_folder, spans_of
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with"),
@@ -65,13 +64,6 @@ def look(run: Path, question: Callable[[Tab], Awaitable[None]]) -> None:
     asyncio.run(ask())
 
 
-def spans_of(run: Path, step: int) -> list[Span]:
-    """The spans of a step, counted from 1, as the trace has them."""
-    folder = TraceFolder(run / "trace")
-    folder.refresh()
-    return folder.spans(step - 1)
-
-
 async def tip(tab: Tab, lane: int) -> tuple[dict[str, Any], str]:
     """The longest operator of a lane of rank 0, and what the page says when the mouse is over it."""
     await tab.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
@@ -93,7 +85,11 @@ def test_hover_tells_what_the_trace_says(tmp_path: Path) -> None:
         await tab.until(DRAWN.format(step=3))
         for lane, stream in enumerate(("compute", "intra")):
             place, text = await tip(tab, lane)
-            own = [s for s in spans_of(run.path, place["step"]) if s.rank == 0 and s.stream == stream]
+            own = [
+                s
+                for s in spans_of(read_folder(run.path).step(place["step"] - 1))
+                if s.rank == 0 and s.stream == stream
+            ]
             longest = max(own, key=lambda span: span.end_ns - span.start_ns)
             assert place["operator"] == longest.operator
             assert place["ns"] == longest.end_ns - longest.start_ns
@@ -423,7 +419,7 @@ def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
 
     async def check(tab: Tab) -> None:
         await tab.until(f"braid.timeline.drawn === {steps} && braid.timeline.steps(0).length === 1")
-        spans = spans_of(run, steps)
+        spans = spans_of(read_folder(run).step(steps - 1))
         for lane, stream in enumerate(("compute", "intra")):
             place, text = await tip(tab, lane)
             own = [span for span in spans if span.rank == 0 and span.stream == stream]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.dashboards.metric_table import METRICS
-from braid.dashboards.prometheus import RULES
+from braid.dashboards.grafana import RULES
 
 pytestmark = pytest.mark.slow
 
@@ -163,11 +162,11 @@ def test_alerts_fire_where_they_should_and_only_there(tmp_path: Path, prefix: st
 
 
 @needs_promtool
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.alert}-{case.fires}-{case.minutes}")
-def test_the_opposite_is_noticed(tmp_path: Path, case: Case) -> None:
+def test_the_opposite_is_noticed(tmp_path: Path) -> None:
     """The cases above could pass because promtool compared nothing."""
-    with pytest.raises(AssertionError, match="FAILED"):
-        promtool("test", "rules", written(tmp_path / "t.yaml", [as_test(case, "", not case.fires)]))
+    with pytest.raises(AssertionError, match="FAILED") as error:
+        promtool("test", "rules", written(tmp_path / "t.yaml", [as_test(c, "", not c.fires) for c in CASES]))
+    assert str(error.value).count("ALERTS{alertname=") >= len(CASES)
 
 
 @needs_promtool
@@ -221,15 +220,3 @@ def test_annotations_speak_to_people(tmp_path: Path) -> None:
         }
     ]
     promtool("test", "rules", written(tmp_path / "t.yaml", [test]))
-
-
-def test_rules_read_only_metrics_that_exist() -> None:
-    names = {metric.name for metric in METRICS}
-    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]:
-        for rule in group["rules"]:
-            for part in rule["expr"].split("(ray_)?")[1:]:
-                assert part.partition('"')[0] in names
-            assert set(rule.get("annotations", {"summary": 1, "description": 1})) == {
-                "summary",
-                "description",
-            }

@@ -8,46 +8,51 @@ import tempfile
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from braid.dashboards.metric_table import METRICS, Kind, Source
+from braid.dashboards.metrics import METRICS
 from tests.dashboards.lines import metrics_line
 from tests.end_to_end.command import ROOT, environment
 
 SCRIPT = """
 import json, sys, time, urllib.request
+from pathlib import Path
 import ray
 import ray.util.metrics
-from braid.dashboards.metrics import Exporter, RaySink
-from braid.scheduling.spec import ParallelLayout
+from braid.dashboards.metrics_feed import told_to_ray
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
+
+run = Path(sys.argv[1], "demo")
+run.mkdir()
+(run / "config.yaml").write_text("name: demo\\nparallel: {pp: 2, tp: 2}\\n")
+(run / "predicted.json").write_text(json.dumps(PREDICTED))
+def write(name, line):
+    with (run / name).open("a") as file:
+        file.write(json.dumps({**line, "time": time.time()}) + "\\n")
 
 ray.init(
     address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
     _node_ip_address="127.0.0.1", _temp_dir=sys.argv[1],
 )
-sink = RaySink(ray.util.metrics, refresh_seconds=0.3)
-exporter = Exporter(sink, "demo", ParallelLayout(pp=2, tp=2))
-exporter.predicted(PREDICTED)
-for step in (1, 2):
-    exporter.metrics(metrics_line(step, ranks=4))
-    exporter.ranks(ranks_line(step, ranks=4))
-exporter.ranks(ranks_line(3, ranks=3))
-for event in EVENTS:
-    exporter.event(event)
 page = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 deadline, text = time.monotonic() + 60, ""
 def settled():
     return "ray_braid_running" in text and not any(
         'rank="3"' in line for line in text.splitlines() if line.startswith("ray_braid_step_compute")
     )
-while not settled() and time.monotonic() < deadline:
-    time.sleep(0.5)
-    try:
-        text = urllib.request.urlopen(page, timeout=5).read().decode()
-    except OSError:
-        pass
-time.sleep(5)  # more than two report intervals: what nobody repeats is gone
-text = urllib.request.urlopen(page, timeout=5).read().decode()
-sink.close()
+with told_to_ray(run, ray.util.metrics, every_s=0.3):
+    for step in (1, 2):
+        write("metrics.jsonl", metrics_line(step, ranks=4))
+        write("ranks.jsonl", ranks_line(step, ranks=4))
+    write("ranks.jsonl", ranks_line(3, ranks=3))
+    for event in EVENTS:
+        write("events.jsonl", event)
+    while not settled() and time.monotonic() < deadline:
+        time.sleep(0.5)
+        try:
+            text = urllib.request.urlopen(page, timeout=5).read().decode()
+        except OSError:
+            pass
+    time.sleep(5)  # more than two report intervals: what nobody repeats is gone
+    text = urllib.request.urlopen(page, timeout=5).read().decode()
 ray.shutdown()
 print(json.dumps(text))
 """
@@ -71,11 +76,11 @@ def test_names_labels_and_values_are_what_the_dashboards_expect() -> None:
     families = list(text_string_to_metric_families(json.loads(done.stdout)))
     samples = [sample for family in families for sample in family.samples]
     kinds = {family.name: family.type for family in families}
-    for metric in METRICS:
+    for metric in METRICS.values():
         name = f"ray_{metric.name}"
-        found = [s for s in samples if s.name == (f"{name}_sum" if metric.kind is Kind.HISTOGRAM else name)]
-        assert kinds[name.removesuffix("_total") if metric.kind is Kind.COUNTER else name] == metric.kind
-        left = metric.kind is Kind.GAUGE and metric.source is Source.RANKS
+        found = [s for s in samples if s.name == (f"{name}_sum" if metric.kind == "histogram" else name)]
+        assert kinds[name.removesuffix("_total") if metric.kind == "counter" else name] == metric.kind
+        left = metric.kind == "gauge" and metric.source == "ranks.jsonl"
         assert len(found) == ((3 if left else 4) if metric.per_rank else 1), metric
         assert all({"run"} <= set(metric.labels) <= s.labels.keys() for s in found)
         assert {s.labels["run"] for s in found} == {"demo"}

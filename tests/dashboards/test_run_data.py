@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,19 @@ from numpy.typing import NDArray
 
 from braid.dashboards.plan_view import read_schedule, schedule_view
 from braid.dashboards.run_data import RunData
-from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.chrome_trace import chrome_trace
 from braid.scheduling.schedule import Barrier, PassKind
 from braid.scheduling.schedule_text import parse
-from braid.scheduling.span_batches import decode
 from braid.scheduling.stragglers import LAST
-from braid.scheduling.trace import communication
 from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
+from tests.spans import communication_of, read_folder, spans_of
 
 
-def unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and columns of a timeline."""
-    (length,) = struct.unpack_from("<I", body)
-    header = json.loads(body[4 : 4 + length])
-    columns = {
-        one["name"]: np.frombuffer(body, f"<{one['type']}", one["count"], 4 + length + one["at"])
-        for one in header["arrays"]
-    }
-    return header, columns
+def told(data: RunData, step: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """The timeline of a step's first ranks, and its columns as arrays."""
+    text = data.timeline(step, 0)
+    assert text is not None
+    content = json.loads(text)
+    return content, {name: np.array(column) for name, column in content["columns"].items()}
 
 
 def read(directory: Path) -> RunData:
@@ -85,44 +77,31 @@ def test_models_without_experts_have_no_columns_of_them(finished: Path) -> None:
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
     data = read(finished)
     lines = [json.loads(line) for line in (finished / "ranks.jsonl").read_text().splitlines()]
-    folder = TraceFolder(finished / "trace")
-    folder.refresh()
+    folder = read_folder(finished)
     for step in (1, 4):
-        body = data.timeline(step, 0)
-        assert body is not None
-        header, columns = unpacked(body)
-        spans = folder.spans(step - 1)
+        content, columns = told(data, step)
+        spans = spans_of(folder.step(step - 1))
         assert len(columns["start"]) == len(spans)
-        for row in header["ranks"]:
+        for row in content["ranks"]:
             own = [span for span in spans if span.rank == row["rank"]]
-            compute = [(span.start_ns, span.end_ns) for span in own if span.stream == "compute"]
-            transfers = [(span.start_ns, span.end_ns) for span in own if span.stream != "compute"]
-            wanted = communication(compute, transfers)
+            moving_ns, exposed_ns = communication_of(own)
             first, count = row["exposed"]
-            waits = columns["exposed_end"][first : first + count] - columns["exposed_start"][first:][:count]
-            assert waits.sum() == wanted.exposed_ns == row["numbers"]["exposed_ns"]
-            assert row["numbers"]["communication_ns"] == wanted.communication_ns
+            waits = columns["exposed_end"][first:][:count] - columns["exposed_start"][first:][:count]
+            assert waits.sum() == exposed_ns == row["numbers"]["exposed_ns"]
+            assert row["numbers"]["communication_ns"] == moving_ns
             line = lines[step - 1]
             assert row["numbers"]["hidden_ns"] == round(line["hidden_seconds"][row["rank"]] * 1e9)
             begin, length = row["spans"]
-            shown = [
-                (header["labels"][label]["operator"], start, end)
-                for label, start, end in zip(
-                    columns["label"][begin : begin + length],
-                    columns["start"][begin : begin + length],
-                    columns["end"][begin : begin + length],
-                    strict=True,
-                )
-            ]
-            assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
+            names = [content["labels"][label]["operator"] for label in columns["label"][begin:][:length]]
+            times = (columns[name][begin:][:length] for name in ("start", "end"))
+            shown = sorted(zip(names, *times, strict=True))
+            assert shown == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
 
 
 def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> None:
     """It is shown where nothing runs, with the peer and the operator."""
     run = made_up(tmp_path / "run", 2, 2, late=1)
-    body = read(run.path).timeline(2, 0)
-    assert body is not None
-    header, columns = unpacked(body)
+    header, columns = told(read(run.path), 2)
     assert [row["waits"] for row in header["ranks"]] == [[0, 1], [1, 0]]
     assert columns["wait_peer"].tolist() == [1]
     assert header["labels"][columns["wait_label"][0]]["stream"] == "intra"
@@ -146,9 +125,7 @@ def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
 
 
 def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
-    body = read(finished).timeline(2, 0)
-    assert body is not None
-    header, _ = unpacked(body)
+    header, _ = told(read(finished), 2)
     (qkv,) = {
         (one["solo_ns"], round(one["predicted_ns"]), one["shapes"])
         for one in header["labels"]
@@ -208,26 +185,20 @@ def test_a_run_that_replaces_another(tmp_path: Path) -> None:
     """Its files have the names of the old ones, and may be shorter."""
     run = made_up(tmp_path / "run", 2, 3, seed=1)
     data = read(run.path)
-    before = data.timeline(1, 0)
+    before = told(data, 1)[0]["ranks"]
     shutil.rmtree(run.path)
     made_up(run.path, 2, 1, seed=2)
     data.refresh()
     assert data.state()["traced"] == [1]
-    after = data.timeline(1, 0)
-    assert after is not None
-    assert unpacked(after)[0]["ranks"] != unpacked(before or b"")[0]["ranks"]
+    assert told(data, 1)[0]["ranks"] != before
 
 
-def test_labels_that_damage_took_away(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    path = run.path / "trace" / "rank-00001.0000.spans"
-    ((batch, _),) = decode(path.read_bytes())
-    path.write_bytes(replace(batch, labels=batch.labels[:3]).encode())
-    body = read(run.path).timeline(1, 0)
-    assert body is not None
-    header, columns = unpacked(body)
-    assert {"operator 5", "operator 7"} <= {one["operator"] for one in header["labels"]}
-    assert sum(row["spans"][1] for row in header["ranks"]) == len(columns["start"])
+def test_damage_is_told_beside_what_is_there(tmp_path: Path) -> None:
+    run = made_up(tmp_path / "run", 2, 2)
+    path = run.path / "trace" / "rank-00001.0000.arrows"
+    path.write_bytes(path.read_bytes() + bytes(100))
+    header, _ = told(read(run.path), 2)
+    assert ["is not the begin of a batch" in row["damage"] for row in header["ranks"]] == [False, True]
 
 
 def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
@@ -259,7 +230,7 @@ def test_variables_are_shown_by_name(tmp_path: Path) -> None:
         ("predicted.json", "[1"),
         ("config.yaml", "a: [b"),
         ("cluster.json", "\xff{"),
-        ("trace/predicted.json", "[]"),
+        ("trace/predicted.arrows", "[]" * 9),
     ],
 )
 def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str) -> None:
@@ -303,9 +274,9 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 def test_links_in_traces_are_not_followed(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 1)
-    predicted = run.path / "trace" / "predicted.json"
-    predicted.rename(tmp_path / "predicted.json")
-    predicted.symlink_to(tmp_path / "predicted.json")
+    predicted = run.path / "trace" / "predicted.arrows"
+    predicted.rename(tmp_path / "predicted")
+    predicted.symlink_to(tmp_path / "predicted")
     data = read(run.path)
     assert data.state()["predicted"]["compute_seconds"] is None
     assert data.state()["traced"] == [1]
@@ -314,22 +285,6 @@ def test_links_in_traces_are_not_followed(tmp_path: Path) -> None:
     assert read(run.path).state()["traced"] == []
     (tmp_path / "link").symlink_to(run.path)
     assert read(tmp_path / "link").metrics(0, 0)["columns"]["step"] == [1], "a run may be named by a link"
-
-
-def test_runs_of_before_there_were_batches_of_spans(tmp_path: Path, finished: Path) -> None:
-    folder = TraceFolder(finished / "trace")
-    folder.refresh()
-    run = tmp_path / "run"
-    (run / "trace").mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
-    (run / "trace" / "measured.json").write_text(chrome_trace(folder.spans(0)))
-    data = read(run)
-    assert data.state()["traced"] == [7]
-    body = data.timeline(7, 0)
-    assert body is not None
-    header, columns = unpacked(body)
-    assert len(columns["start"]) == len(folder.spans(0))
-    assert [row["numbers"]["slowdown_ns"] for row in header["ranks"]] == [0] * 8
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:

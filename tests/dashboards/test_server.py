@@ -103,7 +103,7 @@ def test_nothing_but_get(run: Path, method: str, path: str) -> None:
         "/main.js/",
         "/index.html/../secret.txt",
         "/config.yaml",
-        "/trace/rank-00000.0000.spans",
+        "/trace/rank-00000.0000.arrows",
         "/..\\secret.txt",
         "/server.py",
         "/run_data.py",

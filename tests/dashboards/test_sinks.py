@@ -12,42 +12,21 @@ import yaml
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.config.machines import WandbConfig
 from braid.dashboards import sinks as module
-from braid.dashboards.sinks import Sinks, WandbRun, scalars
+from braid.dashboards.sinks import Sinks, scalars
+from tests.dashboards.lines import metrics_line
 
 LINES: list[dict[str, Any]] = [
-    {
-        "step": step,
-        "time": 1.7e9 + step,
-        "loss": 5.1007 / step,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "seconds": 0.5,
-        "tokens": 1024,
-        "communication_seconds": 0.25,
-        "exposed_seconds": 0.1,
-        "hidden_fraction": 0.6,
-        "slowdown_seconds": None,
-        "launch_gap_seconds": 0.0,
-        "bubble_seconds": 0.01,
-        "waiting_seconds": 0.02,
-        "peak_bytes": [1, 2],
-        "validation_bits_per_byte": 3.0 if step == 4 else None,
-        "mfu": None,
-    }
-    for step in range(1, 5)
+    {**metrics_line(step, ranks=2), "mfu": None, "loss": 5.1007 / step} for step in range(1, 5)
 ]
 
 
-def test_what_is_not_known_is_not_written() -> None:
-    assert "slowdown_seconds" not in scalars(LINES[0])
-    assert scalars(LINES[0])["tokens_per_second"] == 2048
-    assert scalars(LINES[3])["validation_bits_per_byte"] == 3.0
-
-
-def test_numbers_of_experts_are_grouped() -> None:
-    found = scalars({**LINES[0], "experts": {"imbalance": 1.5, "dropped": None, "visits": [[1, 3]]}})
-    assert found["experts/imbalance"] == 1.5
-    assert found.keys() - scalars(LINES[0]).keys() == {"experts/imbalance"}
+def test_numbers_of_a_step_that_are_known() -> None:
+    found = scalars(LINES[0])
+    assert "mfu" not in found, "not known"
+    assert not found.keys() & {"step", "time", "generation", "peak_bytes", "experts/visits"}
+    assert found["tokens_per_second"] == LINES[0]["tokens"] / LINES[0]["wall_seconds"]
+    assert found["experts/imbalance"] == LINES[0]["experts"]["imbalance"]
+    assert found["exposed_by_axis/tp"] == 0.05
 
 
 needs_tensorboard = pytest.mark.skipif(
@@ -57,12 +36,13 @@ AGAIN = [{**line, "loss": line["loss"] + 1.62519, "time": line["time"] + 10} for
 """Steps 3 and 4 once more, as after a recovery."""
 
 
-def opened(
-    run: Path, *, tensorboard: bool = False, wandb: WandbRun | None = None, mark: str = "a1b2"
-) -> tuple[Sinks, list[str]]:
+WANDB = {"mode": "offline", "project": "mine", "group": "tests", "tags": ("small", "cpu")}
+
+
+def opened(run: Path, tool: str, mark: str = "a1b2", **options: Any) -> tuple[Sinks, list[str]]:
     """The sinks of a run that has started, and what they tell."""
     told: list[str] = []
-    sinks = Sinks(tensorboard=tensorboard, wandb=wandb, tell=told.append)
+    sinks = Sinks({tool: options}, told.append)
     sinks.begin(run, mark, "run", {"train": {"lr": 1e-3}})
     return sinks, told
 
@@ -73,7 +53,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for lines in (LINES + AGAIN[:1], AGAIN):
-        sinks, told = opened(tmp_path, tensorboard=True)
+        sinks, told = opened(tmp_path, "tensorboard")
         for line in lines:
             sinks.step(line)
         sinks.close()
@@ -85,7 +65,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [event.step for event in losses] == [1, 2, 3, 4]
     assert [event.value for event in losses] == pytest.approx([line["loss"] for line in last])
     assert [event.wall_time for event in losses] == [line["time"] for line in last]
-    assert [event.step for event in found.Scalars("validation_bits_per_byte")] == [4]
     assert set(found.Tags()["scalars"]) == {name for line in LINES for name in scalars(line)}
 
 
@@ -93,8 +72,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
     """Under the run's own id, with the rows of steps that were repeated."""
-    wanted = WandbRun(mode="offline", project="mine", group="tests", tags=["small", "cpu"])
-    sinks, told = opened(tmp_path, wandb=wanted, mark="0123456789abcdef")
+    sinks, told = opened(tmp_path, "wandb", mark="0123456789abcdef", **WANDB)
     for line in LINES + AGAIN:
         sinks.step(line)
     sinks.close()
@@ -111,18 +89,18 @@ def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
 
 
 def test_trackers_are_told_names_of_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
+    given: list[dict[str, Any]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("braid.dashboards.sinks.WandbSink", lambda *arguments: given.append(arguments[-1]))
-    sinks = Sinks(tensorboard=False, wandb=WandbRun(mode="offline", project="mine"), tell=print)
+    monkeypatch.setattr(module, "WandbSink", lambda mark, options: given.append(options))
+    sinks = Sinks({"wandb": WANDB}, print)
     sinks.begin(tmp_path, "", "run", {"cluster": {"env": {"TWO": "canary", "ONE": None}, "spread": True}})
-    assert given == [{"cluster": {"env": ["ONE", "TWO"], "spread": True}}]
+    assert [options["config"] for options in given] == [{"cluster": {"env": ["ONE", "TWO"], "spread": True}}]
 
 
 @needs_tensorboard
 def test_a_sink_that_cannot_begin_is_told_of_once_and_left_out(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
-    sinks, told = opened(tmp_path, tensorboard=True)
+    sinks, told = opened(tmp_path, "tensorboard")
     for line in LINES:
         sinks.step(line)
     sinks.close()
@@ -154,7 +132,7 @@ def test_a_sink_that_fails_later_is_told_of_once_and_left_out(
 
     monkeypatch.setattr(module, "TensorBoardSink", Full)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: True)
-    sinks, told = opened(tmp_path, tensorboard=True)
+    sinks, told = opened(tmp_path, "tensorboard")
     for line in LINES[:2]:
         sinks.step(line)
     sinks.close()
@@ -164,10 +142,9 @@ def test_a_sink_that_fails_later_is_told_of_once_and_left_out(
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    online = WandbRun(mode="online", project="braid")
     with pytest.raises(ValueError, match=r"telemetry\.wandb needs the package wandb: pip install wandb"):
-        Sinks(tensorboard=False, wandb=online, tell=print)
-    Sinks(tensorboard=False, wandb=None, tell=print).close()
+        Sinks({"wandb": WANDB}, print)
+    Sinks({}, print).close()
 
 
 def test_wandb_is_a_word_or_a_section() -> None:

@@ -10,13 +10,15 @@ from braid.dashboards.timeline_picture import EXPOSED, PEERS, comparison_png, ti
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch
+from braid.scheduling.span_batches import RECORD, Batch, Labels
 from braid.scheduling.trace import KINDS, Label
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-LABELS = (
-    Label(operator="qkv", stream=Stream.COMPUTE, layer=0),
-    Label(operator="gather", stream=Stream.INTRA, layer=0, bytes=8),
+LABELS = Labels(
+    [
+        Label(operator="qkv", stream=Stream.COMPUTE, layer=0),
+        Label(operator="gather", stream=Stream.INTRA, layer=0, bytes=8),
+    ]
 )
 
 
@@ -31,8 +33,8 @@ def traces_of(tmp_path: Path, transfer: tuple[int, int], wait: tuple[int, int] |
         records["start_ns"][2], records["end_ns"][2] = wait[0] * 10**6, wait[1] * 10**6
         records["label"][2], records["kind"][2], records["peer"][2] = 1, KINDS.index("waiting"), 1
     tmp_path.mkdir()
-    batch = Batch(rank=0, generation=1, sequence=0, labels=LABELS, records=records)
-    (tmp_path / "rank-00000.0000.spans").write_bytes(batch.encode())
+    batch = Batch(rank=0, step=0, labels=LABELS, records=records)
+    (tmp_path / "rank-00000.0000.arrows").write_bytes(batch.encode())
     traces = TraceFolder(tmp_path)
     traces.refresh()
     return traces

@@ -17,8 +17,9 @@ from braid.jobs import cli
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import apart
-from braid.scheduling.trace import STRANDS, communication
+from braid.scheduling.trace import STRANDS
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
+from tests.spans import communication_of, read_folder, spans_of
 
 STEPS = 6
 
@@ -38,23 +39,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def traces(run: Run) -> TraceFolder:
-    folder = TraceFolder(run.directory / "trace")
-    folder.refresh()
-    return folder
+    return read_folder(run.directory)
 
 
 def test_no_span_is_lost(run: Run, traces: TraceFolder) -> None:
     assert sorted(traces.ranks) == [0, 1, 2, 3]
     assert traces.steps == list(range(STEPS))
     for trace in traces.ranks.values():
-        counts = {len(apart(trace.records(step))[0]) for step in traces.steps}
+        counts = {len(apart(batch.records)[0]) for batch in trace.steps.values()}
         assert len(counts) == 1, "every step runs the same schedule"
-        assert trace.dropped == 0
         assert not trace.damage
-        labels = [trace.labels[n] for n in trace.records(0)["label"]]
+        batch = trace.steps[0]
+        assert batch.dropped == 0
+        labels = [batch.labels[n] for n in batch.records["label"]]
         assert {label.stream for label in labels} == {Stream.COMPUTE, Stream.INTRA}  # they share a host
         assert all(label.shapes for label in labels if label.key)
-        strands = {STRANDS[s] for s in trace.records(0)["strand"]}
+        strands = {STRANDS[s] for s in batch.records["strand"]}
         assert strands >= {"alpha", "beta"}
 
 
@@ -62,15 +62,11 @@ def test_spans_give_the_numbers_that_were_written_while_training(run: Run, trace
     lines = [json.loads(line) for line in (run.directory / "ranks.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for step, line in enumerate(lines):
-        spans = traces.spans(step)
+        spans = spans_of(traces.step(step))
         for rank in range(4):
-            own = [span for span in spans if span.rank == rank]
-            numbers = communication(
-                [(s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE],
-                [(s.start_ns, s.end_ns) for s in own if s.stream is not Stream.COMPUTE],
-            )
-            assert line["communication_seconds"][rank] == pytest.approx(numbers.communication_ns / 1e9)
-            assert line["exposed_seconds"][rank] == pytest.approx(numbers.exposed_ns / 1e9)
+            moving_ns, exposed_ns = communication_of(span for span in spans if span.rank == rank)
+            assert line["communication_seconds"][rank] == pytest.approx(moving_ns / 1e9)
+            assert line["exposed_seconds"][rank] == pytest.approx(exposed_ns / 1e9)
         record = run.records[step]
         assert record.communication_seconds == pytest.approx(sum(line["communication_seconds"]) / 4)
         assert record.generation == 1
@@ -80,16 +76,14 @@ def test_spans_give_the_numbers_that_were_written_while_training(run: Run, trace
 
 
 def test_the_trace_holds_every_span_and_an_arrow_for_every_message(traces: TraceFolder) -> None:
-    steps = [STEPS - 2, STEPS - 1]
-    events: list[dict[str, Any]] = json.loads(perfetto_trace(traces, steps))["traceEvents"]
+    batches = [batch for step in (STEPS - 2, STEPS - 1) for batch in traces.step(step)]
+    events: list[dict[str, Any]] = json.loads(perfetto_trace(batches))["traceEvents"]
     shown = Counter((e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X")
-    for rank, trace in traces.ranks.items():
-        for step in steps:
-            assert shown[rank, step + 1] == len(trace.records(step))
+    assert shown == {(batch.rank, batch.step + 1): len(batch.records) for batch in batches}
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0
     for lane, part in ((0, 1), (4, 2)):  # blocks; waiting for a peer
         drawn = [e for e in events if e["ph"] == "X" and e["tid"] == lane]
-        assert len(drawn) == sum(len(apart(t.records(s))[part]) for t in traces.ranks.values() for s in steps)
+        assert len(drawn) == sum(len(apart(batch.records)[part]) for batch in batches)
         assert drawn
     sends = [e for e in events if e["ph"] == "X" and e["name"].startswith("send ")]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
@@ -117,11 +111,8 @@ def test_the_command(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str
         captured = capsys.readouterr()
         assert (ended.value.code or 0) == code, captured.err
         assert said in (captured.out if code == 0 else captured.err)
-    assert {e["args"]["step"] for e in json.loads(output.read_text())["traceEvents"] if e["ph"] == "X"} == {
-        2,
-        3,
-        4,
-    }
+    events = json.loads(output.read_text())["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3, 4}
 
 
 def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:
@@ -133,9 +124,8 @@ def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:
         events = list(Controller(plan, KeptRanks(config), options).run())
     records = [event.record for event in events if isinstance(event, StepDone)]
     assert [(record.step, record.generation) for record in records] == [(3, 2), (4, 2)]
-    folder = TraceFolder(config.run_directory / "trace")
-    folder.refresh()
+    folder = read_folder(config.run_directory)
     assert folder.steps == [0, 1, 2, 3]
-    assert {trace.generation for trace in folder.ranks.values()} == {2}
-    names = [sorted(span.operator for span in folder.spans(step)) for step in folder.steps]
+    assert [{batch.generation for batch in folder.step(step)} for step in range(4)] == [{1}, {1}, {2}, {2}]
+    names = [sorted(span.operator for span in spans_of(folder.step(step))) for step in folder.steps]
     assert names[0] == names[1] == names[2] == names[3]

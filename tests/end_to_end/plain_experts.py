@@ -67,11 +67,6 @@ class ExpertLayer(Layer):
         logits_TE = F.linear(x_TD, self.router.weight)
         bias_E = self.bias_E if shape.balance_rate else torch.zeros(())
         all_TE = logits_TE.softmax(-1)
-        if shape.route_evenly:
-            for group in self.groups or [torch.arange(len(x_TD))]:
-                in_turn = torch.arange(len(group) * shape.top_k) % shape.experts
-                bias_E = bias_E + torch.zeros_like(logits_TE)
-                bias_E[group] += 9 * F.one_hot(in_turn.view(len(group), -1), shape.experts).sum(1)
         if shape.mixer_jitter:
             choice_Tk, gates_Tk = sparse_mixer(logits_TE, shape.mixer_jitter, shape.top_k)
         elif shape.softmax_after:

@@ -29,11 +29,12 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone
 from braid.actors.controller.step_record import StepRecord
+from braid.actors.stage.assembly import DTYPES
 from braid.actors.stage.data import read_index, sample_ids
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.rank import Rank
-from braid.actors.stage.worker import DTYPES, RunPlan
 from braid.jobs.benchmarks.plain_torch import (
     PlainModel,
     PlainSettings,

@@ -26,8 +26,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # more of cp: `tests.end_to_end.tes
     ("folded", {"pp": 2, "cp": 2}),
     ("megatron", {"tp": 2, "tensor_degrees": "2 1 1 2"}),
     ("ddp", {"dp": 2, "tp": 2, "zero": 1, "tensor_degrees": "1 2 1 2"}),
-    ("folded", {"pp": 2, "tp": 2, "end_degrees": [1, 2]}),
-    ("wavelet", {"tp": 2, "cp": 2, "context": "ring", "tensor_degrees": "1 2 1 2", "end_degrees": [1, 2]}),
+    ("wavelet", {"tp": 2, "cp": 2, "context": "ring", "tensor_degrees": "1 2 1 2"}),
 ]
 
 

@@ -21,7 +21,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "bias": {"balance_rate": 0.02},
     "bias after": {"balance_rate": 0.05, "softmax_after": True, "capacity_factor": 1.2},
     "unnormalised": {"normalised": False, "top_k": 3},
-    "evenly": {"route_evenly": True, "balance_loss": 0.02},
 }
 EVERYWHERE: list[dict[str, Any]] = [
     {"dp": ep, "ep": ep, **more}
@@ -51,7 +50,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bias after", "wavelet", {"dp": 2, "cp": 2, "ep": 4, "zero": 3}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),
     ("unnormalised", "wavelet", {"dp": 4, "ep": 4, "zero": 2}),
-    ("evenly", "expert_overlap", {"dp": 2, "ep": 2}),
 ]
 
 

@@ -144,7 +144,7 @@ def test_a_loss_that_leaps_is_looked_at_twice(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
     """Once by mistake: repeated, as if nothing had been. Twice: it belongs to the data."""
-    sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"spike": 3.0, "backoff_s": 0.01}}
+    sections: dict[str, Any] = {"parallel": {"tp": 2}, "failure": {"spike": 3.0}}
     whole = run(tmp_path, data, **sections)
     odd = Stepper._odd
     leaps = {6: 1, 7: 2}

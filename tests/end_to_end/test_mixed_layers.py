@@ -15,7 +15,7 @@ import pytest
 
 from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
 from braid.actors.controller.profiling import measure
-from braid.actors.stage.worker import RunPlan
+from braid.actors.stage.messages import RunPlan
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.planner.decide import anything, decide, measured

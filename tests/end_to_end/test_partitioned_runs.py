@@ -14,7 +14,6 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.stage.messages import RunPlan
-from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import parse_partition
@@ -23,6 +22,7 @@ from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_plain, small_config
 from tests.scheduling.plans import cluster
+from tests.spans import read_folder, spans_of
 
 pytestmark = pytest.mark.slow
 
@@ -93,9 +93,8 @@ def test_losses_are_those_of_plain_pytorch(
     assert len(ours.losses) == STEPS
     assert ours.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=0)
     assert ours.gradient_norms == pytest.approx(expected.gradient_norms, rel=TOLERANCE, abs=0)
-    traces = TraceFolder(config.run_directory / "trace")
-    traces.refresh()
-    spans = [span for step in traces.steps for span in traces.spans(step)]
+    traces = read_folder(config.run_directory)
+    spans = [span for step in traces.steps for span in spans_of(traces.step(step))]
     busy = {stream: [s for s in spans if s.stream is stream] for stream in Stream}
     assert busy[Stream.INTRA]
     assert busy[Stream.INTER]

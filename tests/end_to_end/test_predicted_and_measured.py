@@ -9,9 +9,11 @@ from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan
-from braid.scheduling.compare_traces import compare_traces, read_trace
+from braid.scheduling.compare_traces import compare_traces
 from braid.scheduling.schedule_text import write
+from braid.scheduling.span_batches import read_batches
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
+from tests.spans import read_folder
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,9 @@ def test_everything_predicted_is_measured_and_the_reverse(
     decided = decide(config, shape, profile)
     plan = RunPlan(config=config, shape=shape, schedule=decided.schedule, data=str(data), files=decided.files)
     list(Controller(plan, launcher, RunOptions()).run())
-    predicted, measured = (
-        read_trace(config.run_directory / "trace" / f"{name}.json") for name in ("predicted", "measured")
-    )
-    rows = compare_traces(predicted, measured).operators
+    predicted = read_batches(config.run_directory / "trace" / "predicted.arrows")
+    measured = read_folder(config.run_directory)
+    rows = compare_traces(predicted, measured.step(2)).operators
     assert len(rows) > 20
     alone = [row.operator for row in rows if not row.first_count or not row.second_count]
     assert not alone, "rows without a partner"

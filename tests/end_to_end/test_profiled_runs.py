@@ -58,8 +58,7 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     ):
         assert key in line
     assert json.loads((run / "profile.json").read_text())["source"].startswith("measured: 2 x")
-    traces = [str(run / "trace" / name) for name in ("predicted.json", "measured.json")]
-    compared = braid(tmp_path, "compare", *traces, "--json")
+    compared = braid(tmp_path, "compare", str(run / "trace" / "predicted.arrows"), str(run), "--json")
     assert compared.code == 0, compared.errors
     operators = {row["operator"]: row for row in json.loads(compared.output)["operators"]}
     qkv = operators["qkv"]

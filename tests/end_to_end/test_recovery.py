@@ -22,12 +22,11 @@ from braid.actors.controller.records import Event, Incident, Saved, StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed
-from braid.dashboards.trace_folder import TraceFolder
-from braid.jobs.ray_metrics import EventFeed
 from braid.scheduling.schedule_text import write
-from braid.scheduling.span_batches import KINDS
+from braid.scheduling.trace import KINDS
 from tests.end_to_end.command import start, write_config, write_corpus
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
+from tests.spans import read_folder
 
 STEPS = 12
 LAYOUTS: Sequence[dict[str, Any]] = (
@@ -47,25 +46,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def killed(
-    path: Path, data: Path, kills: Sequence[int], sinks: Sequence[PrometheusSink] = (), **overrides: Any
+    path: Path, data: Path, kills: Sequence[int], sink: PrometheusSink | None = None, **overrides: Any
 ) -> Run:
     """A run in which a rank that is drawn is killed after each of some numbers of events.
 
-    ``sinks``: one that is fed by the run's events, and one that is fed by its files.
+    sink: takes the run's metrics.
     """
     config = small_config(path, **overrides)
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     draw, events = random.Random(str(kills)), []
     left = list(kills)
-    feeds = [EventFeed(config, sink) for sink in sinks[:1]]
-    files = [MetricsFeed(config.run_directory, sink) for sink in sinks[1:]]
+    feed = None if sink is None else MetricsFeed(config.run_directory, sink)
     for event in Controller(plan, ProcessLauncher(config), RunOptions()).run():
         events.append(event)
-        for feed in feeds:
-            feed.tell(event)
-        for file in files:
-            file.refresh()
+        if feed is not None:
+            feed.refresh()
         if left and sum(isinstance(e, StepDone) for e in events) == left[0]:
             left.pop(0)
             processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
@@ -88,11 +84,10 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
         "model": EXPERTS if "ep" in parallel else {},
         "train": {"steps": STEPS, "dtype": "fp64"},
         "checkpoint": {"every": 4, "asynchronous": False},
-        "failure": {"backoff_s": 0.1},
     }
     # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
-    sinks = [PrometheusSink(), PrometheusSink()]
-    run = killed(tmp_path / "killed", data, [2, 8], sinks, **sections)
+    sink = PrometheusSink()
+    run = killed(tmp_path / "killed", data, [2, 8], sink, **sections)
     whole = run_layout(tmp_path / "whole", data, **sections)
     assert last_of_each_step(run.events) == whole.losses
     ours, theirs = run.parameters_at(STEPS), whole.parameters_at(STEPS)
@@ -114,23 +109,22 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     assert logs.count("Traceback") >= 2, "what the death of a rank was to the other one"
     executed = [record.tokens for record in run.records]
     assert len(executed) > STEPS, "some steps ran twice"
-    for sink in sinks:
-        totals = {
-            sample.name: sample.value
-            for family in sink.registry.collect()
-            for sample in family.samples
-            if set(sample.labels) == {"run"}
-        }
-        assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
-        assert totals["braid_step_duration_seconds_count"] == len(executed)
-        assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)
-        assert totals["braid_checkpoints_total"] == sum(isinstance(event, Saved) for event in run.events)
+    totals = {
+        sample.name: sample.value
+        for family in sink.registry.collect()
+        for sample in family.samples
+        if set(sample.labels) == {"run"}
+    }
+    assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
+    assert totals["braid_step_duration_seconds_count"] == len(executed)
+    assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)
+    assert totals["braid_checkpoints_total"] == sum(isinstance(event, Saved) for event in run.events)
 
 
 @pytest.mark.slow
 def test_there_is_a_budget(tmp_path: Path, data: Path) -> None:
     with pytest.raises(WorkerError, match="its process"):
-        killed(tmp_path, data, [1, 2], failure={"max_restarts": 1, "backoff_s": 0.1}, parallel={"tp": 2})
+        killed(tmp_path, data, [1, 2], failure={"max_restarts": 1}, parallel={"tp": 2})
     (events,) = tmp_path.glob("*/events.jsonl")
     kinds = [json.loads(line)["kind"] for line in events.read_text().splitlines()]
     assert kinds == ["started", "restarted", "started", "failed"]
@@ -182,7 +176,6 @@ def test_actors_that_are_killed(tmp_path: Path) -> None:
         parallel={"tp": 2},
         train={"steps": 400},
         checkpoint={"every": 10},
-        failure={"backoff_s": 0.1},
         telemetry={"page": False},
     )
     process = start(tmp_path, "train", "run.yaml", "--until", "150", "--launcher", "ray")
@@ -206,13 +199,12 @@ def test_actors_that_are_killed(tmp_path: Path) -> None:
     incidents = [json.loads(line) for line in (run / "incidents.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in incidents] == ["rank failed", "controller died"]
     assert incidents[0]["rank"] == 1
-    traces = TraceFolder(run / "trace")  # streamed to an actor, by two generations
-    traces.refresh()
+    traces = read_folder(run)  # streamed to an actor, by two generations
     assert sorted(traces.ranks) == [0, 1]
     assert traces.steps[-1] == 149
-    assert {trace.generation for trace in traces.ranks.values()} == {3}
+    assert {batch.generation for batch in traces.step(149)} == {3}
     # How often a rank waits for the other one differs; what they run does not.
-    ran = [trace.records(149)["kind"] != KINDS.index("waiting") for trace in traces.ranks.values()]
+    ran = [batch.records["kind"] != KINDS.index("waiting") for batch in traces.step(149)]
     assert len({int(kinds.sum()) for kinds in ran}) == 1
     log = (run / "logs" / "rank-0.log").read_text()  # of two processes, the second one with a new controller
     assert [log.count(f"generation {number}, rank 0") for number in (1, 2, 3)] == [1, 1, 1]

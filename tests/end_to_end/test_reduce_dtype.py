@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
 from tests.end_to_end.runs import PlainRun, Run, prepare_text, run_layout, run_plain, small_config
+from tests.spans import read_folder, spans_of
 
 pytestmark = pytest.mark.slow
 
@@ -169,10 +169,9 @@ def test_half_the_bytes_of_gradients_travel(runs: Runs, parallel: dict[str, int]
 
 def moved_bytes(run: Run) -> dict[str, int]:
     """By rank and name, of all transfers of a step."""
-    traces = TraceFolder(run.directory / "trace")
-    traces.refresh()
+    traces = read_folder(run.directory)
     found: dict[str, int] = {}
-    for span in traces.spans(min(traces.steps)):
+    for span in spans_of(traces.step(min(traces.steps))):
         if span.bytes:
             name = f"{span.operator} of rank {span.rank}"
             found[name] = found.get(name, 0) + span.bytes

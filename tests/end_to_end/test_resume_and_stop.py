@@ -22,7 +22,7 @@ LAYOUTS = {
     "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
     "dp 2": ("parallel.dp=2",),
     "shares": ("parallel.dp=2", "parallel.zero=3"),
-    "degrees": ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2", "parallel.end_degrees=[1, 2]"),
+    "degrees": ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
     "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
 }
 

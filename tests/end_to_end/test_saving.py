@@ -25,7 +25,6 @@ from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.messages import Fault, RunPlan, Written
 from braid.actors.stage.worker import Worker
-from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
@@ -107,23 +106,6 @@ def test_in_the_background_or_not_the_same_is_saved(tmp_path: Path, data: Path) 
         assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
     name = "parameter.head.weight" if "parameter.head.weight" in found[True][2] else min(found[True][2])
     assert not torch.equal(found[True][2][name], found[True][4][name])
-
-
-def test_the_last_steps_trace_comes_after_its_checkpoint(tmp_path: Path, data: Path) -> None:
-    """From the files that ranks have streamed: whatever becomes of it, the state is safe."""
-    controller = controller_of(tmp_path, data)
-    (run,) = [path for path in tmp_path.iterdir() if path.is_dir()] or [tmp_path / "run-0"]
-    for event in controller.run():
-        if isinstance(event, Saved):
-            assert not (run / "trace" / "measured.json").exists()
-            assert list((run / "trace").glob("*.spans"))
-    trace = json.loads((run / "trace" / "measured.json").read_text())["traceEvents"]
-    spans = [event for event in trace if event["ph"] == "X"]
-    assert {event["pid"] for event in spans} == {0, 1}
-    folder = TraceFolder(run / "trace")
-    folder.refresh()
-    assert len(spans) == len(folder.spans(folder.steps[-1]))
-    assert folder.steps[-1] == 5
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(

@@ -181,15 +181,6 @@ def test_overlap_changes_no_result(
     assert run.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-def test_late_layers_train_as_those_that_stayed(runs: Runs) -> None:
-    late = runs.of("llama of 8 layers", "braid_w", {"pp": 2, "late_layers": 1}, "fp64")
-    one = runs.of("llama of 8 layers", "megatron", {"pp": 2}, "fp64")
-    assert late.losses == one.losses
-    assert late.gradient_norms == one.gradient_norms
-    ours, theirs = late.parameters(), one.parameters()
-    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-
-
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 @pytest.mark.parametrize("parallel", [{"pp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_two_copies_of_the_model_train_as_one(runs: Runs, model: str, parallel: dict[str, int]) -> None:

@@ -17,9 +17,9 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
-from braid.scheduling.trace import length_ns, merge
 from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+from tests.spans import length_ns, read_folder, spans_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,16 +32,14 @@ def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolde
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     events = list(Controller(plan, launcher, RunOptions()).run())
-    traces = TraceFolder(config.run_directory / "trace")
-    traces.refresh()
-    return events, traces
+    return events, read_folder(config.run_directory)
 
 
 def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> None:
     """Every span of a transfer is labelled by the hosts of the ranks that it joins."""
     seen = 0
     for step in traces.steps:
-        for span in traces.spans(step):
+        for span in spans_of(traces.step(step)):
             if span.stream is Stream.COMPUTE:
                 continue
             name, place = span.operator, mesh.position(span.rank)
@@ -76,9 +74,9 @@ def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
     assert not [note for event in events if isinstance(event, Started) for note in event.notes]
     check_spans(traces, config.layout().mesh, ["a", "a", "b", "b"])
     for rank in range(4):
-        spans = [span for span in traces.spans(1) if span.rank == rank]
+        spans = [span for span in spans_of(traces.step(1)) if span.rank == rank]
         for stream in Stream:
-            assert length_ns(merge((s.start_ns, s.end_ns) for s in spans if s.stream is stream)) > 0
+            assert length_ns((s.start_ns, s.end_ns) for s in spans if s.stream is stream) > 0
 
 
 def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
@@ -89,7 +87,7 @@ def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
     hosts = ["a", "b", "a"]
     _, traces = run(config, prepare_text(tmp_path, 7, files=4), ProcessLauncher(config, places(*hosts)))
     check_spans(traces, config.layout().mesh, hosts)
-    found = {(span.operator.partition(" ")[2], span.stream) for span in traces.spans(1)}
+    found = {(span.operator.partition(" ")[2], span.stream) for span in spans_of(traces.step(1))}
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
 
 

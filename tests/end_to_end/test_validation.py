@@ -37,7 +37,6 @@ LAYOUTS: list[tuple[Sections, int]] = [
 LAYOUTS += [
     ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
-    ({"parallel": {"pp": 2, "tp": 2, "end_degrees": [1, 1]}}, 4),
 ]
 MASKED: list[tuple[Sections, int]] = [
     ({"parallel": degrees}, each) for degrees, each in (({}, 1), ({"dp": 2}, 4), ({"cp": 2}, 2))

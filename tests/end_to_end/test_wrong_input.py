@@ -132,16 +132,6 @@ CASES = [
         {"model": {"layers": 3}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
     ),
     Case(
-        "late layers without folding",
-        ("parallel.late_layers=1", "one stage", "linear"),
-        {"parallel": {"pp": 2, "late_layers": 1}},
-    ),
-    Case(
-        "no layer left",
-        ("parallel.late_layers=1", "first of 4 chunks", "lower it"),
-        {"parallel": {"pp": 2, "late_layers": 1}, "overlap": {"schedule": "folded"}},
-    ),
-    Case(
         "ranks in a mesh that they do not make",
         ("overlap.schedule_file", "partition tp/all_gather", "mesh=2x4 has 8 ranks", "tp has 2"),
         {"parallel": {"tp": 2}, "overlap": {"schedule_file": "mesh.txt"}},
@@ -163,19 +153,14 @@ CASES = [
         {"parallel": {"tp": 4, "tensor_degrees": "2*4 2*3"}},
     ),
     Case(
-        "degrees of ends and tp",
-        ("parallel.end_degrees", "3 does not divide 4", "parallel.tp=4"),
-        {"parallel": {"tp": 4, "end_degrees": [4, 3]}},
+        "degrees and a search",
+        ("tensor_degrees=[1, 2]", "auto searches layouts", "parallel.auto to false"),
+        {"parallel": {"auto": True, "tensor_degrees": [1, 2]}},
     ),
     Case(
-        "degrees of ends and a common table",
-        ("parallel.end_degrees=[1, 2]", "model.tied_head=true", "two equal degrees"),
-        {"model": {"tied_head": True}, "parallel": {"tp": 2, "end_degrees": [1, 2]}},
-    ),
-    Case(
-        "degrees of ends and a search",
-        ("end_degrees=[1, 2]", "auto searches layouts", "parallel.auto to false"),
-        {"parallel": {"auto": True, "end_degrees": [1, 2]}},
+        "a key that is gone",
+        ("parallel.late_layers=1: this key is gone", "raise parallel.zero"),
+        {"parallel": {"pp": 2, "late_layers": 1}},
     ),
     Case(
         "degrees of layers and a search",
@@ -259,11 +244,6 @@ CASES = [
         "more ranks for experts than there are",
         ("parallel.ep=4", "parallel.dp x parallel.cp = 2 x 1", "one of 1, 2"),
         {"model": {"family": "moe", "experts": 8, "top_k": 2}, "parallel": {"dp": 2, "ep": 4}},
-    ),
-    Case(
-        "visits without experts",
-        ("model.route_evenly=true", "experts", "model.family moe"),
-        {"model": {"route_evenly": True}},
     ),
     Case(
         "positions of documents that see each other",

@@ -25,7 +25,7 @@ from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import device_streams
+from braid.actors.stage.streams import streams_on
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
@@ -143,7 +143,7 @@ class LocalRank:
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
         self.job, self.mesh, self.device = job, mesh, device
-        self.streams = device_streams(device)
+        self.streams = streams_on(accelerator_of(device))
         sizes, choice = part_sizes(job.shape, job.layout, job.micro_batch), KernelChoice()
         family = choice.family(job.kernels, sizes, mesh, device, job.dtype)
         self.kernels = choice.told
@@ -190,14 +190,15 @@ class LocalRank:
         loss = executor.run(batches, 1.0 / self.job.tokens, update) / self.job.tokens
         synchronise(self.device)
         seconds = perf_counter() - begin
-        overlap = self.recorder.numbers(self.recorder.records(step))
+        overlap = self.recorder.numbers(self.recorder.records())
         return Step(loss=loss, norm=update.gradient_norm, seconds=seconds, overlap=overlap)
 
     def in_place_us(self) -> dict[str, float]:
         """The median time of every operator and transfer in the newest step, in microseconds."""
         times: dict[str, list[float]] = {}
-        for row in self.recorder.records(0):
-            key = self.recorder.labels[row["label"]].key
+        labels = self.recorder.labels.all
+        for row in self.recorder.records():
+            key = labels[row["label"]].key
             times.setdefault(key, []).append((row["end_ns"] - row["start_ns"]) / 1e3)
         return {key: float(median(values)) for key, values in times.items()}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -249,6 +250,13 @@ def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
     assert outcome.returncode == 2, outcome.stderr
     assert "need root" in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
+    config = pickle.loads(pickle.dumps(OverlapCase(layout="ep2", route_evenly=True).config("megatron")))
+    changed = config.model_copy(update={"cluster": config.cluster.model_copy(update={"spread": True})})
+    assert changed.shape(257).route_evenly
+    assert not OverlapCase(layout="ep2").config("megatron").shape(257).route_evenly
 
 
 def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:

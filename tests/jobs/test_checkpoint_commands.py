@@ -131,6 +131,8 @@ def test_list(run: Path, command: Command) -> None:
     assert [row["size_bytes"] for row in rows] == [
         sum(file.stat().st_size for file in step(run, number).iterdir()) for number in (2, 4)
     ]
+    edit_manifest(step(run, 2), lambda content: content["layout"].update(late_layers=1))
+    assert json.loads(command("list", run, "--json").output)[0]["layout"] == "tp 2", "of an earlier version"
 
 
 def test_list_says_what_is_wrong(run: Path, command: Command) -> None:

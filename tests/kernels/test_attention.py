@@ -97,11 +97,6 @@ def test_narrow_dtypes(kv_heads, base, dtype):
     check(Attention(heads=4, kv_heads=kv_heads, head_dim=16, sequence=33, rotary_base=base), 2, dtype)
 
 
-def test_odd_head_dim_without_rotary():
-    torch.manual_seed(0)
-    check(Attention(heads=2, kv_heads=1, head_dim=7, sequence=5, rotary_base=None), 2, torch.float64)
-
-
 def test_heads_are_repeated_where_no_kernel_takes_groups(monkeypatch):
     monkeypatch.setattr(attention, "_grouped_kernel_exists", lambda q: False)
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from braid.kernels.choice import FORMAT, KeptChoices, Question, choices_file, choose, quickest
+from braid.kernels.choice import KeptChoices, Question, choices_folder, choose, quickest
 from braid.kernels.trials import Measured, Use
 
 USES = (
@@ -46,20 +46,6 @@ def question(*cards: str, dtype: str = "torch.bfloat16", uses: tuple[Use, ...] =
         ([{"torch": 1000, "triton": 500}, {"torch": 1000, "triton": "no such kernel"}], "torch"),
         ([{"torch": 1000, "triton": 500}, {"torch": 1000}], "torch"),
     ],
-    ids=[
-        "not by 2 %",
-        "by 2 %",
-        "of several",
-        "of equals always the same",
-        "disagrees",
-        "PyTorch fails",
-        "no rival",
-        "one measures for others",
-        "the slower card counts",
-        "quicker on the slower card",
-        "out on one card",
-        "not there on one card",
-    ],
 )
 def test_the_quickest(measured: Sequence[Measured | None], expected: str) -> None:
     assert quickest(measured) == expected
@@ -68,90 +54,58 @@ def test_the_quickest(measured: Sequence[Measured | None], expected: str) -> Non
 # -- what is kept ------------------------------------------------------------------------------------------
 
 
-def test_a_choice_is_kept_for_its_question_alone(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "kernels.json"
-    kept = KeptChoices(file)
+def test_a_choice_is_kept_for_its_question_alone_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    kept = KeptChoices(folder)
     assert kept.read(question()) is None
-    assert not file.parent.exists(), "reading makes nothing"
+    assert not folder.exists(), "reading makes nothing"
     kept.write(question(), CHOICE)
-    another = KeptChoices(file)  # another process
+    another = KeptChoices(folder)  # another process
     assert another.read(question()) == CHOICE
     larger = tuple(Use(**{**vars(use), "tokens": 16}) for use in USES)
     for other in (question("A100"), question("A100", "H100"), question(dtype="fp32"), question(uses=larger)):
         assert another.read(other) is None
         another.write(other, {"swiglu": "torch", "attention": "triton"})
-    assert KeptChoices(file).read(question()) == CHOICE
-    assert KeptChoices(file).read(question("A100"))["swiglu"] == "torch"
-    assert len(json.loads(file.read_text())["choices"]) == 5
-    assert {path.name for path in file.parent.iterdir()} == {"kernels.json", "kernels.lock"}
-
-
-def test_what_is_kept_stays(tmp_path: Path) -> None:
-    file = tmp_path / "kernels.json"
-    KeptChoices(file).write(question(), CHOICE)
-    before = file.stat()
-    KeptChoices(file).write(question(), {"swiglu": "torch", "attention": "torch"})
-    assert KeptChoices(file).read(question()) == CHOICE
-    assert file.stat().st_ino == before.st_ino, "nothing was written"
+    another.write(question(), {"swiglu": "torch", "attention": "torch"})
+    assert KeptChoices(folder).read(question()) == CHOICE
+    assert KeptChoices(folder).read(question("A100"))["swiglu"] == "torch"
+    assert len([*folder.iterdir()]) == 5
 
 
 def _content(**changes: Any) -> str:
-    entry = {"for": question().as_json(), "kernels": CHOICE, **changes.pop("entry", {})}
-    return json.dumps({"format": FORMAT, "choices": [entry], **changes})
+    return json.dumps({"for": question().as_json(), "kernels": CHOICE, **changes})
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "{",
         "[]",
-        "null",
         "3",
         "[" * 100_000,
         "\udcff",
-        _content(format=FORMAT - 1),
-        _content(choices={}),
-        "{}",
+        _content(**{"for": {"cards": ["H100"]}}),
+        _content(kernels=None),
+        _content(kernels={"swiglu": "triton"}),
+        _content(kernels={**CHOICE, "gelu": "torch"}),
+        _content(kernels={**CHOICE, "swiglu": "torch+cudnn"}),
+        _content(kernels={**CHOICE, "swiglu": ["torch"]}),
     ],
-    ids=["empty", "cut", "list", "null", "number", "deep", "bytes", "old", "no list", "no format"],
 )
-def test_what_cannot_be_read_is_ignored_with_one_warning(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "kernels.json"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    kept = KeptChoices(file)
+def test_what_is_no_choice_is_ignored_with_one_warning(tmp_path: Path, text: str) -> None:
+    kept = KeptChoices(tmp_path)
+    kept.file(question()).write_bytes(text.encode(errors="surrogateescape"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert kept.read(question()) is None
         kept.write(question(), CHOICE)
     assert ["taken as empty" in str(one.message) for one in told] == [True]
-    assert KeptChoices(file).read(question()) == CHOICE, "it was written anew"
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"kernels": None},
-        {"kernels": {"swiglu": "triton"}},
-        {"kernels": {**CHOICE, "gelu": "torch"}},
-        {"kernels": {**CHOICE, "swiglu": "cuda"}},
-        {"kernels": {**CHOICE, "swiglu": "torch+cudnn"}},
-        {"kernels": {**CHOICE, "swiglu": ["torch"]}},
-        {"for": {"cards": ["H100"]}},
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_an_entry_that_is_no_choice_is_not_taken(tmp_path: Path, entry: dict[str, Any]) -> None:
-    file = tmp_path / "kernels.json"
-    file.write_text(_content(entry=entry))
-    assert KeptChoices(file).read(question()) is None
-    file.write_text(json.dumps({"format": FORMAT, "choices": [1, None, [], {}]}))
-    assert KeptChoices(file).read(question()) is None
+    assert KeptChoices(tmp_path).read(question()) == CHOICE, "it was written anew"
 
 
 def test_without_a_place_to_write_the_process_still_remembers(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    kept = KeptChoices(tmp_path / "file" / "kernels.json")
+    kept = KeptChoices(tmp_path / "file" / "kernels")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         kept.write(question(), CHOICE)
@@ -161,21 +115,9 @@ def test_without_a_place_to_write_the_process_still_remembers(tmp_path: Path) ->
     assert kept.read(question()) is kept.used(question("V100")) is None
 
 
-def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "kernels.json"
-    questions = [question(f"card {number}") for number in range(12)]
-    threads = [threading.Thread(target=KeptChoices(file).write, args=(one, CHOICE)) for one in questions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(KeptChoices(file).read(one) == CHOICE for one in questions)
-
-
-def test_where_the_file_is() -> None:
-    assert choices_file({"BRAID_CACHE": "/c", "HOME": "/h"}) == Path("/c/kernels.json")
-    assert choices_file({"HOME": "/h"}) == Path("/h/.cache/braid/kernels.json")
-    assert choices_file({}) == Path("/.cache/braid/kernels.json")
+def test_where_the_folder_is() -> None:
+    assert choices_folder({"BRAID_CACHE": "/c", "HOME": "/h"}) == Path("/c/kernels")
+    assert choices_folder({"HOME": "/h"}) == Path("/h/.cache/braid/kernels")
 
 
 # -- ranks -------------------------------------------------------------------------------------------------
@@ -216,7 +158,7 @@ def chosen(
 ) -> tuple[list[Any], list[tuple[int, str]]]:
     """What every rank chooses, and what was measured by which rank; ``times``: by card and operator.
 
-    ``kept``: a file's name stands for a process that has just begun.
+    ``kept``: a folder stands for a process that has just begun.
     """
     measured: list[tuple[int, str]] = []
 
@@ -240,53 +182,42 @@ def chosen(
 
 
 def test_one_rank_measures_and_all_choose_alike(tmp_path: Path) -> None:
-    files = [tmp_path / str(number) / "kernels.json" for number in (0, 0, 1)]  # two hosts
-    choices, measured = chosen(["H100"] * 3, files, {"H100": TIMES})
+    folders = [tmp_path / str(number) for number in (0, 0, 1)]  # two hosts
+    choices, measured = chosen(["H100"] * 3, folders, {"H100": TIMES})
     assert choices == [CHOICE] * 3
     assert measured == [(0, "attention"), (0, "swiglu")]
-    assert KeptChoices(files[2]).read(question()) == CHOICE, "kept on every host"
+    assert KeptChoices(folders[2]).read(question()) == CHOICE, "kept on every host"
     slower = {"swiglu": {"torch": 1}, "attention": {"torch": 1}}
-    assert chosen(["H100"] * 3, files, {"H100": slower}) == ([CHOICE] * 3, []), "nothing is measured again"
+    assert chosen(["H100"] * 3, folders, {"H100": slower}) == ([CHOICE] * 3, []), "nothing is measured again"
 
 
 def test_a_choice_that_any_rank_has_kept_is_that_of_all(tmp_path: Path) -> None:
-    files = [tmp_path / str(rank) / "kernels.json" for rank in range(3)]
-    KeptChoices(files[1]).write(question(), CHOICE)
-    KeptChoices(files[2]).write(question(), {"swiglu": "torch", "attention": "torch"})
-    assert chosen(["H100"] * 3, files, {}) == ([CHOICE] * 3, [])
-    assert KeptChoices(files[0]).read(question()) == CHOICE
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    KeptChoices(folders[1]).write(question(), CHOICE)
+    KeptChoices(folders[2]).write(question(), {"swiglu": "torch", "attention": "torch"})
+    assert chosen(["H100"] * 3, folders, {}) == ([CHOICE] * 3, [])
+    assert KeptChoices(folders[0]).read(question()) == CHOICE
 
 
 def test_a_rank_that_joins_does_not_change_what_the_others_use(tmp_path: Path) -> None:
-    files = [tmp_path / str(rank) / "kernels.json" for rank in range(3)]
-    KeptChoices(files[0]).write(question(), {"swiglu": "torch", "attention": "torch"})
-    survivors = [KeptChoices(file) for file in files[1:]]
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    KeptChoices(folders[0]).write(question(), {"swiglu": "torch", "attention": "torch"})
+    survivors = [KeptChoices(file) for file in folders[1:]]
     for one in survivors:
         one.write(question(), CHOICE)
-        one._file.unlink()
-    assert chosen(["H100"] * 3, [files[0], *survivors], {}) == ([CHOICE] * 3, [])
+        one.file(question()).unlink()
+    assert chosen(["H100"] * 3, [folders[0], *survivors], {}) == ([CHOICE] * 3, [])
 
 
 def test_where_cards_differ_the_slowest_counts(tmp_path: Path) -> None:
-    files = [tmp_path / "kernels.json"] * 4
+    folders = [tmp_path] * 4
     old = {
         "swiglu": {"torch": 100, "triton": 120},
         "attention": {"torch": 300, "triton": 150, "torch+cudnn": "no"},
     }
     cards = ["H100", "A100", "H100", "A100"]
-    choices, measured = chosen(cards, files, {"H100": TIMES, "A100": old})
+    choices, measured = chosen(cards, folders, {"H100": TIMES, "A100": old})
     assert choices == [{"swiglu": "torch", "attention": "triton"}] * 4
     assert measured == [(0, "attention"), (0, "swiglu"), (1, "attention"), (1, "swiglu")]
-    assert KeptChoices(files[0]).read(question("A100", "H100")) == choices[0]
-    assert KeptChoices(files[0]).read(question("H100")) is None
-
-
-def test_a_damaged_file_of_one_rank_is_replaced(tmp_path: Path) -> None:
-    files = [tmp_path / str(rank) / "kernels.json" for rank in range(2)]
-    files[1].parent.mkdir()
-    files[1].write_text("{")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert chosen(["H100"] * 2, files, {"H100": TIMES})[0] == [CHOICE] * 2
-    assert len(told) == 1
-    assert KeptChoices(files[1]).read(question()) == CHOICE
+    assert KeptChoices(folders[0]).read(question("A100", "H100")) == choices[0]
+    assert KeptChoices(folders[0]).read(question("H100")) is None

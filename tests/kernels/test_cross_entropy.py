@@ -3,6 +3,8 @@
 Legend: T tokens, V vocabulary rows.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from braid.kernels.family import TORCH, operator_family
 from braid.kernels.operators import cross_entropy
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss, CrossEntropyStatistics
 from tests.kernels.cases import TOLERANCE, assert_close, normal, wide_leaf
+
+TRITON = operator_family("triton", torch.device("cpu"), torch.float32)
 
 Cut = list[int]
 """Rows of each rank."""
@@ -21,14 +26,15 @@ cuts = st.lists(st.integers(1, 9), min_size=1, max_size=3)
 
 
 def parallel_loss(
-    logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    cut: Cut,
+    scale: Tensor | float,
+    kind: type[CrossEntropyStatistics] = CrossEntropyStatistics,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, log-partition and gradient as the ranks of a group that is cut like this compute them."""
     shards = [shard.clone() for shard in logits_TV.split(cut, dim=1)]
-    ranks = [
-        CrossEntropyStatistics(rows=rows, first_row=sum(cut[:rank]), vocabulary=sum(cut))
-        for rank, rows in enumerate(cut)
-    ]
+    ranks = [kind(rows=rows, first_row=sum(cut[:rank]), vocabulary=sum(cut)) for rank, rows in enumerate(cut)]
     with torch.no_grad():
         statistics = [rank(shard, targets_T)[0] for rank, shard in zip(ranks, shards, strict=True)]
         assert all(torch.equal(s, x) for s, x in zip(shards, logits_TV.split(cut, dim=1), strict=True))
@@ -41,13 +47,13 @@ def parallel_loss(
     return losses_T, log_partition_T, torch.cat(gradients, dim=1)
 
 
-def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float) -> None:
+def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float, **kind: Any) -> None:
     """Compare with float64 autograd."""
     tolerance = TOLERANCE[logits_TV.dtype]
     leaf = wide_leaf(logits_TV)
     expected_T = F.cross_entropy(leaf, targets_T, reduction="none")
     (d_expected,) = torch.autograd.grad(expected_T.sum() * float(scale), leaf)
-    losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale)
+    losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale, **kind)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     assert losses_T.dtype == log_partition_T.dtype == wide
     assert d_logits_TV.dtype == logits_TV.dtype
@@ -73,13 +79,14 @@ def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale):
     check(logits_TV, targets_T, cut, torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale)
 
 
+@pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cut", [[50], [17, 16, 17]])
-def test_narrow_dtypes(dtype, cut):
+@pytest.mark.parametrize("cut", [[50], [17, 16, 17], [4100, 9]])
+def test_narrow_dtypes(dtype, cut, family):
     torch.manual_seed(0)
-    targets_T = torch.randint(50, (13,))
-    check(normal(13, 50, dtype=dtype), targets_T, cut, 0.125)
-    check(normal(13, 50, dtype=dtype), targets_T, cut, torch.tensor(0.125))
+    logits_TV, targets_T = 4 * normal(13, sum(cut), dtype=dtype), torch.randint(sum(cut), (13,))
+    for scale in (0.125, torch.tensor(0.125)):
+        check(logits_TV, targets_T, cut, scale, kind=family.cross_entropy_statistics)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])
@@ -94,16 +101,6 @@ def test_chunks_change_nothing(monkeypatch, chunk_bytes, dtype):
 
 
 @torch.no_grad()
-def test_gathered_statistics_may_be_flat_or_by_group():
-    torch.manual_seed(0)
-    statistics_GT3 = torch.rand(2, 5, 3, dtype=torch.float64) + 0.5
-    by_group = CrossEntropyLoss(groups=2)(statistics_GT3)
-    flat = CrossEntropyLoss(groups=2)(statistics_GT3.view(10, 3))
-    assert all(torch.equal(a, b) for a, b in zip(by_group, flat, strict=True))
-    assert by_group[1].shape == (5,)
-
-
-@torch.no_grad()
 def test_targets_that_are_no_tokens_are_refused():
     logits_TV = torch.zeros(2, 3)
     for operator in (
@@ -114,12 +111,3 @@ def test_targets_that_are_no_tokens_are_refused():
             operator(logits_TV, torch.tensor([0, -100]))
     with pytest.raises(ValueError, match="vocabulary of 6"):
         CrossEntropyStatistics(rows=3, first_row=0, vocabulary=6)(logits_TV, torch.tensor([0, 6]))
-
-
-@torch.no_grad()
-def test_vocabulary_size_is_optional():
-    torch.manual_seed(0)
-    logits_TV, targets_T = torch.randn(4, 3), torch.tensor([0, 5, 2, 4])
-    known = CrossEntropyStatistics(rows=3, first_row=2, vocabulary=6)(logits_TV, targets_T)
-    unknown = CrossEntropyStatistics(rows=3, first_row=2)(logits_TV, targets_T)
-    assert torch.equal(known[0], unknown[0])

@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.kernels.operators import accumulation
-from braid.kernels.operators.accumulation import way_to_accumulate
 from braid.kernels.operators.grouped_linear import GroupedLinear
 from tests.kernels.cases import TOLERANCE, assert_close, normal, prepare, wide_leaf
 
@@ -43,15 +41,12 @@ def check(sizes: list[int], inputs: int, outputs: int, dtype: torch.dtype, form:
     assert torch.equal(dy_nO, kept[1])
 
 
-forms = st.sampled_from([list, tuple, torch.Tensor])
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     inputs=st.integers(1, 9),
     outputs=st.integers(1, 9),
-    form=forms,
+    form=st.sampled_from([list, tuple, torch.Tensor]),
 )
 @settings(max_examples=100, deadline=None)
 def test_equals_autograd(seed, sizes, inputs, outputs, form):
@@ -67,6 +62,40 @@ def test_narrow_dtypes_accumulate_in_fp32(dtype, sizes):
 
 
 @torch.no_grad()
+def test_one_kernel_for_all_experts_gives_what_products_one_by_one_give(monkeypatch):
+    """The same operands, layouts and ends of rows as on a GPU; also after other sizes."""
+    torch.manual_seed(0)
+    operator = GroupedLinear(experts=4, inputs=16, outputs=24, dtype=torch.bfloat16)
+    prepare(operator, torch.float32)
+    for sizes in ([5, 0, 2, 1], [5, 0, 2, 1], [0, 8, 0, 0]):
+        x_nI, dy_nO = normal(8, 16, dtype=torch.bfloat16), normal(8, 24, dtype=torch.bfloat16)
+        assert not operator._at_once(x_nI)
+        expected = *operator(x_nI, sizes), *operator.input_gradient(dy_nO, sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(operator, "_at_once", lambda x: True)
+            actual = *operator(x_nI, sizes), *operator.input_gradient(dy_nO, sizes)
+        for mine, other in zip(actual, expected, strict=True):
+            assert mine.stride() == other.stride()
+            assert_close(mine, other, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_a_gpu_does_all_experts_at_once():
+    torch.manual_seed(0)
+    device, sizes = torch.device("cuda"), [5, 0, 250, 1]
+    operator = GroupedLinear(experts=4, inputs=64, outputs=48, device=device, dtype=torch.bfloat16)
+    torch.nn.init.normal_(operator.weight)
+    x_nI, dy_nO = (normal(256, width, dtype=torch.bfloat16).to(device) for width in (64, 48))
+    assert operator._at_once(x_nI) == (torch.cuda.get_device_capability()[0] in (9, 10))
+    (y_nO,), (dx_nI,) = operator(x_nI, sizes), operator.input_gradient(dy_nO, sizes)
+    for expert, rows in operator._segments(x_nI, sizes):
+        weight = operator.weight[expert].double()
+        assert_close(y_nO[rows], x_nI[rows].double() @ weight.t(), 1e-2)
+        assert_close(dx_nI[rows], dy_nO[rows].double() @ weight, 1e-2)
+
+
+@torch.no_grad()
 def test_small_gradients_are_not_lost_in_a_large_sum():
     operator = GroupedLinear(experts=2, inputs=1, outputs=1, dtype=torch.bfloat16)
     assert operator.weight.shape == (2, 1, 1)
@@ -75,15 +104,6 @@ def test_small_gradients_are_not_lost_in_a_large_sum():
     for _ in range(8):
         operator.weight_gradient(0.125 * ones, ones, (2, 1))
     assert operator.gradients["weight"].flatten().tolist() == [258, 257]
-
-
-def test_the_device_is_asked_before_any_step(monkeypatch):
-    asked = []
-    monkeypatch.setattr(accumulation, "_works", lambda *question: bool(asked.append(question)))
-    way_to_accumulate.cache_clear()
-    GroupedLinear(experts=2, inputs=3, outputs=5, device=torch.device("meta"), dtype=torch.bfloat16)
-    assert asked
-    way_to_accumulate.cache_clear()
 
 
 @pytest.mark.parametrize(

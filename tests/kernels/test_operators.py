@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from braid.kernels.operators.embedding import VocabularyEmbedding
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.operators.residual import Residual
 from tests.kernels.cases import CASES, EPSILON, assert_close, check, layer_norm, normal, prepare, rms_norm
 
@@ -71,19 +70,6 @@ def test_norm_statistics_are_wide(dtype):
 
 
 @torch.no_grad()
-def test_row_major_statistics_give_the_same_gradients():
-    torch.manual_seed(0)
-    case = layer_norm(5, 12, torch.float64)
-    prepare(case.operator, torch.float64)
-    (x,) = case.inputs
-    _, statistics_t2 = case.operator(x)
-    row_major = torch.tensor(statistics_t2.tolist(), dtype=torch.float64)
-    dy = torch.randn_like(x)
-    (expected,) = case.operator.input_gradient(dy, x, statistics_t2)
-    assert torch.equal(case.operator.input_gradient(dy, x, row_major)[0], expected)
-
-
-@torch.no_grad()
 def test_residual_passes_one_gradient_to_both_without_copying():
     dy = torch.randn(3, 4)
     assert all(gradient is dy for gradient in Residual(hidden=4, bias=False).input_gradient(dy))
@@ -102,22 +88,3 @@ def test_tokens_outside_the_vocabulary_are_refused(token, rows):
     embedding = VocabularyEmbedding(rows=rows, hidden=2, first_row=0, vocabulary=5)
     with pytest.raises(ValueError, match="vocabulary of 5"):
         embedding(torch.tensor([0, token]))
-
-
-@torch.no_grad()
-def test_embedding_gradient_is_deterministic():
-    torch.manual_seed(0)
-    tokens_T, d_TD = torch.randint(3, (400,)), torch.randn(400, 16)
-    embedding = VocabularyEmbedding(rows=2, hidden=16, first_row=1, vocabulary=3)
-    results = []
-    for _ in range(3):
-        embedding.gradients["weight"] = torch.zeros(2, 16)
-        embedding.weight_gradient(d_TD, tokens_T)
-        results.append(embedding.gradients["weight"])
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("method", ["forward", "input_gradient", "weight_gradient"])
-def test_methods_that_an_operator_lacks_raise(method):
-    with pytest.raises(NotImplementedError):
-        getattr(ComputeOperator(), method)()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from braid.kernels.family import TORCH, operator_family
 from braid.kernels.operators.permute import Permute, Regroup, Unpermute, dropped
 from tests.kernels.cases import assert_close, normal, wide_leaf
 from tests.kernels.routing import UNEVEN, draw_choice, rows_of_visits
@@ -18,6 +19,11 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
 capacities = st.sampled_from([None, 1, 2, 5, 100])
 kinds = st.sampled_from(UNEVEN)
+families = pytest.mark.parametrize(
+    "family",
+    [TORCH, operator_family("triton", torch.device("cpu"), torch.float32)],
+    ids=["torch", "triton"],
+)
 
 
 def selection(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
@@ -74,15 +80,18 @@ def test_there_and_back_equal_autograd(seed, tokens, sizes, capacity, kind, D):
     assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
 
 
+@families
 @pytest.mark.parametrize("kind", UNEVEN)
 @pytest.mark.parametrize("capacity", [None, 3, 50])
 @torch.no_grad()
-def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity):
+def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity, family):
+    """Triton's interpreter cuts off instead of rounding."""
     torch.manual_seed(0)
+    rounding = 2**-8 if family is TORCH else 2**-7
     E, k, bf16 = 8, 3, torch.bfloat16
     choice_tk = draw_choice(kind, 40, E, k)
     x_tD, dy_tD, gates_tk = normal(40, 33, dtype=bf16), normal(40, 33, dtype=bf16), torch.rand(40, k)
-    permute, unpermute = Permute(E, capacity), Unpermute(E, capacity)
+    permute, unpermute = family.permute(E, capacity), family.unpermute(E, capacity)
     (rows_nD,) = permute(x_tD, choice_tk)
     assert torch.equal(rows_nD.double(), reference_rows(x_tD.double(), choice_tk, E, capacity))
     (y_tD,) = unpermute(rows_nD, gates_tk, choice_tk)
@@ -96,17 +105,18 @@ def test_rows_of_16_bits_are_copied_and_sums_rounded_once(kind, capacity):
         (d_x_tD, reference_sum(d_rows_nD.double(), ones_tk, choice_tk, E, capacity)),
     )
     for actual, exact in sums:
-        assert bool(((actual - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all())
+        assert bool(((actual - exact).abs() <= rounding * exact.abs() + 1e-6).all())
     rows = rows_of_visits(choice_tk, E, capacity)
     found_tk = torch.tensor([[(t, j) in rows for j in range(k)] for t in range(40)])
     assert_close(d_gates_tk, (x_tD.double() * dy_tD.double()).sum(-1, keepdim=True) * found_tk, 1e-5)
 
 
+@families
 @torch.no_grad()
-def test_what_lies_in_no_visit_is_not_read():
+def test_what_lies_in_no_visit_is_not_read(family):
     """Rows that no visit fills, and the first row and token, where visits without a place could look."""
     choice_tk = torch.tensor([[0, 1], [0, 2], [0, 1]])
-    permute, unpermute = Permute(4, 2), Unpermute(4, 2)
+    permute, unpermute = family.permute(4, 2), family.unpermute(4, 2)
     x_tD = torch.tensor([[torch.inf], [1.0], [2.0]])
     (rows_nD,) = permute(x_tD, choice_tk)
     assert rows_nD.flatten().tolist() == [torch.inf, 1, torch.inf, 2, 1, 0, 0, 0]
@@ -120,20 +130,6 @@ def test_what_lies_in_no_visit_is_not_read():
     assert d_gates_tk[1:].tolist() == [[3, 3], [0, 10]]
     d_rows_nD[5:] = torch.nan
     assert permute.input_gradient(d_rows_nD, choice_tk)[0].flatten().tolist()[1:] == [6, 5]
-
-
-@pytest.mark.parametrize("capacity", [None, 20])
-@torch.no_grad()
-def test_every_run_gives_the_same_bits(capacity):
-    torch.manual_seed(0)
-    choice_tk, gates_tk, rows_nD = draw_choice("zipf", 300, 16, 4), torch.rand(300, 4), torch.randn(1200, 8)
-    rows_nD = rows_nD[: 16 * 20] if capacity else rows_nD
-    permute, unpermute = Permute(16, capacity), Unpermute(16, capacity)
-    runs = [
-        (*unpermute(rows_nD, gates_tk, choice_tk), *permute.input_gradient(rows_nD, choice_tk))
-        for _ in range(3)
-    ]
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
 @given(seed=seeds, S=st.integers(1, 5), E=st.integers(1, 5), largest=st.integers(0, 4), back=st.booleans())

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from braid.kernels.operators.router import Router, count_visits
+from braid.kernels.operators.router import Router
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
-from tests.kernels.routing import UNEVEN, draw_choice, preference
+from tests.kernels.routing import UNEVEN, preference
 
 FP64 = torch.float64
 seeds = st.integers(0, 2**32 - 1)
@@ -166,17 +166,11 @@ def test_gates_of_sparse_mixer_are_those_of_transformers(seed, tokens, sizes, ji
     assert_close(router.gradients["weight"], before["weight"] + d_weight)
 
 
-@pytest.mark.parametrize("more", [{"softmax": "after"}, {"bias_balanced": True}])
-def test_sparse_mixer_has_gates_and_a_choice_of_its_own(more):
-    with pytest.raises(ValueError, match=r"mixer_jitter=0\.1 goes with no bias"):
-        made(4, 2, mixer_jitter=0.1, **more)
-
-
 @pytest.mark.parametrize("softmax", ["before", "after"])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
-def test_of_equal_experts_the_first_is_chosen(softmax, biased, dtype):
+def test_of_equal_experts_the_first_is_chosen(softmax, biased):
+    dtype = torch.bfloat16
     torch.manual_seed(0)
     router = made(33, 5, D=2, softmax=softmax, dtype=dtype, bias_balanced=biased)
     router.weight.copy_(torch.randint(3, (33, 2)))
@@ -186,54 +180,6 @@ def test_of_equal_experts_the_first_is_chosen(softmax, biased, dtype):
     _, choice_tk, counts_E, _ = router(torch.zeros(4, 2, dtype=dtype))
     assert choice_tk.tolist() == [[0, 1, 2, 3, 4]] * 4
     assert counts_E.tolist() == [4] * 5 + [0] * 28
-
-
-@pytest.mark.parametrize("softmax", ["before", "after"])
-@pytest.mark.parametrize("dtype", [FP64, torch.float32], ids=str)
-@torch.no_grad()
-def test_the_only_choice_counts_whole_and_has_no_gradient(softmax, dtype):
-    torch.manual_seed(0)
-    router = made(7, 1, softmax=softmax, normalised=True, dtype=dtype)
-    before = prepare(router, dtype)
-    x_tD = normal(9, 6, dtype=dtype)
-    gates_tk, choice_tk, _, scores_tE = router(x_tD)
-    reads = (normal(9, 1, dtype=dtype), scores_tE, choice_tk, None, None)
-    router.weight_gradient(*reads[:3], x_tD, *reads[3:])
-    assert torch.equal(gates_tk, torch.ones(9, 1, dtype=dtype))
-    assert not router.input_gradient(*reads)[0].any()
-    assert torch.equal(router.gradients["weight"], before["weight"])
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-@torch.no_grad()
-def test_all_experts_chosen_have_all_the_weight(normalised):
-    torch.manual_seed(0)
-    router = made(5, 5, normalised=normalised)
-    prepare(router, FP64)
-    gates_tk, choice_tk, counts_E, _ = router(normal(8, 6, dtype=FP64))
-    assert_close(gates_tk.sum(-1), torch.ones(8))
-    assert torch.equal(choice_tk.sort(-1).values, torch.arange(5).expand(8, 5))
-    assert counts_E.tolist() == [8] * 5
-    assert bool((gates_tk.diff(dim=-1) <= 0).all()), "the best is first"
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-@torch.no_grad()
-def test_without_gradient_of_the_gates_only_the_auxiliary_losses_have_one(normalised):
-    torch.manual_seed(0)
-    router, alone = (made(6, 2, normalised=normalised, balance_loss=b, z_loss=b) for b in (0.5, 0.0))
-    prepare(router, FP64)
-    alone.weight.copy_(router.weight)
-    x_tD, load_E = normal(8, 6, dtype=FP64), random_load(6)
-    _, choice_tk, _, scores_tE = router(x_tD)
-    nothing_tk = torch.zeros(8, 2, dtype=FP64)
-    assert not alone.input_gradient(nothing_tk, scores_tE, choice_tk, None, None)[0].any()
-    with torch.enable_grad():
-        x = wide_leaf(x_tD)
-        total = 0.2 * router.losses(x @ router.weight.detach().t(), load_E).sum()
-        (d_x,) = torch.autograd.grad(total, x)
-    scale = torch.tensor(0.2, dtype=FP64)
-    assert_close(router.input_gradient(nothing_tk, scores_tE, choice_tk, load_E, scale)[0], d_x)
 
 
 @pytest.mark.parametrize("softmax", ["before", "after"])
@@ -281,15 +227,6 @@ def test_bf16_is_rounded_at_the_ends_only(softmax):
 
 
 @torch.no_grad()
-def test_balanced_experts_cost_the_factor_of_each_token():
-    router = made(8, 2, balance_loss=0.25, z_loss=0.5)
-    losses_2 = router.losses(torch.zeros(10, 8, dtype=FP64), torch.full((8,), 1 / 8))
-    assert_close(
-        losses_2, torch.tensor([10 * 0.25, 10 * 0.5 * torch.log(torch.tensor(8.0)).item() ** 2]), 1e-6
-    )
-
-
-@torch.no_grad()
 def test_the_balance_loss_is_transformers_but_for_the_number_of_choices():
     """There, the experts' shares add up to k, and the loss is of the mean token."""
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
@@ -302,45 +239,27 @@ def test_the_balance_loss_is_transformers_but_for_the_number_of_choices():
     assert_close(losses_2[0] / 50 * 3, expected, 1e-5)
 
 
-@pytest.mark.parametrize("softmax", ["before", "after"])
-@torch.no_grad()
-def test_the_bias_moves_the_choice_and_not_the_weights(softmax):
-    torch.manual_seed(0)
-    router = made(6, 2, softmax=softmax, bias_balanced=True)
-    prepare(router, FP64)
-    x_tD = normal(20, 6, dtype=FP64)
-    _, unmoved_tk, *_ = router(x_tD)
-    router.bias[4] = 100
-    gates_tk, choice_tk, counts_E, scores_tE = router(x_tD)
-    assert int(counts_E[4]) == 20
-    assert not torch.equal(choice_tk, unmoved_tk)
-    assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
-
-
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 2, 64), (6, 4, 7), (5, 5, 3)])
-@pytest.mark.parametrize("softmax", ["before", "after"])
-@torch.no_grad()
-def test_evenly_routed_tokens_visit_all_experts_alike(softmax, experts, top_k, tokens):
-    torch.manual_seed(0)
-    router = made(experts, top_k, softmax=softmax, evenly=True)
-    prepare(router, FP64)
-    gates_tk, choice_tk, counts_E, scores_tE = router(normal(tokens, 6, dtype=FP64))
-    assert int(counts_E.max() - counts_E.min()) <= 1
-    assert all(len(set(own)) == top_k for own in choice_tk.tolist()), "a token visits an expert once"
-    assert_close(gates_tk, reference_gates(scores_tE, choice_tk, softmax, False))
-
-
 def over_average(router, choice_tk):
     """The gradient of the bias, from its definition."""
     visits_E = torch.bincount(choice_tk.flatten(), minlength=router.experts)
     return (visits_E.double() - visits_E.double().mean()) * router.experts
 
 
-@pytest.mark.parametrize(("softmax", "rate"), [("before", 0.001), ("after", 0.01)])
 @torch.no_grad()
-def test_steps_against_the_sign_of_the_biases_gradient_balance(softmax, rate):
+def test_evenly_routed_tokens_visit_all_experts_alike():
     torch.manual_seed(0)
-    router = made(8, 2, softmax=softmax, bias_balanced=True)
+    router = made(6, 4, evenly=True)
+    prepare(router, FP64)
+    gates_tk, choice_tk, counts_E, scores_tE = router(normal(7, 6, dtype=FP64))
+    assert int(counts_E.max() - counts_E.min()) <= 1
+    assert all(len(set(own)) == 4 for own in choice_tk.tolist()), "a token visits an expert once"
+    assert_close(gates_tk, reference_gates(scores_tE, choice_tk, "before", False))
+
+
+@torch.no_grad()
+def test_steps_against_the_sign_of_the_biases_gradient_balance():
+    torch.manual_seed(0)
+    router = made(8, 2, bias_balanced=True)
     prepare(router, FP64)
     torch.nn.init.normal_(router.weight, std=0.3)
     x_tD = normal(400, 6, dtype=FP64)
@@ -352,16 +271,9 @@ def test_steps_against_the_sign_of_the_biases_gradient_balance(softmax, rate):
         worst.append(int(counts_E.max()))
         router.gradients["bias"].zero_()
         router.weight_gradient(torch.zeros(400, 2, dtype=FP64), scores_tE, choice_tk, x_tD)
-        router.bias.sub_(router.gradients["bias"].sign(), alpha=rate)
+        router.bias.sub_(router.gradients["bias"].sign(), alpha=0.001)
     assert worst[0] > 300, "the average is 100"
     assert worst[-1] < 125
-
-
-@pytest.mark.parametrize("kind", UNEVEN)
-def test_visits_are_counted(kind):
-    torch.manual_seed(0)
-    choice_tk = draw_choice(kind, 30, 9, 2)
-    assert count_visits(choice_tk, 9).tolist() == [int((choice_tk == expert).sum()) for expert in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -372,6 +284,8 @@ def test_visits_are_counted(kind):
         ({"softmax": "never"}, "softmax='never' must be 'before' or 'after'"),
         ({"balance_loss": -0.1}, "balance_loss=-0.1 must be at least 0"),
         ({"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
+        ({"mixer_jitter": 0.1, "softmax": "after"}, r"mixer_jitter=0\.1 goes with no bias"),
+        ({"mixer_jitter": 0.1, "bias_balanced": True}, r"mixer_jitter=0\.1 goes with no bias"),
     ],
 )
 def test_what_is_wrong_is_refused(wrong, message):

@@ -36,9 +36,10 @@ from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
-from braid.scheduling.span_batches import RECORD
+from braid.scheduling.span_batches import RECORD, Labels
 from braid.scheduling.trace import Label
 from tests.end_to_end.command import ROOT
+from tests.spans import read_folder
 
 DEMO = ROOT / "jobs" / "recipes" / "demo.yaml"
 
@@ -135,17 +136,14 @@ def measure_price(config: Config, folder: Path, steps: int) -> Price:
                         event = next(events)
                     if turn:
                         seconds[name].append(passed)
-    from braid.dashboards.trace_folder import TraceFolder
-
-    traces = TraceFolder(folder / config.name / "trace")
-    traces.refresh()
+    traces = read_folder(folder / config.name)
     return Price(
         case=config.name,
         steps=turns * TURN,
         on=Spread.of(seconds[ON]),
         off=Spread.of(seconds[OFF]),
         ratio=Spread.of_ratios(seconds[ON], seconds[OFF]),
-        spans_per_step=len(traces.spans(traces.steps[-1])) if traces.steps else 0.0,
+        spans_per_step=sum(len(batch.records) for batch in traces.step(traces.newest)),
     )
 
 
@@ -208,7 +206,7 @@ def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds:
 
 
 def _push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
-    labels = [Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200)]
+    labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200))
     records = np.zeros(PER_STEP, RECORD)
     records["label"] = np.arange(PER_STEP) % len(labels)
     stream = SpanStream(rank, 1, SocketSink(target), budget=float("inf"))
@@ -219,7 +217,7 @@ def _push(rank: int, target: str, rate: float | None, seconds: float, results: A
         if rate is not None and step * PER_STEP > rate * passed:
             time.sleep(0.001)
             continue
-        records["step"] = step
+        records = records.copy()
         records["start_ns"] = time.time_ns()
         records["end_ns"] = records["start_ns"] + 1000
         stream.put(labels, records, step)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from braid.scheduling.block_profile import BLOCKS, BlockProfile
 from braid.scheduling.operators import Stream
 from braid.scheduling.physics import run_in_order
-from braid.scheduling.trace import Communication, Span, communication
+from braid.scheduling.trace import Span
 
 
 class SubBatching(StrEnum):
@@ -100,15 +100,6 @@ class StepTimeline:
     def busy_ns(self, stream: Stream) -> int:
         """Time that a stream's operations take together."""
         return sum(span.end_ns - span.start_ns for span in self.spans if span.stream is stream)
-
-    @property
-    def communication(self) -> Communication:
-        """Collectives, and what of them no computation hides."""
-        compute, transfers = (
-            [(span.start_ns, span.end_ns) for span in self.spans if span.stream is stream]
-            for stream in (Stream.COMPUTE, Stream.INTRA)
-        )
-        return communication(compute, transfers)
 
 
 def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:

@@ -181,15 +181,6 @@ SITUATIONS: Final = (
     ),
     # micro-batches that some pipelines refuse
     Situation(cluster="h100", nodes=1, model="llama-8b", parallel={"tp": 2, "pp": 4}, micro_batches=5),
-    # layers that the first chunk leaves to the last
-    Situation(
-        cluster="h100",
-        nodes=4,
-        model="llama-25b",
-        parallel={"tp": 8, "pp": 4, "late_layers": 1},
-        micro_batches=8,
-        schedules=FOLDED,
-    ),
 )
 
 

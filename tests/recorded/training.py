@@ -115,9 +115,8 @@ class Workplace:
         """Measure the costs of a run's operators, which do not depend on its schedule."""
         overlap = {"schedule": "megatron"}
         train = {**content["train"], "dtype": "fp64", "recompute": "none"}
-        degrees = {axis: degree for axis, degree in content["parallel"].items() if axis != "late_layers"}
         # In a folder of its own: runs without costs would find it beside them and decide by it.
-        measured = {**content, "runs": "measured", "overlap": overlap, "train": train, "parallel": degrees}
+        measured = {**content, "runs": "measured", "overlap": overlap, "train": train}
         print(f"measuring {path.name}", file=sys.stderr, flush=True)
         beside = path.with_name(f"{path.name}.partial")
         done = self._braid("profile", f"{slug}-profile", measured, "--anew", "--output", str(beside))

@@ -129,10 +129,6 @@ def _cases() -> Iterator[Training]:
     yield from _runs("tied gpt", "tp2 pp2", ("braid",))
     yield from _runs("llama of 8", "tp2", ("braid",))
     yield from _runs("llama of 8", "pp2", ("megatron", "interleaved", "braid_eager"))
-    late = {"parallel.late_layers": 1}
-    yield from _runs("llama of 8", "pp2", ("zbv", "braid"), keys=late)
-    for layout in ("pp2", "tp2 pp2"):
-        yield from _runs("llama of 8", layout, ("braid",), keys=late, costs="plan")
 
     yield from _runs("llama", "tp2", ("megatron", "braid"), recompute="selective")
     yield from _runs("llama", "tp2", ("megatron", "dhelix"), recompute="fine")
@@ -159,7 +155,6 @@ def _cases() -> Iterator[Training]:
 
     # refused
     yield from _runs("llama", "pp2", ("bidirectional",))
-    yield from _runs("llama", "pp2", ("megatron",), keys=late)
     yield from _runs("llama", "pp2", ("interleaved", "braid_v"), keys={"train.global_batch": 3 * MICRO_BATCH})
     yield from _runs("llama", "tp2", ("intra_batch",), keys={"model.sequence": 31})
 

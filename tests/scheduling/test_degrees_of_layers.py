@@ -10,7 +10,7 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.update import gradient_axes
 from braid.scheduling.mesh import beyond, tensor_axis
 from braid.scheduling.operators import Kind
-from braid.scheduling.pattern import base_kind, is_layer, own_degree
+from braid.scheduling.pattern import base_kind, own_degree
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LLAMA
@@ -26,8 +26,7 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     chain = draw(st.sampled_from([own for own in CHAINS if tp % own[-1] == 0]))
     degrees = draw(st.lists(st.sampled_from(chain), min_size=4, max_size=4))
     dp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
-    ends = draw(st.just(()) | st.tuples(st.sampled_from(chain), st.sampled_from(chain)))
-    return ParallelLayout(tp=tp, dp=dp, pp=pp, tensor_degrees=tuple(degrees), end_degrees=ends)
+    return ParallelLayout(tp=tp, dp=dp, pp=pp, tensor_degrees=tuple(degrees))
 
 
 @given(layouts())
@@ -56,9 +55,6 @@ def test_every_gradient_is_summed_over_the_ranks_that_hold_the_same(layout: Para
             assert degree == layout.tensor_degrees[layer] if layout.tensor_degrees else layout.tp
             if degree < layout.tp:
                 assert beyond(degree) in axes
-        for here, end in zip((layout.is_first(chunk), layout.is_last(chunk)), layout.ends, strict=True):
-            if here and own_degree(end):
-                assert beyond(own_degree(end)) in axes
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -80,25 +76,6 @@ def test_a_layer_of_another_degree_takes_the_same_tokens(degree: int) -> None:
     assert sent * 3 == all_sent * (degree - 1)
     held = part.parameters.dense - (part.parameters.whole if degree > 1 else 0)
     assert (held > whole.parameters.dense) == (degree < 4)
-
-
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_ends_of_another_degree_take_the_same_tokens(degree: int) -> None:
-    """Embedding and head move less and hold more of their tables, and compute as much."""
-    layouts = (ParallelLayout(tp=4, end_degrees=(degree, degree)), ParallelLayout(tp=4))
-    parts = [built_in_parts(part_sizes(MODEL, layout, MICRO_BATCH)) for layout in layouts]
-    ends = [[one for name, one in each.items() if not is_layer(name)] for each in parts]
-    for own, whole in zip(*ends, strict=True):
-        assert base_kind(own.name) == whole.name
-        assert bool(own_degree(own.name)) == (degree < 4)
-        (moved, flops), (all_moved, all_flops) = (
-            (sum(op.bytes for op in one.forward.operators), sum(op.flops for op in one.forward.operators))
-            for one in (own, whole)
-        )
-        assert moved * 3 <= all_moved * (degree - 1)
-        assert bool(moved) == (degree > 1)
-        assert own.parameters.total >= whole.parameters.total
-        assert flops == all_flops
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from braid.scheduling.schedule import Gather, Norm, PassKind, Reduce, Step
 from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
 from braid.scheduling.spec import ModelShape
-from braid.scheduling.trace import Span, communication, merge
 from braid.scheduling.units import chunk_parameters
 from tests.scheduling.plans import (
     SMALL,
@@ -32,6 +31,7 @@ from tests.scheduling.plans import (
     part_of,
     setting,
 )
+from tests.spans import communication_of, merge
 
 PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs not in (None, *FIXED)]
 
@@ -395,18 +395,11 @@ def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str
         ordered = sorted((s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE)
         assert all(a[1] <= b[0] + 1 for a, b in pairwise(ordered)), "one at a time"
         assert compute[-1][1] <= outcome.simulation.step_ns + 1
-    totals = [communication(*_intervals(spans, rank)) for rank in (0, 2)]
-    exposed = sum(t.exposed_ns for t in totals) / 2e9
+    totals = [communication_of(span for span in spans if span.rank == rank) for rank in (0, 2)]
+    exposed = sum(exposed for _, exposed in totals) / 2e9
     assert outcome.numbers.exposed_seconds == pytest.approx(exposed, rel=1e-4, abs=1e-6)
-    moved = sum(t.communication_ns for t in totals) / 2e9
+    moved = sum(moved for moved, _ in totals) / 2e9
     assert outcome.numbers.communication_seconds == pytest.approx(moved, rel=1e-4, abs=1e-6)
-
-
-def _intervals(spans: list[Span], rank: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    own = [s for s in spans if s.rank == rank]
-    compute = [(s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE]
-    moved = [(s.start_ns, s.end_ns) for s in own if s.stream is not Stream.COMPUTE]
-    return compute, moved
 
 
 def test_simulation_is_deterministic() -> None:

@@ -1,17 +1,29 @@
-"""Batches of spans: what was written is read back, and damage is found."""
+"""Batches of spans: what was written is read back, by others too; a torn stream up to there; no damage."""
 
-import contextlib
-import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Records, decode, span_of
+from braid.scheduling.span_batches import (
+    RECORD,
+    Batch,
+    Labels,
+    Records,
+    batches_of,
+    decode,
+    encode_all,
+    head,
+    read_batches,
+)
 from braid.scheduling.trace import Label
+from tests.scheduling.test_trace import _span
+from tests.spans import spans_of
 
 LABELS = st.builds(
     Label,
@@ -26,27 +38,19 @@ LABELS = st.builds(
 )
 
 
-def made_up(count: int, seed: int, labels: int = 1) -> Records:
+def made_up(count: int, seed: int) -> Records:
     """Records with everything drawn."""
     draw = np.random.default_rng(seed)
     records = np.zeros(count, RECORD)
-    records["start_ns"] = draw.integers(0, 2**60, count)
-    records["end_ns"] = records["start_ns"] + draw.integers(0, 2**30, count)
-    records["label"] = draw.integers(0, labels, count)
-    records["step"] = draw.integers(0, 2**31 - 1, count)
-    for name in ("micro_batch", "chunk"):
-        records[name] = draw.integers(-1, 2**15 - 1, count)
-    for name in ("strand", "direction", "kind"):
-        records[name] = draw.integers(0, 3, count)
+    for name in RECORD.names or ():
+        limits = np.iinfo(RECORD[name])
+        records[name] = draw.integers(limits.min, limits.max, count, RECORD[name], endpoint=True)
     return records
 
 
-def same(one: Batch, other: Batch) -> bool:
-    """Arrays make dataclasses incomparable."""
-    return {**vars(one), "records": None} == {
-        **vars(other),
-        "records": None,
-    } and one.records.tobytes() == other.records.tobytes()
+def told(batch: Batch) -> tuple[Any, ...]:
+    """What a batch says: arrays make dataclasses incomparable."""
+    return {**vars(batch), "records": 0, "labels": 0}, batch.records.tobytes(), batch.labels.all
 
 
 @given(
@@ -57,63 +61,61 @@ def test_what_was_written_is_read_back(sizes: list[tuple[int, list[Label]]], see
     batches = [
         Batch(
             rank=seed % 999,
+            step=seed % 1000 + n,
             generation=1 + seed % 7,
             sequence=n,
-            first_label=seed % 5,
-            labels=tuple(labels),
-            records=made_up(count, seed + n),
             dropped=seed,
             every=1 + seed % 64,
+            labels=Labels(labels),
+            records=made_up(count, seed + n),
         )
         for n, (count, labels) in enumerate(sizes)
     ]
-    data = b"".join(batch.encode() for batch in batches)
+    data = encode_all(batches)
     found = list(decode(data))
-    assert all(same(one, other) for (one, _), other in zip(found, batches, strict=True))
-    assert (found[-1][1] if found else 0) == len(data)
-    if data:  # what is not there yet is left for later
-        cut = seed % len(data)
-        whole = [end for _, end in found if end <= cut]
-        assert [end for _, end in decode(data[:cut])] == whole
+    assert [told(batch) for batch, _ in found] == [told(batch) for batch in batches]
+    ends = [end for _, end in found]
+    assert ends[-1:] in ([], [len(data)])
+    cut = seed % len(data)  # what is not there yet is left for later
+    assert [end for _, end in decode(data[:cut])] == [end for end in ends if end <= cut]
+    if ends:  # a reader may begin with any batch
+        assert [told(batch) for batch, _ in decode(data[ends[0] :])] == [told(one) for one in batches[1:]]
+    table = pa.ipc.open_stream(data).read_all()
+    assert [len(row) for row in table["spans"]] == [count for count, _ in sizes]
 
 
-@given(st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_a_flipped_bit_is_found(count: int, seed: int) -> None:
-    batch = Batch(rank=1, generation=1, sequence=0, labels=(_label(),), records=made_up(count, seed))
+def test_what_is_no_batch_is_refused(tmp_path: Path) -> None:
+    batch = Batch(rank=1, step=0, labels=Labels([Label(operator="qkv", stream=Stream.COMPUTE)]))
     data = bytearray(batch.encode())
-    place = random.Random(seed).randrange(len(data) * 8)
-    data[place // 8] ^= 1 << place % 8
-    # Damaged lengths may also make the batch look unfinished: then nothing of it is read.
-    with contextlib.suppress(ValueError):
-        assert list(decode(bytes(data))) == []
+    data[len(data) // 2] ^= 255
+    other = pa.schema([("rank", pa.int64())]).serialize().to_pybytes()
+    for wrong, message in (
+        (b"PK\x03\x04" + bytes(60), "byte 0 is not the begin of a batch"),
+        (batch.encode() + b"GET / HTTP", f"byte {len(data)} is not the begin"),
+        (b"\xff\xff\xff\xff" + bytes(60), "byte 0 is not the begin of a batch"),
+        (other, "another version of Braid"),
+        (bytes(data), "."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(decode(wrong))
+    for content, message in ((b"{}" + bytes(8), "cannot be read: byte 0"), (head(), "holds no spans")):
+        (tmp_path / "a.arrows").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_batches(tmp_path / "a.arrows")
+    with pytest.raises(ValueError, match="No such file"):
+        read_batches(tmp_path / "missing.arrows")
 
 
-def test_bytes_of_something_else_are_refused() -> None:
-    with pytest.raises(ValueError, match="byte 0 is not the begin of a batch"):
-        list(decode(b"PK\x03\x04" + bytes(60)))
-
-
-def test_a_record_is_the_span_that_the_simulator_emits() -> None:
-    records = made_up(1, 3)
-    records[0] = (100, 250, 0, 7, -1, 3, 1, 2, 1, 0, 0)
-    span = span_of(5, records[0], _label(bytes=64))
-    expected: dict[str, Any] = {
-        "rank": 5,
-        "step": 7,
-        "strand": "beta",
-        "micro_batch": 3,
-        "chunk": 1,
-        "layer": 2,
-        "operator": "qkv",
-        "stream": Stream.COMPUTE,
-        "start_ns": 100,
-        "end_ns": 250,
-        "bytes": 64,
-        "flops": 0,
-    }
-    assert vars(span) == expected
-
-
-def _label(**fields: Any) -> Label:
-    return Label(**{"operator": "qkv", "stream": Stream.COMPUTE, "layer": 2, **fields})
+def test_a_simulated_step_becomes_a_batch_per_rank_and_the_same_spans_again() -> None:
+    spans = [
+        _span("qkv", 0, 10, Stream.COMPUTE),
+        _span("gather", 10, 30, Stream.INTER),
+        _span("qkv", 12, 40, Stream.COMPUTE),
+        _span("qkv", 5, 9, Stream.COMPUTE, rank=3),
+    ]
+    batches = batches_of(spans)
+    assert [(batch.rank, len(batch.labels), len(batch.records)) for batch in batches] == [
+        (0, 2, 3),
+        (3, 1, 1),
+    ]
+    assert spans_of(batches) == spans

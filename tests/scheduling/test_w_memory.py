@@ -31,7 +31,6 @@ def peaks(
     layers: int,
     gradient_width: int | None = None,
     tables: bool = False,
-    late: int = 0,
     unit_layers: int = 0,
 ) -> tuple[int, ...]:
     """Bytes of the fullest rank for the paper's layers, DP 4, TP 8, PP 2, micro-batch 1, ZeRO 1.
@@ -45,7 +44,7 @@ def peaks(
         workload=Workload(global_batch=32, micro_batch=1),
     )
     setting = with_schedule(base, schedule)
-    setting = replace(setting, layout=replace(setting.layout, late_layers=late), unit_layers=unit_layers)
+    setting = replace(setting, unit_layers=unit_layers)
     bench = modelled(A40)(setting)
     found = []
     for choices, _ in decisions(bench):
@@ -56,20 +55,18 @@ def peaks(
     return tuple(found)
 
 
-def peak(
-    schedule: str, layers: int, gradient_width: int | None = None, tables: bool = False, late: int = 0
-) -> int:
+def peak(schedule: str, layers: int, gradient_width: int | None = None, tables: bool = False) -> int:
     """The same where there is one decision, layers one by one."""
-    (only,) = peaks(schedule, layers, gradient_width, tables, late)
+    (only,) = peaks(schedule, layers, gradient_width, tables)
     return only
 
 
-def largest(schedule: str, gradient_width: int | None = None, tables: bool = False, late: int = 0) -> int:
+def largest(schedule: str, gradient_width: int | None = None, tables: bool = False) -> int:
     """Most layers whose memory fits."""
-    low, high = 4 + 4 * late, 128
+    low, high = 4, 128
     while high - low > 1:
         middle = (low + high) // 2
-        fits = peak(schedule, middle, gradient_width, tables, late) <= A40.usable_bytes
+        fits = peak(schedule, middle, gradient_width, tables) <= A40.usable_bytes
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -109,13 +106,6 @@ def test_both_tables_on_one_stage_take_six_percent_more() -> None:
     """Four of these six are the states of the second table (docs/log.md)."""
     single, two = peak("megatron", 28, tables=True), peak("braid_w", 28, tables=True)
     assert 1.05 <= two / single <= 1.065
-
-
-@pytest.mark.parametrize("schedule", ["dhelix", "braid_w"])
-def test_late_layers_pay_for_the_second_table(schedule: str) -> None:
-    """One of 28 layers moved within stage 0 brings the tables' price below 3 %, two of 44 fit as many."""
-    assert peak(schedule, 28, tables=True, late=1) <= 1.03 * peak("megatron", 28, tables=True)
-    assert largest(schedule, tables=True, late=2) == largest("megatron", tables=True)
 
 
 def test_the_bidirectional_pipeline_pays_for_its_second_copy() -> None:

@@ -25,11 +25,6 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
     return wide.to(dtype)[..., :last]
 
 
-def wide(*tensors: Tensor) -> list[Tensor]:
-    """Float64 copies that autograd differentiates by."""
-    return [x.detach().double().requires_grad_() for x in tensors]
-
-
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Equal within the dtype's tolerance of the largest expected element (of 1, if that is larger)."""
     assert actual.shape == expected.shape
@@ -38,8 +33,3 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         scale = max(1.0, float(expected.detach().abs().max()))
         largest = float((actual.double() - expected.detach()).abs().max())
         assert largest <= TOLERANCE[dtype] * scale, f"off by {largest / scale:.2e} of the largest element"
-
-
-def total_near(total: Tensor, before: Tensor, gradient: Tensor, dtype: torch.dtype) -> None:
-    """A main gradient is what it was before plus the gradient."""
-    assert_near(total, before.double() + gradient, dtype)

@@ -1,25 +1,8 @@
-"""What the fused kernels compute, by PyTorch and plain Python; its autograd is the reference of gradients."""
-
-from itertools import pairwise
+"""What the fused kernels compute, by PyTorch; its autograd is the reference of gradients."""
 
 import torch
 from torch import Tensor
-
-
-def reference_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Expert by expert; autograd of it is the reference of both gradients."""
-    bounds = [int(offset) for offset in offsets]
-    parts = [x[first:end] @ weight[e].t() for e, (first, end) in enumerate(pairwise(bounds))]
-    return torch.cat([*parts, x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])])
-
-
-def reference_bias_dropout_add(
-    x: Tensor, branch: Tensor, bias: Tensor | None, keep: Tensor | None, probability: float
-) -> Tensor:
-    """x + dropout(branch + bias) with the mask given (`reference_keep_mask`; None: nothing is dropped)."""
-    if bias is not None:
-        branch = branch + bias
-    return x + (branch if keep is None else torch.where(keep, branch / (1 - probability), 0))
+from torch.nn import functional as F
 
 
 def reference_norm(z: Tensor, weight: Tensor, shift: Tensor | None, eps: float) -> Tensor:
@@ -30,50 +13,24 @@ def reference_norm(z: Tensor, weight: Tensor, shift: Tensor | None, eps: float) 
     return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight + shift
 
 
-def reference_route(
-    logits: Tensor, choices: int, capacity: int, normalise: bool
-) -> tuple[Tensor, Tensor, list[list[int]], Tensor]:
-    """Weights, experts, slots (token by token) and the auxiliary loss, by PyTorch and plain Python."""
-    tokens, experts = logits.shape
-    probability = logits.softmax(-1)
-    order = probability.sort(dim=-1, descending=True, stable=True).indices[:, :choices]
-    weights = probability.gather(1, order)
-    if normalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    queues: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
-    for token, row in enumerate(order.tolist()):
-        for choice, expert in enumerate(row):
-            queues[expert].append((token, choice))
-    slots = [[-1] * choices for _ in range(tokens)]
-    for slot, (token, choice) in enumerate(one for queue in queues for one in queue[:capacity]):
-        slots[token][choice] = slot
-    share = logits.new_tensor([len(queue) / max(1, tokens * choices) for queue in queues])
-    loss = experts * (share * (probability.mean(0) if tokens else share)).sum()
-    return weights, order, slots, loss
+def reference_swiglu(gu: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = gu.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
-def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weightᵀ + bias; autograd of it is the reference of both gradients."""
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-def reference_gather_rows(x: Tensor, sources: Tensor, choices: int, weights: Tensor | None) -> Tensor:
-    """The same by PyTorch."""
-    index = sources.clamp(min=0).long()
-    rows = x[index // choices]
-    if weights is not None:
-        rows = rows * weights.flatten()[index].unsqueeze(-1)
-    return torch.where((sources >= 0).unsqueeze(-1), rows, 0)
-
-
-def reference_combine_rows(x: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
-    """The same by PyTorch."""
-    rows = torch.where((slots >= 0).unsqueeze(-1), x[slots.clamp(min=0).long()], 0)
-    return (rows if weights is None else rows * weights.unsqueeze(-1)).sum(1)
+def reference_rotary(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries and keys turned, and values, side by side; sin of the other sign turns back."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = []
+    for x in (q, k):
+        first, second = x.chunk(2, dim=-1)
+        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+    return torch.cat((*turned, v), dim=2).flatten(2).flatten(0, 1)
 
 
 def reference_cross_entropy_statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
-    """The same by PyTorch."""
+    """Maximum, sum of exp(logit - maximum), and the target's logit, 0 where it lies in other columns."""
     maximum = logits.amax(-1)
     total = (logits - maximum.unsqueeze(-1)).exp().sum(-1)
     local = targets - first_row

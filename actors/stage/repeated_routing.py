@@ -1,4 +1,4 @@
-"""Routing as uneven as asked for, or as in a run, in place of what routers choose: profiles are measured so.
+"""Routing as in a run, in place of what routers choose on random values: profiles are measured so.
 
 Legend: t this rank's tokens, k experts that a token visits, E experts.
 """
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from braid.actors.stage.model import PartInstance, StageModel
@@ -16,7 +15,6 @@ from braid.kernels.operators.router import Router, count_visits
 from braid.scheduling.operators import Kind, Operator
 from braid.scheduling.operators import Pass as Phase
 
-_HALVINGS, _DRAWN = 12, 4096
 _KEPT = 64
 """Choices, as many as a profile of some rounds asks for."""
 
@@ -49,47 +47,27 @@ def exchanges_rows(model: StageModel) -> bool:
     return model.layout.ep > 1 and not model.shape.capacity_factor
 
 
-class UnevenRouting:
-    """``imbalance``: rows of the rank of ep with most, the first one, over the average; the others have as
-    many each, and so have the experts of a rank. None: as in ``choices``, each (t, k), by turns; where there
-    are none of these either, whatever routers choose.
-    """
+class RepeatedRouting:
+    """``choices``: of a run, each (t, k). By turns they stand in the place of what routers choose."""
 
-    def __init__(
-        self,
-        model: StageModel,
-        imbalance: float | None,
-        choices: Sequence[Tensor],
-        generator: torch.Generator,
-    ) -> None:
-        shape, layout = model.shape, model.layout
-        self._generator = generator
+    def __init__(self, model: StageModel, choices: Sequence[Tensor]) -> None:
         self._exchanges = exchanges_rows(model)
         self._choices = cycle(choices) if choices else None
-        self._chances_E: Tensor | None = None
         self.rows: list[int] = []
         """That came to this rank's experts, pass by pass."""
-        if imbalance is not None and self._exchanges:
-            device, held = model.context.device, shape.experts // layout.ep
-            first_E = (torch.arange(shape.experts, device=device) < held).double()
-            self._chances_E = _chances(first_E, imbalance / layout.ep, shape.top_k, generator)
 
     def of(self, operator: Operator, results: Sequence[Any]) -> Sequence[Any]:
-        """An operator's results; a router's with the choices that are asked for, of all experts once."""
+        """An operator's results; a router's with the next choices of the run."""
         if not self._exchanges or operator.kind is not Kind.ROUTER:
             return results
         if operator.phase is Phase.FORWARD and len(results) == _ROWS_TOLD:
             self.rows.append(sum(results[-1]))  # rows of every expert of this rank
         if not _is_router(operator) or len(results) != _ROUTED:
             return results
-        gates_tk, choice_tk, _, scores_tE = results
-        if self._chances_E is not None:
-            chances_tE = self._chances_E.expand_as(scores_tE)
-            choice_tk = torch.multinomial(chances_tE, choice_tk.shape[1], generator=self._generator)
-        elif self._choices is not None:
-            choice_tk = next(self._choices)
-        else:
+        gates_tk, _, _, scores_tE = results
+        if self._choices is None:
             return results
+        choice_tk = next(self._choices)
         return gates_tk, choice_tk, count_visits(choice_tk, scores_tE.shape[1]), scores_tE
 
 
@@ -99,18 +77,3 @@ _ROUTED, _ROWS_TOLD = 4, 5
 
 def _is_router(operator: Operator) -> bool:
     return operator.kind is Kind.ROUTER and operator.phase is Phase.FORWARD
-
-
-def _chances(first_E: Tensor, share: float, choices: int, generator: torch.Generator) -> Tensor:
-    """Chances of experts with which those of the first rank get a share of all visits.
-
-    As a token visits an expert once, that takes more than that share of the chances: found by halving.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        chances_E = first_E * (middle / first_E.sum()) + (1 - first_E) * (1 - middle) / (1 - first_E).sum()
-        chosen = torch.multinomial(chances_E.expand(_DRAWN, -1), choices, generator=generator)
-        found = float(first_E[chosen].mean())
-        low, high = (middle, high) if found < share else (low, middle)
-    return chances_E

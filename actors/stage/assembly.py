@@ -1,0 +1,155 @@
+"""What one rank trains with, made of a run's plan: the same parts for workers, for the model of the CUDA
+machine and for measurements on one GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from braid.actors.stage.accelerator import Accelerator
+from braid.actors.stage.executor import Executor
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.kernel_choice import KernelChoice
+from braid.actors.stage.layers import load_layers
+from braid.actors.stage.mesh import Groups, Mesh, build_mesh
+from braid.actors.stage.messages import RunPlan
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
+from braid.actors.stage.routing import routing_of
+from braid.actors.stage.step_graph import step_graph
+from braid.actors.stage.step_records import StepRecorder
+from braid.actors.stage.streams import Streams, streams_on
+from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling.code import Code
+from braid.scheduling.layers import model_parts
+from braid.scheduling.lowering.lower import scheduled_parts
+from braid.scheduling.operators import Part
+from braid.scheduling.schedule_text import parse
+from braid.scheduling.sizes import PartSizes
+from braid.scheduling.validate import linked
+
+BUCKET_BYTES: Final = 25 << 20
+"""Of a gradient bucket."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The parts of one rank."""
+
+    mesh: Mesh
+    sizes: PartSizes
+    parts: Mapping[str, Part]
+    """Operator graphs by the names of the model's parts."""
+    code: Code
+    """The linked training schedule."""
+    model_of: Callable[..., StageModel]
+    """Makes this run's model for a ``place`` in the mesh, on a ``device``."""
+    model: StageModel
+    streams: Streams
+    recorder: StepRecorder
+    gradients: GradientBuckets
+    weights: ShardedWeights
+    optimizer: Optimizer
+    executor: Executor
+    """Runs `code`."""
+
+    def bind(self, code: Code, **how: Any) -> Executor:
+        """An executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
+        return Executor(code=code, model=self.model, mesh=self.mesh, streams=self.streams, **how)
+
+    def update(self, step: int, intact: Callable[[], None], kind: Callable[..., Update] = Update) -> Update:
+        """The end of optimizer step ``step`` (from 0). intact: raises once communication was broken off."""
+        return kind(self.gradients, self.weights, self.optimizer, step, intact)
+
+
+def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
+    """The mesh of a run, connected; all ranks call this together. hosts: by rank; empty for one host."""
+    layout = plan.config.layout()
+    mesh = build_mesh(
+        layout,
+        rank,
+        tied_ends=plan.shape.tied_head and layout.ends_apart,
+        timeout=timedelta(seconds=plan.config.cluster.group_timeout_s),
+        hosts=hosts,
+        groups=groups,
+    )
+    mesh.warm_up()
+    return mesh
+
+
+def assemble(
+    plan: RunPlan,
+    mesh: Mesh,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    kernels: KernelChoice | None = None,
+) -> Assembly:
+    """Build the rank of a mesh; all ranks call this together, as kernels are chosen by all.
+
+    ``accelerator`` has the streams of ``device``; None on a CPU. ``kernels`` remembers earlier choices.
+    """
+    config, layout, train = plan.config, mesh.layout, plan.config.train
+    dtype = DTYPES[train.dtype]
+    definitions = load_layers(config.model.own_layers)
+    sizes = config.sizes(plan.shape)
+    parts = model_parts(sizes, {kind: definition.graph for kind, definition in definitions.items()})
+    schedule = parse(plan.schedule)
+    units = scheduled_parts(
+        parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+    )
+    code = linked(schedule, layout, sizes.kinds, units)
+    kernels = kernels or KernelChoice()
+    model_of = partial(
+        StageModel,
+        shape=plan.shape,
+        layout=layout,
+        sizes=sizes,
+        dtype=dtype,
+        layers=definitions,
+        operators=kernels.family(train.kernels, sizes, mesh, device, dtype),
+    )
+    model = model_of(place=mesh.place, device=device)
+    model.initialise(train.seed)
+    streams = streams_on(accelerator)
+    recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
+    gradients = GradientBuckets(
+        model.parameters,
+        mesh,
+        streams,
+        recorder,
+        BUCKET_BYTES,
+        deterministic=train.deterministic_reduction,
+        reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
+    )
+    weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
+    optimizer = Optimizer(gradients, optimizer_settings(config), accelerator)
+    # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
+    captured = False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs
+    assert mesh.groups is not None
+    executor = Executor(
+        code=code,
+        model=model,
+        mesh=mesh,
+        streams=streams,
+        recorder=recorder,
+        graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
+        routing=routing_of(model),
+    )
+    return Assembly(
+        mesh=mesh,
+        sizes=sizes,
+        parts=parts,
+        code=code,
+        model_of=model_of,
+        model=model,
+        streams=streams,
+        recorder=recorder,
+        gradients=gradients,
+        weights=weights,
+        optimizer=optimizer,
+        executor=executor,
+    )

@@ -1,0 +1,331 @@
+"""Every pair of choices that a user can make, in about a hundred runs: a covering array.
+
+A case is a run of two steps on the model of the CUDA machine (`tests.cuda.training`). Each asserts everything
+at once: losses, norms and parameters of plain PyTorch, the bits of the serial schedule, bytes of memory and
+operations as predicted, no race. What does not suit the model is in other tests: gloo's streams, the reader,
+validation, checkpoints.
+"""
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.prepare import prepare
+from braid.jobs.planning.work import Request, fixed_setting
+from braid.scheduling.code import Compute, Start, name_of
+from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.partitions import mega_scale
+from braid.scheduling.memory import rank_memory
+from braid.scheduling.planner.decide import Outcome, evaluate
+from tests.cuda.training import Trained, train
+from tests.end_to_end.runs import BYTES_VOCABULARY, PlainRun, run_plain, small_config
+from tests.scheduling.plans import cluster
+
+SEED = int(os.environ["BRAID_TEST_SEED"])
+"""Of weights and text; which cases there are does not depend on it."""
+STEPS, MICRO_BATCHES = 2, 4
+TOLERANCE = {"fp64": 1e-9, "fp32": 5e-5}
+ROUNDED = 3e-2
+"""How far losses in bfloat16 may be from those in single precision, relatively."""
+
+PIPELINES: Mapping[str, tuple[str, ...]] = {
+    "megatron": ("", "eager_1f1b", "folded"),
+    "oases": ("", "folded_sub_batches"),
+    "braid": (*("", "w", "twins", "eager_w/3", "v", "together_2", "sub_batches", "folded_sub_batches"),),
+}
+"""Of the schedules that have a choice; "": what is taken, or searched, where none is named."""
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "dp 2": {"dp": 2},
+    "cp 2": {"cp": 2},
+    "tp 2 pp 2": {"tp": 2, "pp": 2},
+    "tp 2 dp 2": {"tp": 2, "dp": 2},
+    "pp 2 dp 2": {"pp": 2, "dp": 2},
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2},
+    "gpt, tied": {"family": "gpt", "tied_head": True},
+    "qwen": {"family": "llama", "head_norm": True, "qkv_bias": True},
+    "moe": {"family": "moe", "experts": 4, "top_k": 2, "ffn": 32, "balance_loss": 0.02},
+}
+RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "fine": "fine", "mixed": "full none"}
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "schedule": tuple(SCHEDULES),
+    "pipeline": tuple(dict.fromkeys(name for names in PIPELINES.values() for name in names)),
+    "layout": tuple(LAYOUTS),
+    "zero": (0, 1, 2, 3),
+    "model": tuple(MODELS),
+    "dtype": ("fp64", "fp32", "bf16"),
+    "recompute": tuple(RECOMPUTE),
+    "partition": ("whole", "pieces"),
+    "documents": (False, True),
+    "degrees": (False, True),
+    "context": ("all_gather", "ring"),
+}
+SEVERAL_STAGES = ("interleaved", "zbv", "dualpipev", "eager_1f1b", "folded", "eager_w/3", "v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One choice of every factor."""
+
+    schedule: str
+    pipeline: str
+    layout: str
+    zero: int
+    model: str
+    dtype: str
+    recompute: str
+    partition: str
+    documents: bool
+    degrees: bool
+    context: str
+
+    @property
+    def name(self) -> str:
+        """For people: what is not usual."""
+        usual = {"whole", "none", "all_gather", "", 0}
+        said = {key: value for key, value in asdict(self).items() if value not in usual}
+        return ", ".join(key if value is True else f"{value}" for key, value in said.items())
+
+    @property
+    def possible(self) -> bool:
+        """Whether Braid has such a run."""
+        axes = LAYOUTS[self.layout]
+        replicas = "dp" in axes or "cp" in axes
+        names = {self.schedule, self.pipeline}
+        decided = self.schedule in ("braid", "dhelix")
+        return all(
+            (
+                self.pipeline in PIPELINES.get(self.schedule, ("",)),
+                "pp" in axes or not names & {*SEVERAL_STAGES},
+                "pp" not in axes or self.pipeline != "twins",
+                replicas or not (self.zero or names & {"ddp", "together_2"}),
+                self.schedule != "intra_batch" or "tp" in axes,
+                self.schedule != "expert_overlap" or (self.model == "moe" and replicas),
+                self.partition == "whole" or ("tp" in axes and not self.degrees),
+                not self.degrees or ("tp" in axes and not decided),
+                self.context == "all_gather" or "cp" in axes,
+            )
+        )
+
+    @property
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """What a run without parallelism needs to know, by sections of the configuration."""
+        layers = 4 if "pp" in self.layout else 2
+        replicas = 2 if "dp" in self.layout else 1
+        samples = 2 if self.degrees else 1
+        return {
+            "model": {
+                "hidden": 32,
+                "heads": 4,
+                "kv_heads": 4,
+                "sequence": 16,
+                "layers": layers,
+                **MODELS[self.model],
+            },
+            "data": {
+                "document_mask": self.documents,
+                "restart_positions": self.documents and self.model != "gpt, tied",
+            },
+            "train": {
+                "dtype": self.dtype,
+                "steps": STEPS,
+                "micro_batch": samples,
+                "global_batch": MICRO_BATCHES * samples * replicas,
+                "seed": SEED % 1000,
+                "warmup_steps": 0,
+            },
+            "telemetry": {"spans": False},
+        }
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The run's configuration."""
+        parallel: dict[str, Any] = {**LAYOUTS[self.layout], "zero": self.zero, "context": self.context}
+        layers = self.plain["model"]["layers"]
+        if self.model == "moe" and ("dp" in parallel or "cp" in parallel):
+            parallel["ep"] = 2
+        if self.degrees:
+            parallel["tensor_degrees"] = [2, 1] * (layers // 2)
+        overlap = {"schedule": self.schedule} | ({"pipeline": self.pipeline} if self.pipeline else {})
+        recompute = " ".join([RECOMPUTE[self.recompute]] * (layers // 2 if self.recompute == "mixed" else 1))
+        return {
+            **self.plain,
+            "train": {**self.plain["train"], "recompute": recompute},
+            "parallel": parallel,
+            "overlap": overlap,
+        }
+
+    @property
+    def serial(self) -> "Case":
+        """The same numbers with nothing beside anything."""
+        return replace(self, schedule="megatron", pipeline="", recompute="none", partition="whole")
+
+
+# -- the array -----------------------------------------------------------------------------------------------
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    """Pairs of choices that a case has."""
+    return set(combinations(sorted(asdict(case).items()), 2))
+
+
+def drawn(generator: random.Random, given: Mapping[str, Any]) -> Case | None:
+    """A possible case with some choices given; None where none is found."""
+    for _ in range(40):
+        chosen = {name: generator.choice(levels) for name, levels in FACTORS.items()} | dict(given)
+        if "pipeline" not in given and "schedule" in given:
+            chosen["pipeline"] = generator.choice(PIPELINES.get(chosen["schedule"], ("",)))
+        if "schedule" not in given and chosen["pipeline"]:
+            owners = [name for name, known in PIPELINES.items() if chosen["pipeline"] in known]
+            chosen["schedule"] = generator.choice(owners)
+        if (case := Case(**chosen)).possible:
+            return case
+    return None
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Cases that have every possible pair: greedily, the one that has most new pairs of some that are drawn.
+
+    Four in five cases are on two ranks, as far as pairs allow. All schedules go with all stages of ZeRO.
+    """
+    generator = random.Random(48)
+    names = sorted(FACTORS)
+    wanted: set[Pair] = {
+        ((a, x), (b, y)) for a, b in combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]
+    }
+    found: list[Case] = []
+    for pair in sorted(wanted, key=str):
+        if pair not in wanted:
+            continue
+        tried = [one for _ in range(12) if (one := drawn(generator, dict(pair))) is not None]
+        if not tried:
+            wanted.discard(pair)  # impossible
+            continue
+        best = max(tried, key=lambda one: len(pairs_of(one) & wanted) - 6 * (len(one.layout) > 5))
+        found.append(best)
+        wanted -= pairs_of(best)
+    return tuple(found)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents: a sample has several, and some go over the borders of samples and ranks."""
+    folder, generator = tmp_path_factory.mktemp("text"), random.Random(SEED)
+    lengths = [generator.choice((1, 3, 8, 15, 40)) for _ in range(1500)]
+    texts = ("".join(generator.choices("abcdef \n", k=length)) for length in lengths)
+    file = folder / "short.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    corpus = Corpus(files=[str(file)], validation_fraction=0.1)
+    return prepare(corpus, output=folder / "data", executor=map).output
+
+
+class Runs:
+    """Runs of this module, each done once."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self._folder, self._data = folder, data
+        self._plain: dict[str, PlainRun] = {}
+        self._serial: dict[Case, Trained] = {}
+
+    def of(self, case: Case) -> tuple[Outcome, Trained]:
+        """On the model of the machine, with the decisions for links on which communication is slow."""
+        config = small_config(self._folder, **case.sections)
+        shape = config.check(BYTES_VOCABULARY)
+        spec = cluster(gpus=config.layout().ranks, intra=4e8)
+        setting = fixed_setting(Request(config, shape, spec))
+        if case.partition == "pieces" and case.schedule != "intra_batch":
+            setting = replace(setting, partitions=mega_scale(2))
+        outcome = evaluate(setting, spec)
+        return outcome, train(config, shape, outcome.code.schedule, self._data, steps=STEPS)
+
+    def serial(self, case: Case) -> Trained:
+        """The serial schedule on the same layout."""
+        if case.serial not in self._serial:
+            self._serial[case.serial] = self.of(case.serial)[1]
+        return self._serial[case.serial]
+
+    def plain(self, case: Case) -> PlainRun:
+        """Plain PyTorch on one rank; in single precision where the case is in bfloat16."""
+        sections = case.plain
+        if case.dtype == "bf16":
+            sections["train"]["dtype"] = "fp32"
+        key = json.dumps(sections)
+        if key not in self._plain:
+            self._plain[key] = run_plain(small_config(self._folder, **sections), self._data)
+        return self._plain[key]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("combinations"), data)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_a_combination(runs: Runs, case: Case) -> None:
+    outcome, run = runs.of(case)
+    assert run.faults == []
+    assert_predicted(outcome, run)
+    plain, tolerance = runs.plain(case), TOLERANCE.get(case.dtype, ROUNDED)
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+    if case.dtype == "bf16":
+        return
+    assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=tolerance, abs=0)
+    if case.dtype == "fp64":
+        trained = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
+        found = {name: tensor for name, tensor in run.parameters().items() if name in trained}
+        torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
+    if case.zero < 2:  # in shares, replicas' gradients are summed more often, in another order
+        serial = runs.serial(case)
+        assert run.losses == serial.losses
+        assert run.gradient_norms == serial.gradient_norms
+        ours, theirs = run.parameters(), serial.parameters()
+        assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+def assert_predicted(outcome: Outcome, run: Trained) -> None:
+    """Memory to the byte, and every operation by name, on every rank."""
+    setting = outcome.setting
+    for rank, watch in zip(run.ranks, run.watches, strict=True):
+        stage = rank.mesh.position["pp"]
+        linked = [one for stretch in outcome.code.stages[stage] for one in stretch.operations]
+        linked = [one for one in linked if isinstance(one, Compute | Start)]
+        assert watch.ran == Counter(name_of(one.what) for one in linked)
+        simulated = outcome.simulation.ranks[stage]
+        executed = [one.operation for one in simulated.executed]
+        executed += [one.operation for block in simulated.blocks for one in block.course.executed]
+        # What another rank sends, and sums of nothing, take no time of this rank.
+        free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
+        told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
+        assert told == watch.ran - Counter(name_of(one.what) for one in free)
+        if not setting.model.experts:  # how many rows come to an expert, routers decide
+            memory = rank_memory(outcome.code, setting.model, setting.dtype, stage)
+            assert watch.meter.peak_bytes == memory.activation_bytes
+
+
+def test_every_pair_that_can_be_is_there() -> None:
+    """No pair is left out that other draws find; every schedule goes with every stage of ZeRO."""
+    had = set().union(*map(pairs_of, cases()))
+    generator = random.Random(SEED)
+    seen = [one for _ in range(300) if (one := drawn(generator, {})) is not None]
+    assert not [pair for one in seen for pair in pairs_of(one) if pair not in had]
+    assert {(one.schedule, one.zero) for one in cases()} == set(product(SCHEDULES, FACTORS["zero"]))
