@@ -21,7 +21,7 @@ from braid.jobs.benchmarks.overlap_case import (
     drawn,
     known_schedules,
 )
-from braid.jobs.benchmarks.peer_kinds import SPECIAL
+from braid.jobs.benchmarks.peer_rank import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced
