@@ -28,14 +28,14 @@ demo: setup  ## see what hiding communication is worth: two ranks over an emulat
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run all tests but benchmarks', in two processes; of cases each with each an eighth, drawn anew
-	$(PYTEST) --durations 40 -m "not benchmarks" --turns 8
+test: setup  ## run the tests that protect training, in two processes: a quarter of an hour
+	$(PYTEST) --durations 40 -m "not thorough"
 
-test-all: setup  ## run all tests
+test-all: setup  ## run all tests: proofs of papers, benchmarks, long drills and repetitions too
 	$(PYTEST) --durations 40
 
-test-fast: setup  ## run the tests that take no more than a few seconds each
-	$(PYTEST) -m "not slow and not benchmarks"
+test-fast: setup  ## run the tests that take no more than a few seconds each: two minutes
+	$(PYTEST) -m "not slow and not thorough"
 
 check: setup  ## formatting, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -44,7 +44,7 @@ check: setup  ## formatting, lint, types, import rules
 	$(BIN)/python -m pytest -q tests/architecture
 
 races: setup  ## the CUDA path on a model of the machine: races, lifetimes, communicators, other orders
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.races
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.races $(RACES)
 
 gpu:  ## check and measure this machine's GPUs with the python that is here (needs PyTorch and pytest, no setup)
 	$(PYTHON) -m tests.gpu $(GPU)

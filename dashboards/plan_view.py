@@ -1,9 +1,11 @@
 """What was decided, as plain containers for the page: schedule, pairing, overlap effectiveness."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from braid.dashboards.run_files import NotReadableError, read_text
+from braid.scheduling.effectiveness import effectiveness
 from braid.scheduling.profile import Profile, parse_profile
 from braid.scheduling.schedule import Barrier, PassKind, Program, Schedule, Sides, Start, Wait
 from braid.scheduling.schedule_text import parse
@@ -83,31 +85,10 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
 
 
 def effectiveness_view(profile: Profile) -> dict[str, Any] | None:
-    """Overlap effectiveness (DHelix equation 1) of layers' compute operators (rows) beside communication.
-
-    Collectives with equal effects are one column. None where the profile does not say.
-    """
-    names = profile.layer_operators
-    links = [key for key in names if profile.classes.get(key) in ("intra", "inter")]
-    compute = [key for key in names if key not in links and profile.solo_ns[key] > 0]
-    alike: dict[tuple[float, ...], list[str]] = {}
+    """The table of overlap effectiveness; None where the profile does not say, or says too much."""
     try:
-        for link in links:
-            alike.setdefault(tuple(profile.effect(row, link) for row in compute), []).append(link)
+        found = effectiveness(profile)
     except ValueError:
         return None
-    if not compute or not alike or len(compute) * len(alike) > _MOST_CELLS:
-        return None
-    return {
-        "source": profile.source,
-        "rows": [{"name": names[key], "ns": profile.solo_ns[key]} for key in compute],
-        "columns": [
-            {
-                "name": names[same[0]],
-                "alike": [names[key] for key in same[1:]],
-                "ns": profile.solo_ns[same[0]],
-            }
-            for same in alike.values()
-        ],
-        "values": [list(row) for row in zip(*alike, strict=True)],
-    }
+    cells = len(found.rows) * len(found.columns)
+    return asdict(found) if 0 < cells <= _MOST_CELLS else None

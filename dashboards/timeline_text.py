@@ -7,7 +7,7 @@ from rich.text import Text
 
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.record_numbers import phases
-from braid.scheduling.trace_arrays import FloatArray, IntArray
+from braid.scheduling.trace_arrays import FloatArray, shares
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _ROWS = (
@@ -38,19 +38,11 @@ def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0
         text.append(f"{name}: {(end - begin) / 1e6:.0f} ms\n", style="bold")
         for (title, style), spans in zip(_ROWS if waits else _ROWS[:-1], rows, strict=False):
             text.append(f"  {title:<8}")
-            text.append("".join(map(_level, _shares(spans, edges))), style=style)
+            text.append("".join(map(_level, shares(spans, edges))), style=style)
             text.append("\n")
     said = "transfers are hidden behind compute or exposed: compute waits for them"
     text.append(f"  {said}; peers: waits for other ranks" if waits else f"  {said}")
     return text
-
-
-def _shares(spans: IntArray, edges: FloatArray) -> FloatArray:
-    """How much of each column disjoint spans fill."""
-    covered = np.zeros(len(edges) - 1)
-    for begin, end in spans:
-        covered += np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin), 0, None)
-    return covered / (edges[1] - edges[0])
 
 
 def _level(share: float) -> str:

@@ -174,7 +174,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
             prepare_data(resolved, ray_map, display.show, renew=True)
 
 
-@app.command(epilog=example("schedule first.yaml --set overlap.schedule=folded --show"))
+@app.command(epilog=example("schedule first.yaml --set overlap.schedule=ddp --show"))
 def schedule(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -19,7 +19,7 @@ from braid.actors.config import Config, ConfigError, load_config
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.group import StoppedError
 from braid.actors.controller.records import Event, Finished, StepDone
-from braid.dashboards.timeline_picture import comparison_png
+from braid.dashboards.timeline_picture import timeline_svg
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.display import validation_line
@@ -30,7 +30,7 @@ STRETCH = 12
 """Steps that are made by turns."""
 _SETTLING = 2
 """First steps of a run, which are not compared: memory is touched for the first time."""
-PICTURE = "timelines.png"
+PICTURE = "timelines.svg"
 _KEPT = 10_000
 """Steps whose spans are read: all."""
 
@@ -148,12 +148,9 @@ def show_demo(console: Console, demo: Demo) -> None:
     console.print()
     console.print(timeline_text(steps))
     console.print()
-    try:
-        picture = demo.runs[1] / PICTURE
-        picture.write_bytes(comparison_png(steps, ranks=[0]))
-        console.print(f"the same as a picture: {picture}", highlight=False, soft_wrap=True)
-    except ValueError as error:  # without matplotlib
-        console.print(f"no picture: {error}", highlight=False, soft_wrap=True)
+    picture = demo.runs[1] / PICTURE
+    picture.write_text(timeline_svg(steps, ranks=[0]), encoding="utf-8")
+    console.print(f"the same as a picture: {picture}", highlight=False, soft_wrap=True)
     console.print(
         f"every operator of the run: braid dashboard {demo.runs[1]}", highlight=False, soft_wrap=True
     )

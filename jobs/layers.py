@@ -111,7 +111,7 @@ def _row(outcome: Outcome) -> MeasuredLayout:
     again = "" if setting.recompute == "none" else f", recompute {setting.recompute}"
     return MeasuredLayout(
         layout=setting.layout.describe() + again,
-        schedule=setting.schedule,
+        schedule=str(setting.name),
         seconds=outcome.numbers.step_seconds,
         trouble=f"{outcome.missing_bytes / 1e9:.2f} GB too much" if outcome.missing_bytes else "",
     )

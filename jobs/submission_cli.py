@@ -52,7 +52,7 @@ def submit(
     python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
     stop_seconds: Annotated[
         int, typer.Option(help="Seconds to save a checkpoint when it is stopped.", min=1)
-    ] = 120,
+    ] = 120,  # submission.STOP_SECONDS, which no help needs to load
 ) -> None:
     """Train on a Ray cluster: send configuration and package to its job server.
 

@@ -42,30 +42,30 @@ def trace(
 def report(
     run: RunFolder,
     output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("report.html"),
-    png: Annotated[
-        Path | None, typer.Option(help="Also the timeline of the last step as a picture (needs matplotlib).")
+    svg: Annotated[
+        Path | None, typer.Option(help="Also draw the timeline of the last step to this file.")
     ] = None,
 ) -> None:
     """Write a run as one self-contained HTML file: the live page, for mails and archives."""
     from braid.dashboards.report import report_html
-    from braid.dashboards.timeline_picture import timeline_png
+    from braid.dashboards.timeline_picture import timeline_svg
     from braid.dashboards.trace_folder import TraceFolder
 
     check_output("--output", output)
-    check_output("--png", png)
+    check_output("--svg", svg)
     text = report_html(run)
     picture = None
-    if png is not None:
+    if svg is not None:
         traces = TraceFolder(run / "trace")
         traces.refresh()
-        picture = timeline_png(traces, traces.newest)
+        picture = timeline_svg({f"step {traces.newest + 1}": (traces, traces.newest)})
     try:
         write_durably(output, text)
-        if png is not None and picture is not None:
-            png.write_bytes(picture)
+        if svg is not None and picture is not None:
+            write_durably(svg, picture)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    typer.echo(f"report of {run}: {output}" + (f", {png}" if png else ""))
+    typer.echo(f"report of {run}: {output}" + (f", {svg}" if svg else ""))
 
 
 def _steps(text: str | None, traces: "TraceFolder") -> list[int]:

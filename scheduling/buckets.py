@@ -46,8 +46,7 @@ class Buckets:
         self._homes: dict[tuple[int, int, str], BucketKey] = {}
         known: dict[tuple[object, ...], tuple[Bucket, ...]] = {}
         for chunk, parts in members.items():
-            first = chunk // layout.chunks_per_copy * layout.chunks_per_copy
-            table = first if first in members and not layout.ends_apart else None
+            table = 0 if 0 in members and not layout.ends_apart else None
             key = *map(id, parts), table is None
             if key not in known:
                 known[key] = tuple(_cut(parts, shares_table=table is not None))
@@ -115,14 +114,10 @@ def flat_elements(layout: ParallelLayout, held: Parameters) -> dict[tuple[str, .
 
 
 def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
-    """Ranks over which a flat memory is cut (ZeRO).
-
-    Copies in a bidirectional pipeline, which is only planned with ZeRO, are replicas too.
-    """
+    """Ranks over which a flat memory is cut (ZeRO)."""
     if not layout.zero:
         return 1
-    ranks = layout.share_ranks * layout.copies
-    return ranks // layout.ep if "edp" in axes else ranks
+    return layout.share_ranks // layout.ep if "edp" in axes else layout.share_ranks
 
 
 def share_elements(elements: int, ways: int) -> int:

@@ -1,60 +1,40 @@
 """Pictures of a simulated step: the pipeline over time, and a paired block's strands on three streams."""
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
-
-import numpy as np
 
 from braid.scheduling.code import Compute, Node, Start, name_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.pattern import is_layer
+from braid.scheduling.record_numbers import phases
 from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.simulator.engine import BlockRun, Executed
-from braid.scheduling.trace_arrays import FloatArray, IntArray, intervals, union, without
+from braid.scheduling.span_batches import batches_of
+from braid.scheduling.svg import EXPOSED, MOVES, Bar, Row, rows_picture
 
-COLOURS = {
-    "F": "#4c8bf5",
-    "B": "#3aa76d",
-    "I": "#3aa76d",
-    "W": "#a3c585",
-    "L": "#c5e6d3",
-    "pair": "#d9a520",
-    "idle": "#eef0f3",
-}
-"""Of passes, and of the end that a backward pass has left (L); a paired block is drawn as its forward over
-its backward pass."""
-_DARK = {"L": "#14532d"}
-"""The text, and the frame, where white would not show."""
+_FILLS = {"F": "#4c8bf5", "B": "#3aa76d", "I": "#3aa76d", "W": "#a3c585", "L": "#c5e6d3"}
+"""Of passes, and of the end that a backward pass has left (L)."""
+_INKS = {"L": "#14532d"}
+"""Where white would not show."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A task on a row of a picture: begin and end as shares of the width."""
-
-    row: int
-    begin: float
-    end: float
-    label: str
-    kind: str
-    """The letter of its pass, L for the end that a backward pass has left; behind it ``^`` or ``_`` for the
-    upper or the lower half of its row."""
-
-
-def pipeline_bars(simulation: Simulation) -> list[Bar]:
-    """Every block of every stage; of a paired block both halves."""
-    total = simulation.step_ns
-    bars = []
-    for rank in simulation.ranks:
+def pipeline_rows(simulation: Simulation) -> list[Row]:
+    """Every block of every stage; of a paired block both halves, the forward pass above."""
+    batches = batches_of(simulation.spans())
+    rows = []
+    for rank, batch in zip(simulation.ranks, batches, strict=True):
+        bars = []
         for run in rank.blocks:
-            begin, end = run.start / total, (run.start + run.course.duration) / total
+            begin, end = run.start, run.start + run.course.duration
             passes = moving(run)
             for n, one in enumerate(passes):
                 half = "" if len(passes) == 1 else "^_"[n > 0]
-                bars.append(Bar(rank.number, begin, end, str(one.micro_batch), one.kind.value + half))
-    return bars
+                bars.append(Bar(begin, end, str(one.micro_batch), _FILLS[one.kind.value], half=half))
+        found = phases(batch.records, batch.labels)
+        rows.append(
+            Row(f"stage {rank.number}", bars, strips=[(MOVES, found.moving), (EXPOSED, found.exposed)])
+        )
+    return rows
 
 
 def moving(run: BlockRun) -> tuple[Pass, ...]:
@@ -72,10 +52,22 @@ def paired_run(simulation: Simulation) -> BlockRun | None:
     return None
 
 
-def pair_bars(simulation: Simulation, run: BlockRun) -> tuple[list[Bar], float]:
+@dataclass(frozen=True)
+class Piece:
+    """An operator in the picture of a paired block; times are shares of the picture's."""
+
+    stream: Stream
+    begin: float
+    end: float
+    label: str
+    kind: str
+    """F, B, or L for the end that a backward pass has left."""
+
+
+def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[Piece], float]:
     """What a paired block executes from the begin of one pair of layers to the next, and nanoseconds between.
 
-    Rows are streams. It is the first pair that takes up what the one before has left, else the second where
+    It is the first pair that takes up what the one before has left, else the second where
     there is one. Layers of a unit count as one.
     """
     passes = run.stretch.passes
@@ -96,7 +88,7 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> tuple[list[Bar], float]:
             if not forward:
                 rounds[place] = n
 
-    def bars(chosen: int) -> tuple[list[Bar], float]:
+    def pieces(chosen: int) -> tuple[list[Piece], float]:
         begin = starts[chosen]
         end = starts.get(chosen + 1, max(e.end for e, _, _ in tasks))
 
@@ -106,26 +98,17 @@ def pair_bars(simulation: Simulation, run: BlockRun) -> tuple[list[Bar], float]:
             left = e.start >= begin and rounds.get(node.place, chosen) < chosen
             return "L" if one.kind is PassKind.END or left else "B"
 
-        found = [
-            _pair_bar(e, node, kind(e, node, one), begin, end)
-            for e, node, one in tasks
-            if e.start < end and e.end > begin
-        ]
+        found = []
+        for e, node, one in tasks:
+            if e.start < end and e.end > begin:
+                what, name = kind(e, node, one), name_of(node)
+                first, last = ((min(max(t, begin), end) - begin) / (end - begin) for t in (e.start, e.end))
+                label = f"L:{name}" if what == "L" else name
+                found.append(Piece(e.price.stream, first, last, label, what))
         return found, end - begin
 
-    pairs = [bars(n) for n in range(1, len(starts))] or [bars(0)]
-    return next((found for found in pairs if any(bar.kind == "L" for bar in found[0])), pairs[0])
-
-
-def _pair_bar(executed: Executed, node: Node, kind: str, begin: float, end: float) -> Bar:
-    name = name_of(node)
-    return Bar(
-        list(Stream).index(executed.price.stream),
-        (max(executed.start, begin) - begin) / (end - begin),
-        (min(executed.end, end) - begin) / (end - begin),
-        f"L:{name}" if kind == "L" else name,
-        kind,
-    )
+    pairs = [pieces(n) for n in range(1, len(starts))] or [pieces(0)]
+    return next((found for found in pairs if any(one.kind == "L" for one in found[0])), pairs[0])
 
 
 def pair_text(
@@ -135,12 +118,12 @@ def pair_text(
 
     Every piece begins with the letter of its kind, so that it can be told without colours.
     """
-    bars, _ = pair_bars(simulation, run)
+    found, _ = pair_pieces(simulation, run)
     rows = []
-    for number, stream in enumerate(Stream):
+    for stream in Stream:
         pieces: list[tuple[str, str]] = []
         column = 0
-        for bar in sorted((b for b in bars if b.row == number), key=lambda b: b.begin):
+        for bar in sorted((one for one in found if one.stream is stream), key=lambda one: one.begin):
             first, last = round(bar.begin * width), round(bar.end * width)
             if last <= max(first, column):
                 continue
@@ -153,137 +136,24 @@ def pair_text(
     return rows
 
 
-_ROW, _LEFT, _TOP, _WIDTH = 34, 90, 32, 1400
-_STRIP = 10
-COLUMNS = 645
-MOVES, EXPOSED = "#8a94a0", "#c2003b"
-"""Of the strip below a stage: some transfer is under way; and nothing is computed meanwhile."""
-
-
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
     """The paired block as SVG: blue is the forward strand, green the backward one, pale what it left."""
-    bars, ns = pair_bars(simulation, run)
+    found, ns = pair_pieces(simulation, run)
     note = "blue: forward strand, green: backward strand"
-    if any(bar.kind == "L" for bar in bars):
+    if any(one.kind == "L" for one in found):
         note += ", pale with L: what the layer or the block before has left"
-    return _svg(bars, [stream.value for stream in Stream], title, note, ns)
+
+    def bar(one: Piece) -> Bar:
+        return Bar(one.begin * ns, one.end * ns, one.label, _FILLS[one.kind], _INKS.get(one.kind, "white"))
+
+    rows = [Row(stream.value, [bar(one) for one in found if one.stream is stream]) for stream in Stream]
+    return rows_picture(rows, ns, title, note)
 
 
 def pipeline_svg(simulation: Simulation, title: str) -> str:
     """The pipeline as SVG: stages downwards, time to the right; numbers are micro-batches."""
-    rows = [f"stage {rank.number}" for rank in simulation.ranks]
     note = (
         "blue: forward, green: backward (light: weight gradients), halves: paired blocks; below them, "
         "grey: communication, red: exposed, as high as it fills the time; simulated"
     )
-    return _svg(pipeline_bars(simulation), rows, title, note, simulation.step_ns, link_shares(simulation))
-
-
-@dataclass(frozen=True)
-class Links:
-    """How full a stage's links are, by column of the picture: shares (`COLUMNS`,) of a column's time."""
-
-    moves: FloatArray
-    """With some transfer under way."""
-    exposed: FloatArray
-    """Of these, with nothing computed."""
-
-
-def link_shares(simulation: Simulation) -> list[Links]:
-    """Of every stage that is drawn, in order."""
-    edges = np.linspace(0.0, simulation.step_ns, COLUMNS + 1)
-    times: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-    for span in simulation.spans():
-        times.setdefault((span.rank, span.stream is Stream.COMPUTE), []).append((span.start_ns, span.end_ns))
-    found = []
-    for rank in sorted({rank for rank, _ in times}):
-        moving = union(intervals(times.get((rank, False), [])))
-        exposed = without(moving, intervals(times.get((rank, True), [])))
-        found.append(Links(_shares(moving, edges), _shares(exposed, edges)))
-    return found
-
-
-def _shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
-    """How much of each column disjoint intervals (n, 2) fill."""
-    if not len(disjoint):
-        return np.zeros(len(edges) - 1)
-    lengths = disjoint[:, 1] - disjoint[:, 0]
-    reached = np.cumsum(lengths)
-    covered = np.interp(edges, disjoint.ravel(), np.stack([reached - lengths, reached], axis=1).ravel())
-    shares: FloatArray = np.diff(covered) / np.diff(edges)
-    return shares
-
-
-def _strip(shares: FloatArray, bottom: float, span: int, colour: str) -> str:
-    """An area under steps, as high as the columns are full."""
-    wide, now = span / len(shares), 0.0
-    path = f"M{_LEFT} {bottom:g}"
-    for column, share in enumerate(shares):
-        if (height := round(float(share) * _STRIP, 1)) != now:
-            path += f"H{_LEFT + column * wide:.1f}V{bottom - height:g}"
-            now = height
-    return f'<path d="{path}H{_LEFT + span}V{bottom:g}Z" fill="{colour}"/>'
-
-
-def _svg(
-    bars: list[Bar], rows: list[str], title: str, note: str, ns: float, links: Sequence[Links] = ()
-) -> str:
-    """Bars in rows, with strips below them by choice, over an axis of ``ns`` nanoseconds."""
-    span, pitch = _WIDTH - _LEFT - 20, _ROW + (_STRIP + 2 if links else 0)
-    foot = _TOP + pitch * len(rows)
-    height = foot + 48
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="20" font-size="15" font-weight="bold">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="{height - 10}" fill="#666">{escape(note)}</text>',
-    ]
-    for number, name in enumerate(rows):
-        y = _TOP + number * pitch
-        lines.append(f'<text x="8" y="{y + 19}" fill="#333">{escape(name)}</text>')
-        lines.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{span}" height="{_ROW - 6}" fill="{COLOURS["idle"]}"/>'
-        )
-    for bar in bars:
-        lines.append(_rect(bar, span, pitch))
-    for number, link in enumerate(links):
-        bottom = _TOP + number * pitch + _ROW - 4 + _STRIP
-        lines += [
-            _strip(link.moves, bottom, span, MOVES),
-            _strip(link.exposed, bottom, span, EXPOSED),
-        ]
-    return "\n".join([*lines, *_axis(ns, span, foot), "</svg>"]) + "\n"
-
-
-def _axis(ns: float, span: int, y: int) -> Iterator[str]:
-    """Marks at round times, some ten of them."""
-    size, unit = next((size, unit) for size, unit in _UNITS if ns >= 2 * size or size == 1)
-    power = 10.0 ** math.floor(math.log10(ns / size / 10))
-    step = next(n * power for n in (1, 2, 5, 10) if ns / size <= 10 * n * power * 1.0001)
-    for number in range(int(ns / size / step) + 1):
-        x = _LEFT + number * step * size / ns * span
-        yield f'<path d="M{x:.1f} {_TOP}V{y + 3}" stroke="#000" stroke-opacity="0.15"/>'
-        label = f"{number * step:.10g}" + (f" {unit}" if number == 0 else "")
-        yield f'<text x="{x:.1f}" y="{y + 15}" fill="#333" text-anchor="middle">{label}</text>'
-
-
-_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns"))
-
-
-def _rect(bar: Bar, span: int, pitch: int) -> str:
-    x, wide = _LEFT + bar.begin * span, max(0.4, (bar.end - bar.begin) * span)
-    half = bar.kind[1:]
-    high = (_ROW - 6) / (2 if half else 1)
-    y = _TOP + bar.row * pitch + (high if half == "_" else 0)
-    fill, dark = COLOURS[bar.kind[0]], _DARK.get(bar.kind[0])
-    text = ""
-    room = int(wide / 6.2)
-    if room >= 2 or (room >= 1 and len(bar.label) == 1):
-        shown = bar.label if len(bar.label) <= room else bar.label[: max(1, room - 1)] + "…"
-        place = f'x="{x + 2:.1f}" y="{y + high / 2 + 4:.1f}"'
-        text = f'<text {place} fill="{dark or "white"}">{escape(shown)}</text>'
-    return (
-        f'<g><title>{escape(bar.label)}</title><rect x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" '
-        f'height="{high:.1f}" fill="{fill}" stroke="{dark or "white"}" stroke-width="0.6"/>{text}</g>'
-    )
+    return rows_picture(pipeline_rows(simulation), simulation.step_ns, title, note)

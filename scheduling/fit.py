@@ -6,18 +6,6 @@ from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
     """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
     assert not layout.head_layers, "no configuration sets it"
-    if layout.copies > 1 and layout.zero:
-        raise ValueError(
-            f"parallel.zero={layout.zero} does not go with overlap.schedule=bidirectional, which has two "
-            f"copies of the model in a pipeline; set it to 0, or use another schedule (dhelix)"
-        )
-    if layout.copies > 1 and (layout.pp % 2 or shape.tied_head):
-        odd = f"parallel.pp={layout.pp}", "an even number"
-        (key, wanted) = odd if layout.pp % 2 else ("model.tied_head=true", "false")
-        raise ValueError(
-            f"{key} does not go with overlap.schedule=bidirectional, which has two copies of every part of "
-            f"the model on two stages; set it to {wanted}, or use another schedule (dhelix)"
-        )
 
 
 def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
@@ -36,10 +24,10 @@ def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> 
         )
     _check_experts_fit(shape, layout)
     _check_degrees_fit(shape, layout, workload)
-    if shape.layers < layout.chunks_per_copy:
+    if shape.layers < layout.chunks:
         raise ValueError(
-            f"model.layers={shape.layers} cannot fill {layout.chunks_per_copy} chunks of parallel.pp="
-            f"{layout.pp}; use at least {layout.chunks_per_copy} layers, or a smaller parallel.pp"
+            f"model.layers={shape.layers} cannot fill {layout.chunks} chunks of parallel.pp="
+            f"{layout.pp}; use at least {layout.chunks} layers, or a smaller parallel.pp"
         )
     layout.layers_of(0, shape.layers)
     _check_batch(shape, layout, workload)

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 @cache
 def layer_counts(layout: "ParallelLayout", layers: int) -> tuple[int, ...]:
-    """Layers per chunk of one copy of the model (see `ParallelLayout.layers_of`)."""
-    size, head = layout.chunks_per_copy, layout.head_layers
+    """Layers per chunk (see `ParallelLayout.layers_of`)."""
+    size, head = layout.chunks, layout.head_layers
     each, more = divmod(layers + head, size)
     inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:more]
     counts = [each + (c in inner) for c in range(size)]

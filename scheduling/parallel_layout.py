@@ -35,8 +35,6 @@ class Placement(StrEnum):
     """Stage i holds the chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
     INTERLEAVED = "interleaved"
     """Stage i holds the chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
-    BIDIRECTIONAL = "bidirectional"
-    """Two copies of the model, chunks 0 to p-1 down the stages, p to 2p-1 up (DHelix figure 6b)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class ParallelLayout:
                 f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
                 f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
             )
-        if self.dp * self.cp * (2 if self.placement is Placement.BIDIRECTIONAL else 1) == 1:
+        if self.dp * self.cp == 1:
             object.__setattr__(self, "zero", 0)
         if {*self.tensor_degrees} == {self.tp}:
             object.__setattr__(self, "tensor_degrees", ())
@@ -134,23 +132,13 @@ class ParallelLayout:
 
     @cached_property
     def chunks(self) -> int:
-        """Number of chunks on all stages together; of a bidirectional pipeline, those of both copies."""
+        """Number of chunks the layers are cut into, on all stages together."""
         return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
-
-    @cached_property
-    def copies(self) -> int:
-        """Copies of the model in one pipeline."""
-        return 2 if self.placement is Placement.BIDIRECTIONAL else 1
-
-    @cached_property
-    def chunks_per_copy(self) -> int:
-        """Number of chunks the layers are cut into."""
-        return self.chunks // self.copies
 
     @property
     def ends_apart(self) -> bool:
         """Whether the first and the last chunk of the model are on different stages."""
-        return self.stage_of(0) != self.stage_of(self.chunks_per_copy - 1)
+        return self.stage_of(0) != self.stage_of(self.chunks - 1)
 
     def degree(self, axis: str) -> int:
         """Number of ranks along a mesh axis."""
@@ -168,14 +156,15 @@ class ParallelLayout:
 
     @cached_property
     def _chunks_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        chunks = sorted(range(self.chunks), key=lambda chunk: chunk % self.chunks_per_copy)
-        return tuple(tuple(c for c in chunks if self.stage_of(c) == stage) for stage in range(self.pp))
+        return tuple(
+            tuple(chunk for chunk in range(self.chunks) if self.stage_of(chunk) == stage)
+            for stage in range(self.pp)
+        )
 
     def neighbour(self, chunk: int, distance: int) -> int | None:
-        """The chunk that far along the model, of the same copy; None beyond its ends."""
+        """The chunk that far along the model; None beyond its ends."""
         other = chunk + distance
-        size = self.chunks_per_copy
-        return other if 0 <= other < self.chunks and other // size == chunk // size else None
+        return other if 0 <= other < self.chunks else None
 
     def layers_of(self, chunk: int, layers: int) -> range:
         """The layers of a model of ``layers`` layers that a chunk holds.
@@ -186,8 +175,7 @@ class ParallelLayout:
         where the last chunk keeps no layer.
         """
         counts = layer_counts(self, layers)
-        place = chunk % self.chunks_per_copy
-        return range(sum(counts[:place]), sum(counts[: place + 1]))
+        return range(sum(counts[:chunk]), sum(counts[: chunk + 1]))
 
     def is_first(self, chunk: int) -> bool:
         """Whether a chunk begins the model (and holds the embedding)."""

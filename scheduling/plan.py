@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import PairMethod
+from braid.scheduling.lowering.named import PairMethod, schedule_trouble
 from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
@@ -114,6 +114,9 @@ def parse_plan(text: str, where: str) -> Plan:
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
     setting = content.get("setting")
+    name = setting.get("schedule") if isinstance(setting, dict) else None
+    if isinstance(name, str) and (trouble := schedule_trouble(name)):
+        raise ValueError(f"{where}.setting.schedule={name!r} {trouble}")
     if isinstance(setting, dict) and "zero" in setting:
         raise ValueError(
             f"{where}.setting: 'zero' stands in setting.layout; write it there and braid_plan: {VERSION}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
+from braid.scheduling.lowering.named import GONE, schedule_trouble
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import parse_partition
 from braid.scheduling.schedule import (
@@ -297,6 +298,8 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             what = "one word" if key == "name" else "a number"
             raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
         entries[key] = words[1]
+    if entries["name"] in GONE:
+        raise _wrong(lines[1][0], f"schedule {entries['name']!r} {schedule_trouble(entries['name'])}")
     more: tuple[str, ...] = _OPTIONAL
     for number, line in lines[1 + len(_HEADER) :]:
         words = line.split()

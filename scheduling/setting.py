@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from braid.scheduling.fit import check_fit
-from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, Pipeline, ScheduleKind
+from braid.scheduling.lowering.named import (
+    PIPELINES,
+    SCHEDULES,
+    PairMethod,
+    Pipeline,
+    ScheduleKind,
+    ScheduleName,
+)
 from braid.scheduling.lowering.recompute import policies_of, with_policies
 from braid.scheduling.memory import DTYPE_BYTES
 from braid.scheduling.partition import Partition
@@ -35,9 +42,9 @@ class Setting:
     """To which gradients are rounded where ranks sum them; None: as they are added up."""
     context: str = "all_gather"
     pipeline: str = ""
-    """Of those that the schedule may have (`ScheduleKind.pipelines`); by default its first."""
+    """Of those that the schedule may have; empty: left open, to be searched if the schedule searches."""
     hop: int = 0
-    """Slots for a message between stages, of those that the pipeline has; 0: as usual."""
+    """Slots for a message between stages, of those that the pipeline has; 0: as usual, or left open."""
     partitions: tuple[Partition, ...] = ()
     """How collectives are cut, and operators beside them."""
     unit_layers: int = 0
@@ -46,8 +53,8 @@ class Setting:
     """`Schedule.prefetch` and `Schedule.keep`; (0, 0): the schedule's usual ones under this ZeRO stage."""
 
     def __post_init__(self) -> None:
+        self.named.checked()
         for key, value, known in (
-            ("schedule", self.schedule, tuple(SCHEDULES)),
             ("dtype", self.dtype, tuple(DTYPE_BYTES)),
             ("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES),
             ("context", self.context, CONTEXT_MODES),
@@ -55,18 +62,6 @@ class Setting:
             if value not in known:
                 raise ValueError(f"{key}={value!r} {must_be_one_of(value, known)}")
         policies_of(self.recompute, self.model.layers)
-        if not self.pipeline:
-            fitting = self.kind.pipelines_on(self.layout)
-            object.__setattr__(self, "pipeline", (fitting or self.kind.pipelines)[0])
-        if self.pipeline not in self.kind.pipelines:
-            names = ", ".join(self.kind.pipelines)
-            raise ValueError(
-                f"pipeline={self.pipeline!r} must be one of {names} with schedule={self.schedule!r}"
-            )
-        if self.hop not in (hops := (0, *(hop for hop in self.order.hops if hop))):
-            raise ValueError(
-                f"hop={self.hop} must be one of {', '.join(map(str, hops))} with {self.pipeline}"
-            )
         if self.kind.long_units and not self.unit_layers:
             object.__setattr__(self, "unit_layers", MOST_UNIT_LAYERS)
         if not 0 <= self.unit_layers <= MOST_UNIT_LAYERS:
@@ -86,9 +81,8 @@ class Setting:
         check_fit(self.model, self.layout, self.workload)
 
     def _check_placement(self) -> None:
-        own = PIPELINES[self.pipeline]
-        placement = own.placement_on(self.layout.pp)
-        if self.layout.placement not in (placement, own.placement):
+        placement = self.order.placement_on(self.layout.pp)
+        if self.layout.placement not in (placement, self.order.placement):
             raise ValueError(
                 f"layout.placement={self.layout.placement.value!r} does not go with "
                 f"schedule={self.schedule!r}; set it to {placement.value!r}"
@@ -106,8 +100,29 @@ class Setting:
 
     @property
     def order(self) -> Pipeline:
-        """The pipeline."""
-        return PIPELINES[self.pipeline]
+        """The pipeline; of those that are left open the first that suits the layout."""
+        return PIPELINES[self.pipeline or (self.kind.pipelines_on(self.layout) or self.kind.pipelines)[0]]
+
+    @property
+    def pairs(self) -> PairMethod | None:
+        """How forward passes run beside backward passes; None if the pipeline brings none together."""
+        return self.kind.pairs if self.order.pairs or not self.kind.searched else None
+
+    @property
+    def named(self) -> ScheduleName:
+        """What names the schedule with all that is decided of its pipeline."""
+        return ScheduleName(self.schedule, self.pipeline, self.hop)
+
+    @property
+    def title(self) -> str:
+        """What the schedule that is made of it is called: its name, and any pipeline but its first."""
+        return self.schedule if self.pipeline in ("", self.kind.pipelines[0]) else str(self.named)
+
+    @property
+    def name(self) -> ScheduleName:
+        """What names the schedule, and its pipeline only where the schedule would not take it by itself."""
+        named = self.pipeline in self.kind.more
+        return ScheduleName(self.schedule, self.pipeline if named else "")
 
     @property
     def local_tokens(self) -> int:

@@ -101,7 +101,7 @@ OTHER_WORDS: Final = {
     "gpipe": "megatron",
     "none": "megatron",
     "serial": "megatron",
-    "dualpipe": "bidirectional",
+    "dualpipe": "dualpipev",
     "interleaved_1f1b": "interleaved",
     "zero_bubble": "zbv",
     # numbers and choices

@@ -134,9 +134,9 @@ class Sweep:
     def _summed_elements(self, axis: str, held: Parameters) -> int:
         """Gradients of a bucket that a sum over an axis is of, on each of its ranks."""
         layout, total = self.code.layout, 0
-        shares = axis == "replica" or (layout.zero > 1 and axis in BETWEEN_STAGES)
+        shares = axis == "replica" or (layout.zero > 1 and axis == "ends")
         for axes, count in flat_elements(layout, held).items():
-            if axis in axes or axis in ("replica", "copies"):
+            if axis in axes or axis == "replica":
                 ways = share_ways(layout, axes)
                 total += share_elements(count, ways) * (1 if shares else ways)
         return total
@@ -155,8 +155,6 @@ class Sweep:
 
 
 _NEW = FrameState()
-BETWEEN_STAGES = ("ends", "copies")
-"""Axes over which stages sum; behind replicas, where these have left shares."""
 
 
 def _begins(what: Gather | Reduce) -> bool:

@@ -92,6 +92,16 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
     return numbers[whose], np.stack([begins, lasts], axis=1)
 
 
+def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
+    """How much of each column between edges (columns + 1,) disjoint intervals (n, 2) fill."""
+    lengths = disjoint[:, 1] - disjoint[:, 0]
+    reached = np.cumsum(lengths)
+    at, before = disjoint.ravel(), np.stack([reached - lengths, reached], axis=1).ravel()
+    covered = np.interp(edges, at, before) if len(at) else np.zeros(len(edges))
+    found: FloatArray = np.diff(covered) / np.diff(edges)
+    return found
+
+
 def intervals(pairs: Iterable[Interval]) -> IntArray:
     """Pairs of begin and end as an array (n, 2)."""
     return np.array(list(pairs), np.int64).reshape(-1, 2)

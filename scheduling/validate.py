@@ -55,7 +55,7 @@ def linked(
     if schedule.micro_batches < 1:
         raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
     _check_programs(schedule, parts)
-    homes = _homes(schedule, layout)
+    homes = _homes(schedule)
     for stage in range(layout.pp):
         for position, cause in _misplaced(schedule, stage, layout, homes):
             _fail(schedule, stage, position, cause)
@@ -70,10 +70,9 @@ def linked(
 def check(code: Code) -> None:
     """`ScheduleError` for linked code that must not run."""
     schedule, layout = code.schedule, code.layout
-    homes = _homes(schedule, layout)
     for stage, stretches in enumerate(code.stages):
         for faults in (
-            _never(schedule, stage, layout, homes),
+            _never(schedule, stage, layout),
             _data(code, stage),
             _summation(stretches),
         ):
@@ -138,21 +137,16 @@ def _movers(passes: Iterable[Pass | Side]) -> tuple[PassKind, ...]:
 
 # -- what belongs where --------------------------------------------------------------------------------------
 
-Homes = Mapping[int, tuple[Strand, int]]
-"""The strand of every micro-batch, and the copy of the model that it goes through: those of most passes."""
+Homes = Mapping[int, Strand]
+"""The strand of every micro-batch: that of most passes."""
 
 
-def _homes(schedule: Schedule, layout: ParallelLayout) -> Homes:
-    found: dict[int, tuple[Counter[Strand], Counter[int]]] = defaultdict(lambda: (Counter(), Counter()))
+def _homes(schedule: Schedule) -> Homes:
+    found: dict[int, Counter[Strand]] = defaultdict(Counter)
     for stage in schedule.passes:
         for one in stage:
-            strands, copies = found[one.micro_batch]
-            strands[one.strand] += 1
-            copies[one.chunk // layout.chunks_per_copy] += 1
-    return {
-        micro_batch: (strands.most_common(1)[0][0], copies.most_common(1)[0][0])
-        for micro_batch, (strands, copies) in found.items()
-    }
+            found[one.micro_batch][one.strand] += 1
+    return {micro_batch: strands.most_common(1)[0][0] for micro_batch, strands in found.items()}
 
 
 def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
@@ -170,9 +164,7 @@ def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Ho
         if isinstance(transfer, Send | Receive) and (cause := _astray(transfer, stage, layout)):
             yield position, cause
         for one in [*runs, transfer.moved] if isinstance(transfer, Send) else runs:
-            strand, copy = homes.get(one.micro_batch, (one.strand, None))
-            if copy not in (None, one.chunk // layout.chunks_per_copy):
-                yield position, f"micro-batch {one.micro_batch} goes through the model's other copy elsewhere"
+            strand = homes.get(one.micro_batch, one.strand)
             if one.strand is not strand:
                 yield position, f"micro-batch {one.micro_batch} is on strand {strand} elsewhere"
         if isinstance(instruction, Block) and (cause := _unfit(instruction, together, schedule.trains)):
@@ -221,7 +213,7 @@ def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: boo
 # -- one stage -----------------------------------------------------------------------------------------------
 
 
-def _never(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
+def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
     """Passes that a stage has to run, and does not."""
     here = {(one.whole.kind, one.micro_batch, one.chunk) for one in schedule.passes[stage]}
     kinds = (PassKind.FORWARD, PassKind.BACKWARD) if schedule.trains else (PassKind.FORWARD,)
@@ -230,8 +222,7 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes)
         for micro_batch in range(schedule.micro_batches)
         for kind in kinds
         for chunk in layout.chunks_of(stage)
-        if chunk // layout.chunks_per_copy == homes.get(micro_batch, (None, 0))[1]
-        and (kind, micro_batch, chunk) not in here
+        if (kind, micro_batch, chunk) not in here
     ]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

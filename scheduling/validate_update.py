@@ -37,14 +37,6 @@ def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, shared):
             yield stage, position, cause
-    places = [
-        [(one.chunk or 0) % layout.chunks_per_copy for i in own for one in sums_in(i) if one.axis == "copies"]
-        for own in schedule.stages
-    ]
-    for stage, (here, there) in enumerate(zip(places, places[::-1], strict=True)):
-        if here != there:
-            cause = f"copies are not summed in the order of stage {len(places) - 1 - stage}"
-            yield stage, len(schedule.stages[stage]), f"{cause}, which has the others"
 
 
 def _of_stage(
@@ -188,12 +180,7 @@ class _Walk:
         for chunk, axes in self._axes.items():
             if self._last.get(chunk, -1) > position:
                 return f"chunk {chunk} still has passes to run"
-            idle = (
-                self._layout.zero > 1 and chunk not in self._last
-            )  # a copy that no micro-batch goes through
             for axis in axes:
-                if idle and (is_tensor(axis) or axis in SUMMED):
-                    continue
                 if Reduce(chunk, axis) not in self._done:
                     return f"the gradients of chunk {chunk} are not summed over {axis}"
         self._normed = True
@@ -225,7 +212,6 @@ def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ..
         "tp": layout.tp > 1,
         **dict.fromkeys(axes_beyond(layout, chunk), True),
         "ends": "ends" in summed and at_end and layout.ends_apart,
-        "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "replica": layout.replicas > 1,
         "edp": "edp" in summed,

@@ -1,4 +1,4 @@
-"""Options and fixtures for all tests."""
+"""Options, tiers and fixtures for all tests."""
 
 import os
 import random
@@ -29,27 +29,22 @@ collect_ignore = ["gpu"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
-    parser.addoption(
-        "--turns",
-        type=int,
-        default=1,
-        help="of tests of many cases (_BY_TURNS), run one in so many, drawn anew",
-    )
 
 
 def pytest_report_header() -> str:
     return f"BRAID_TEST_SEED={SEED}"
 
 
-_OF_BENCHMARKS = (
+_THOROUGH = (
     "tests/papers/",
     *(f"tests/jobs/test_{name}" for name in ("bench_overlap", "bench_training", "peers", "expert_peers")),
+    "tests/cuda/test_machine.py::test_every_fault_is_found",  # `make races` draws some of them
 )
+"""Beginnings of the names of tests that `make test` leaves out."""
 
-
-_BY_TURNS = (
+_MATRICES = (
     *(
-        f"tests/end_to_end/test_{name}.py"
+        f"tests/end_to_end/test_{name}.py::"
         for name in (
             "context",
             "documents",
@@ -65,42 +60,34 @@ _BY_TURNS = (
             "sub_batches",
         )
     ),
-    *(f"tests/cuda/test_{name}.py" for name in ("graphs", "machine", "schedules", "standstills")),
-    *(f"tests/scheduling/test_{name}.py" for name in ("memory", "pipelines", "sharing")),
-    *(f"tests/actors/test_{name}.py" for name in ("bytes_of_shares", "partitions_executed")),
+    *(f"tests/cuda/test_{name}.py::" for name in ("graphs", "machine", "schedules", "standstills")),
+    *(f"tests/scheduling/test_{name}.py::" for name in ("memory", "pipelines", "sharing")),
+    *(f"tests/actors/test_{name}.py::" for name in ("bytes_of_shares", "partitions_executed")),
 )
-"""Files whose cases are layouts, schedules, models and policies, each with each."""
+"""Tests whose cases are layouts, schedules, models and policies, each with each: of them `make test` runs the
+first cases that have a word in their names which no case before has."""
 
 
-def _drawn(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Leave out what is not this run's turn; of every test at least one case stays."""
-    turns, of = config.getoption("--turns"), dict[str, list[pytest.Item]]()
+def _mark_thorough(items: list[pytest.Item]) -> None:
+    seen: set[tuple[str, str]] = set()
     for item in items:
-        if hasattr(item, "callspec") and str(item.path.relative_to(config.rootpath)) in _BY_TURNS:
-            of.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left = {
-        item
-        for cases in of.values()
-        for item in random.Random(f"{SEED} {cases[0].nodeid}").sample(
-            cases, len(cases) - -(-len(cases) // turns)
-        )
-    }
-    config.hook.pytest_deselected(items=[*left])
-    items[:] = [item for item in items if item not in left]
+        test, _, case = item.nodeid.partition("[")
+        words = {(test, word) for word in re.findall(r"\w+", case)}
+        repeats = bool(case) and words <= seen and item.nodeid.startswith(_MATRICES)
+        if repeats or item.nodeid.startswith(_THOROUGH):
+            item.add_marker(pytest.mark.thorough)
+        seen |= words
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal tests out by file, as they share fixtures, or one by one where a file says so; long ones first.
 
     With a long one, or a file of many, at the end, one process would wait for the other.
     """
-    _drawn(items, config)
+    _mark_thorough(items)
     for item in items:
         alone = item.get_closest_marker("alone") is not None
         item.add_marker(pytest.mark.xdist_group(item.nodeid if alone else str(item.path)))
-    for item in items:
-        if str(item.path.relative_to(item.config.rootpath)).startswith(_OF_BENCHMARKS):
-            item.add_marker(pytest.mark.benchmarks)
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     count = Counter(item.path for item in items)
 
@@ -115,7 +102,7 @@ _OWN_PROCESS = "BRAID_TEST_IN_OWN_PROCESS"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let tests that are marked so run in a process of their own, with their fixtures.
+    """Let the tests of a file that are marked so run in one process of their own, with their fixtures.
 
     Ray leaves threads and memory behind when it has been shut down in a process, and other tests of that
     process have crashed.
@@ -125,23 +112,42 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.runtest = lambda: _run_in_own_process(item)  # type: ignore[method-assign]
 
 
+_told: dict[str, tuple[str, str]] = {}
+"""What became of tests that ran in a process of their own: the outcome, and all that the process said."""
+
+
 def _run_in_own_process(item: pytest.Item) -> None:
-    test = item.nodeid.partition("@")[0]  # pytest-xdist appends the group
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
-        cwd=item.config.rootpath,
-        env={**kept, _OWN_PROCESS: "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    told = done.stdout + done.stderr
-    if skipped := re.search(r"^SKIPPED \[1\] \S+: (.*)$", told, flags=re.MULTILINE):
-        pytest.skip(skipped[1])
-    if done.returncode != 0:
+    test = _name(item)
+    if test not in _told:
+        names = [
+            _name(one)
+            for one in item.session.items
+            if one.path == item.path and one.get_closest_marker("own_process") is not None
+        ]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *names],
+            cwd=item.config.rootpath,
+            env={**kept, _OWN_PROCESS: "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        told = done.stdout + done.stderr
+        outcomes = dict(re.findall(r"^(tests/\S+) (PASSED|SKIPPED|FAILED|ERROR)", told, flags=re.MULTILINE))
+        # An error after the last test passed belongs to that test as well.
+        torn = done.returncode != 0 and not {"FAILED", "ERROR"} & set(outcomes.values())
+        _told.update((one, ("FAILED" if torn else outcomes.get(one, "FAILED"), told)) for one in names)
+    outcome, told = _told[test]
+    if outcome == "SKIPPED":
+        pytest.skip("; ".join(re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", told, flags=re.MULTILINE)))
+    if outcome != "PASSED":
         pytest.fail(told, pytrace=False)
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("@")[0]  # pytest-xdist appends the group
 
 
 @pytest.fixture

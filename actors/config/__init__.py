@@ -21,7 +21,7 @@ from braid.actors.config.survival import CheckpointConfig, ElasticConfig, Failur
 from braid.actors.config.train import TrainConfig
 from braid.actors.config.wording import problems_in, section_of
 from braid.scheduling.fit import check_fit, check_runnable
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.sizes import PartSizes, part_sizes
@@ -40,7 +40,7 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _OF_PLANS: Mapping[str, Iterable[str]] = {
     "parallel": ParallelConfig.model_fields,
     "train": ("micro_batch", "recompute"),
-    "overlap": ("schedule",),
+    "overlap": ("schedule", "pipeline"),
 }
 """What ``overlap.plan`` gives where the configuration does not."""
 
@@ -147,8 +147,10 @@ class Config(Section):
         return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
-        """The same with another schedule."""
-        return self.model_copy(update={"overlap": self.overlap.model_copy(update={"schedule": name})})
+        """The same with another schedule, by its text (`ScheduleName`)."""
+        schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
+        named = {"schedule": schedule, "pipeline": pipeline or None}
+        return self.model_copy(update={"overlap": self.overlap.model_copy(update=named)})
 
     def layout(self) -> ParallelLayout:
         """The mesh, with the model's chunks where the schedule wants them."""
@@ -160,8 +162,7 @@ class Config(Section):
         degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
         own = self.parallel.tensor_degrees
         degrees["tensor_degrees"] = () if own is None or own == AUTO else own
-        schedule = "megatron" if self.overlap.schedule == AUTO else self.overlap.schedule
-        placement = SCHEDULES[schedule].placement_on(self.parallel.pp)
+        placement = self.overlap.name.placement_on(self.parallel.pp)
         try:
             return ParallelLayout(**degrees, placement=placement)
         except ValueError as error:

@@ -111,7 +111,7 @@ def _line(error: Mapping[str, Any], keys: list[str], field: FieldInfo | None, wh
     if not keys:  # a check over sections names the keys itself
         return _said(error)
     if key in GONE:
-        return f"{key}={_shown(value)}: this key is gone; {GONE[key]}"
+        return f"{key}={_shown(value)}: this key is gone; leave it out: {GONE[key]}"
     if field is None:
         return f"unknown key {key!r}; {_meant(keys, whole)}"
     inside = "" if kind == "missing" else _entry(field, error["loc"][len(keys) :])

@@ -92,7 +92,7 @@ def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     taken, serial = planned.taken, planned.serial_step()
     searched = config.overlap.schedule == AUTO
     return Decisions(
-        name=taken.setting.schedule if searched else config.overlap.schedule,
+        name=str(taken.setting.name if searched else config.overlap.name),
         candidates=tuple(map(_candidate, planned.outcomes)) if searched else (),
         schedule=write(taken.code.schedule),
         solo_ns=taken.bench.profile.solo_ns,
@@ -123,7 +123,7 @@ def _plan_file(config: Config, taken: Outcome) -> dict[str, str]:
 def _candidate(outcome: Outcome) -> Candidate:
     numbers = outcome.numbers
     return Candidate(
-        schedule=outcome.setting.schedule,
+        schedule=str(outcome.setting.name),
         pipeline=outcome.setting.pipeline,
         seconds=numbers.step_seconds,
         hidden_fraction=numbers.hidden_fraction,

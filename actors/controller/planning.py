@@ -57,13 +57,15 @@ def model_graphs(
 
 def setting_of(config: Config, shape: ModelShape) -> Setting:
     """What the planner is told of a run, with nothing decided; of ``auto``, the serial schedule."""
-    schedule = config.overlap.schedule
+    schedule, pipeline, hop = config.overlap.name
     try:
         setting = Setting(
             model=shape,
             layout=config.layout(),
             workload=config.workload(),
-            schedule="megatron" if schedule == AUTO else schedule,
+            schedule=schedule,
+            pipeline=pipeline,
+            hop=hop,
             dtype=config.train.dtype,
             reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
@@ -105,7 +107,7 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
     """
     graphs = model_graphs(config, shape, profile.streams)
     setting, bench_of = setting_of(config, shape), measured(graphs, profile)
-    serial_setting = setting if setting.schedule == "megatron" else with_schedule(setting, "megatron")
+    serial_setting = with_schedule(setting, "megatron")
     serial = decide([serial_setting], bench_of, anything)[0]
     over = _over(config, serial)
     if config.overlap.plan is not None:

@@ -82,7 +82,7 @@ class GradientBuckets:
         self._recorder = recorder
         self._mesh = mesh
         self._pending: dict[Reduce, list[Transfer]] = {}
-        plans = bucket_plans(parameters, mesh.place, mesh.layout.copies, bucket_bytes)
+        plans = bucket_plans(parameters, mesh.place, bucket_bytes)
         self.plans = plans
         self.buckets = [self._fill(plan) for plan in plans]
         self.shares = updated_by(plans, parameters)
@@ -283,7 +283,7 @@ class _GlobalNorm:
     compute the same gradients bit for bit also clip them by the same factor."""
 
     def __init__(self, shares: list[Share], mesh: Mesh, device: torch.device) -> None:
-        first_stage, first_copy = mesh.position["pp"] == 0, mesh.layout.chunks_per_copy
+        first_stage = mesh.position["pp"] == 0
         # Ranks along all other factors hold the same, and each of them sums up everything; shares differ.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
@@ -291,7 +291,6 @@ class _GlobalNorm:
             for share, p in ((share, share.parameter) for share in shares)
             if not mesh.place.differs(cut.intersection(p.summed_over(mesh.place.mesh)))
             and (first_stage or not p.shared)
-            and p.chunk < first_copy
             and not p.sign_rate
         ]
         pieces = [(piece.source.name, share, piece) for share in counted for piece in share.slices]

@@ -16,7 +16,7 @@ from braid.actors.stage.parameters import Place
 from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
 from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
-from braid.scheduling.mesh import MeshShape, Position, is_tensor
+from braid.scheduling.mesh import Position, is_tensor
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import factor_of, whole_axis
 from braid.scheduling.schedule import Direction
@@ -45,14 +45,13 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     ends: Line | None
-    """This stage and the one as far from the other end, where both hold some parameters: the first and the
-    last one a table that embedding and head share, or all of them two copies of the model."""
+    """The first and the last stage, on these two, where both hold a table that embedding and head share."""
     groups: "Groups | None" = None
     """What made them."""
 
     def shared(self, axis: str) -> Line:
         """The line of the ranks that share parameters along an axis (`gradient_axes`)."""
-        if axis in ("ends", "copies"):
+        if axis == "ends":
             assert self.ends is not None
             return self.ends
         return self.lines[axis]
@@ -82,7 +81,7 @@ class Mesh:
 
     def stream(self, axis: str) -> Stream:
         """What this rank's group along an axis (`shared`) exchanges goes over."""
-        if axis in ("ends", "copies"):
+        if axis == "ends":
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if (factor := factor_of(axis)) is not None:
             return Stream.INTRA if factor.inside else Stream.INTER
@@ -142,16 +141,14 @@ def build_mesh(
     *,
     tied_ends: bool = False,
     timeout: timedelta,
-    shape: MeshShape | None = None,
     hosts: Sequence[str] = (),
     groups: Groups | None = None,
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``shape``: factors other than those of the layout. ``hosts``: of all ranks; by default they share one.
-    ``groups``: by default torch's process groups.
+    ``hosts``: of all ranks; by default they share one. ``groups``: by default torch's process groups.
     """
-    place = Place.of(shape or layout.mesh, rank)
+    place = Place.of(layout.mesh, rank)
     groups = groups or TorchGroups(rank, timeout)
 
     lines: dict[str, Line] = {}
@@ -169,10 +166,8 @@ def build_mesh(
         for direction, way in product(Direction, ("down", "up")):
             channels[direction, way] = groups.channel(place.mesh.groups(("pp",)))
     ends = None
-    if layout.pp > 1 and (tied_ends or layout.copies > 1):
-        stages = range(layout.pp // 2 if layout.copies > 1 else 1)
-        pairs = [[line[n], line[-1 - n]] for line in place.mesh.groups(("pp",)) for n in stages]
-        ends = groups.line("ends", pairs)
+    if layout.pp > 1 and tied_ends:
+        ends = groups.line("ends", [[line[0], line[-1]] for line in place.mesh.groups(("pp",))])
     return Mesh(layout, rank, place, topology, lines, channels, ends, groups)
 
 

@@ -166,17 +166,17 @@ def boxes_of_range(
 
 
 def bucket_plans(
-    parameters: Sequence[StageParameter], place: Place, copies: int = 1, bucket_bytes: int = 0
+    parameters: Sequence[StageParameter], place: Place, bucket_bytes: int = 0
 ) -> list[BucketPlan]:
     """The buckets of a rank's parameters: of one chunk each, summed over the same axes.
 
     Those that are cut over ranks hold one bucket of the chunk, others not much more than ``bucket_bytes``.
-    ``copies``: of the model in a pipeline. What a rank updates depends on neither.
+    What a rank updates does not depend on it.
     """
     sharded = place.mesh.sharded
 
     def kind(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
-        axes = _axes(p, place.mesh, copies)
+        axes = _axes(p, place.mesh)
         return p.chunk, len(axes), axes, p.bucket if sharded else 0
 
     # A bucket's are one behind the other also where the model has them in another order (shared experts).
@@ -204,10 +204,9 @@ def updated_by(plans: Sequence[BucketPlan], parameters: Sequence[StageParameter]
     return sorted((one for plan in plans for one in plan.shares), key=lambda one: places[id(one.parameter)])
 
 
-def _axes(parameter: StageParameter, mesh: MeshShape, copies: int) -> tuple[str, ...]:
+def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
     """What a parameter's gradient is summed over: axes, and stages that hold it too (`gradient_axes`)."""
-    stages = ("ends",) * parameter.shared + ("copies",) * (copies > 1)
-    return (*mesh.axes_over(parameter.summed_over(mesh)), *stages)
+    return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)
 
 
 def _bounded(parameters: Iterator[StageParameter], limit: int) -> Iterator[list[StageParameter]]:

@@ -21,6 +21,7 @@ from braid.actors.controller.group import Launcher, WorkerGroup
 from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import (
     build_schedule,
+    in_memory,
     model_graphs,
     plan_run,
     setting_of,
@@ -30,14 +31,21 @@ from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, compared
+from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, WithoutTier, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.layers import layers_chosen
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.planner.decide import Outcome, anything, measured, outcome_of, outcome_of_schedule
+from braid.scheduling.planner.decide import (
+    Outcome,
+    anything,
+    decide,
+    measured,
+    outcome_of,
+    outcome_of_schedule,
+)
 from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.planner.orders import BenchOf, decisions, exact_pairing, layer_pair
 from braid.scheduling.profile import Profile
@@ -71,6 +79,7 @@ def run(
     ray: bool = False,
     memory: bool = True,
     spans_cost: bool = False,
+    without: str | None = None,
     others: Mapping[str, Decide] = MappingProxyType({}),
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
@@ -78,6 +87,7 @@ def run(
 
     ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
+    ``without``: also braid without one of Centauri's tiers (`overlap_case.TIERS`).
     ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
     """
     link_made, why_paced = two_hosts_or_paced()
@@ -104,6 +114,8 @@ def run(
             recorded.records = True
             bare = Side(f"{names[-1]}, no spans", recorded.ranks, records=False)
             sides.append(bare)
+        if without:
+            others = {**others, f"braid, without {without}": _without(without)}
         sides += [bench.start(name, profile, launchers, stack, decide) for name, decide in others.items()]
         if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
@@ -198,8 +210,8 @@ class _Bench:
         return ProcessLauncher(config, self._places)
 
     def exact_seconds(self, profile: Profile) -> float | None:
-        """The simulated step of `braid_w` with the best order of a layer's two passes that exists."""
-        config = self._config("braid_w")
+        """The simulated step of ``braid:w`` with the best order of a layer's two passes that exists."""
+        config = self._config("braid:w")
         bench = self._costed(config, profile)(setting_of(config, self.shape))
         ((choices, _),) = decisions(bench)
         try:
@@ -247,7 +259,7 @@ class _Bench:
         profile: Profile,
         launchers: Callable[[Config], Launcher],
         stack: contextlib.ExitStack,
-        decide: Decide = planned,
+        decided_by: Decide = planned,
     ) -> Side:
         """The ranks of a schedule, ready to train; what follows a comma in its name only describes it."""
         self._progress(f"starting {name}")
@@ -256,7 +268,7 @@ class _Bench:
             config, found = layers_chosen(config, self.shape, profile)
             shown += f": {found[0].layout}"
             self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
-        decided = decide(config, self.shape, profile)
+        decided = decided_by(config, self.shape, profile)
         schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
         own = decided.setting
         self._progress(f"{shown}: pipeline {', '.join([own.pipeline, *map(str, own.partitions)])}")
@@ -296,6 +308,17 @@ class _Bench:
             return group
 
         return Side(name, _started(begin, stack))
+
+
+def _without(tier: str) -> Decide:
+    """Without one of Centauri's tiers; ``overlap.memory_slack`` does not count."""
+
+    def found(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+        setting = WithoutTier(**vars(setting_of(config, shape)), tier=tier)
+        bench_of = measured(model_graphs(config, shape, profile.streams), profile)
+        return decide([setting], bench_of, in_memory(config))[0]
+
+    return found
 
 
 def _import_paths() -> list[str]:

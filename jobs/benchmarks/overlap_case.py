@@ -7,8 +7,9 @@ from typing import Any
 
 from braid.actors.config import Config, parse_config
 from braid.actors.config.model import ModelConfig
+from braid.scheduling.lowering.named import ScheduleKind
 from braid.scheduling.planner.layer_choices import degrees_within
-from braid.scheduling.planner.tiers import TIERS
+from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
@@ -31,21 +32,21 @@ MIXED = ("mixed2", "mixed4")
 """Layouts whose layers have degrees of their own, behind the schedule: ``oases 2*4 2``, ``oases planned``."""
 PLANNED = "planned"
 """The degrees that `braid.scheduling.planner.layer_choices` takes within ``memory_gb``."""
-OURS = ("braid_w", "braid_eager", "braid_v")
+OURS = ("braid:w", "braid:eager_w", "braid:v")
 ANY_OF_OURS = "braid"
 """Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"),
-    "pp2": ("megatron", "eager", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
-    "tp2pp2": ("megatron", "eager", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
-    "tp4": ("megatron", "intra_batch", "braid_whole", ANY_OF_OURS),
+    "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"),
+    "pp2": ("megatron", "megatron:eager_1f1b", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
+    "tp2pp2": ("megatron", "megatron:eager_1f1b", "interleaved", "intra_batch", "wavelet", "dhelix", *OURS),
+    "tp4": ("megatron", "intra_batch", ANY_OF_OURS),
     **dict.fromkeys(("dp2", "dp4", "tp2dp2", "pp2dp2"), ("megatron", "ddp", ANY_OF_OURS)),
     **dict.fromkeys(("cp2", "cp2tp2"), ("megatron", "wavelet", "dhelix", ANY_OF_OURS)),
     **dict.fromkeys(MIXED, ("megatron",)),
     **dict.fromkeys(("ep2", "ep2tp2"), ("megatron", "expert_overlap", "wavelet", "dhelix", ANY_OF_OURS)),
 }
-"""Those that are compared in a layout. Left out is what is the same as another one there, `folded` (without
-overlap), and with both kinds of parallelism `zbv` and `dualpipev`."""
+"""Those that are compared in a layout. Left out is what is the same as another one there, the folded pipeline
+without overlap, and with both kinds of parallelism `zbv` and `dualpipev`."""
 RECOMPUTING = ("megatron", "merak", "oases", ANY_OF_OURS)
 """Those that are compared by default where activations are recomputed."""
 NO_COLLECTIVE_AGAIN = ("oases", "braid")
@@ -78,7 +79,7 @@ def compared(case: "OverlapCase") -> tuple[str, ...]:
     """The schedules of a case, where none are named."""
     if case.layout in MIXED:
         tp = LAYOUTS[case.layout]["tp"]
-        ours = "oases" if case.recompute == "full" else "braid_sub_batches"
+        ours = "oases" if case.recompute == "full" else "braid:sub_batches"
         alike = [f"{ours} {case.layers}*{degree}" for degree in degrees_within(tp)]
         return ("megatron", *alike, f"{ours} {PLANNED}")
     return SCHEDULES[case.layout] if case.recompute == "none" else RECOMPUTING
@@ -99,11 +100,21 @@ def drawn(schedule: str, case: "OverlapCase", count: int) -> tuple[str, ...]:
     return tuple(f"{schedule} {degrees}" for degrees in sorted(found))
 
 
-def known_schedules(layout: str) -> tuple[str, ...]:
-    """Those that may be asked for in a layout."""
-    more = (*ZERO, "ooo_backprop") if "dp" in LAYOUTS[layout] else ()
-    known = (*SCHEDULES[layout], *more, *RECOMPUTING, "braid_sub_batches", "braid_w", *TIERS.values())
-    return tuple(dict.fromkeys(known))
+TIERS = ("partitions", "reorders", "early_sums")
+"""Centauri's tiers (operation, layer, model) by what braid does for each (`ScheduleKind`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutTier(Setting):
+    """A setting whose schedule leaves out one of `TIERS`."""
+
+    tier: str
+
+    @property
+    def kind(self) -> ScheduleKind:
+        """What the schedule's name stands for, without it."""
+        off: dict[str, Any] = {self.tier: False}
+        return replace(super().kind, **off)
 
 
 class _EvenModel(ModelConfig):
@@ -155,8 +166,8 @@ class OverlapCase:
         """
         schedule, _, degrees = schedule.partition(" ")
         zero = ZERO.get(schedule, self.zero)
-        fine = self.recompute == "full" and schedule.split("_")[0] in NO_COLLECTIVE_AGAIN
-        schedule = "ddp" if schedule in ZERO else schedule
+        schedule, _, pipeline = ("ddp" if schedule in ZERO else schedule).partition(":")
+        fine = self.recompute == "full" and schedule in NO_COLLECTIVE_AGAIN
         config = parse_config(
             {
                 "model": {
@@ -182,7 +193,11 @@ class OverlapCase:
                     "context": self.context,
                     **({"tensor_degrees": "auto" if degrees == PLANNED else degrees} if degrees else {}),
                 },
-                "overlap": {"schedule": schedule, "memory_slack": self.memory_slack},
+                "overlap": {
+                    "schedule": schedule,
+                    "pipeline": pipeline or None,
+                    "memory_slack": self.memory_slack,
+                },
                 "cluster": {
                     "device": "cpu",
                     "cpus_per_rank": 0.05,

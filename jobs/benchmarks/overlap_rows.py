@@ -115,7 +115,7 @@ class OverlapResult:
     paced: bool = False
     """Whether hosts were emulated by pacing the connections of ranks on one host, for want of root."""
     exact_seconds: float | None = None
-    """Simulated step of `braid_w` with layers paired in the best order there is for the measured profile, by
+    """Simulated step of braid:w with layers paired in the best order there is for the measured profile, by
     branch and bound; None where that takes too long. Units of several layers may be faster."""
     spans_price: Spread | None = None
     """Step time with recorded spans over that without, round by round; None: not asked for."""

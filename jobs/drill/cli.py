@@ -1,6 +1,5 @@
 """``braid drill``: break a run in every way there is, and see whether it comes out as if nothing had been."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,9 +28,6 @@ def drill(
     seed: Annotated[
         int, typer.Option(help="Order, steps, ranks and places of the faults follow from it.")
     ] = 0,
-    seeds: Annotated[
-        int, typer.Option(help="Drill with so many seeds, from SEED on, one after the other.", min=1)
-    ] = 1,
     count: Annotated[int, typer.Option(help="How often each fault comes.", min=1)] = 1,
     overrides: Overrides = None,
     launcher: Launcher = None,
@@ -63,72 +59,45 @@ def drill(
     check_faults(resolved, kinds)
     from braid.jobs.drill.runner import Drill, DrillError
 
-    drills = {
-        one: Drill(
-            resolved,
-            kinds,
-            count=count,
-            seed=one,
-            progress=lambda text: console.print(text, highlight=False, soft_wrap=True),
-        )
-        for one in range(seed, seed + seeds)
-    }
-    reports: dict[int, Report] = {}
-    errors: dict[int, str] = {}
-    for one, made in drills.items():
-        if seeds > 1:
-            console.print(f"[bold]seed {one}[/bold]", highlight=False)
-        try:
-            reports[one] = made.run()
-        except DrillError as error:
-            errors[one] = str(error)
-            console.print(f"[red]the drill failed:[/red] {error}", highlight=False, soft_wrap=True)
-    passed = not errors and all(report.passed for report in reports.values())
-    if as_json and seeds > 1:
-        lines = {one: report.as_json() for one, report in reports.items()}
-        failed = {one: {"passed": False, "error": text} for one, text in errors.items()}
-        typer.echo(json_text({"passed": passed, "seeds": {**lines, **failed}}))
-    elif as_json:
-        for report in reports.values():
-            typer.echo(json_text(report.as_json()))
-    elif reports:
-        show(console, reports)
-    if not passed:
-        if seeds > 1:
-            bad = [one for one in drills if one in errors or not reports[one].passed]
-            console.print(f"[red]failed with seed {', '.join(map(str, bad))}[/red]", highlight=False)
+    made = Drill(
+        resolved,
+        kinds,
+        count=count,
+        seed=seed,
+        progress=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    try:
+        report = made.run()
+    except DrillError as error:
+        console.print(f"[red]the drill failed:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(_FAILED) from None
+    if as_json:
+        typer.echo(json_text(report.as_json()))
+    else:
+        show(console, report)
+    if not report.passed:
         raise typer.Exit(_FAILED)
 
 
-def show(console: Console, reports: Mapping[int, "Report"]) -> None:
-    """The table of drills, by seed."""
-    several = len(reports) > 1
-    first = next(iter(reports.values()))
+def show(console: Console, report: "Report") -> None:
+    """The table of faults, and whether the run came out as asked."""
     where = "this machine"
-    if first.emulated_hosts:
+    if report.emulated_hosts:
         where = "gloo, two emulated hosts"
-    elif first.emulated_nodes:
+    elif report.emulated_nodes:
         where = "gloo, emulated nodes on one machine"
     table = Table(title=f"Fault drill ({where})", title_justify="left")
-    if several:
-        table.add_column("seed", justify="right")
     table.add_column("fault", no_wrap=True)
     for name in ("detected after", "recovered after", "steps lost"):
         table.add_column(name, justify="right")
     table.add_column("restored from", no_wrap=True)
-    for seed, report in reports.items():
-        for one in report.outcomes:
-            detected = "" if one.detected_after is None else f"{one.detected_after:.2f} s"
-            recovered = "" if one.recovered_after is None else f"{one.recovered_after:.2f} s"
-            lost = "" if one.detected_after is None else str(one.steps_lost)
-            cells = (one.fault.name, detected, recovered, lost, one.restored_from or "no rank failed")
-            table.add_row(*([str(seed)] if several else []), *cells)
-        table.add_section()
+    for one in report.outcomes:
+        detected = "" if one.detected_after is None else f"{one.detected_after:.2f} s"
+        recovered = "" if one.recovered_after is None else f"{one.recovered_after:.2f} s"
+        lost = "" if one.detected_after is None else str(one.steps_lost)
+        table.add_row(one.fault.name, detected, recovered, lost, one.restored_from or "no rank failed")
     console.print(table)
-    for seed, report in reports.items():
-        if several:
-            console.print(f"[bold]seed {seed}[/bold]", highlight=False)
-        _show_verdict(console, report)
+    _show_verdict(console, report)
 
 
 def _show_verdict(console: Console, report: "Report") -> None:

@@ -97,7 +97,7 @@ def simulate(
     cluster: ClusterOfPlan = None,
     nodes: Nodes = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE")
+        str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE[:PIPELINE]")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
     trace: Annotated[
@@ -159,14 +159,12 @@ def _draw(outcome: "Outcome", path: Path) -> None:
     from braid.scheduling.draw_simulation import pair_svg, paired_run, pipeline_svg
 
     setting = outcome.bench.setting
-    title = (
-        f"{setting.schedule}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
-    )
+    title = f"{setting.title}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
     work.write_file(path, pipeline_svg(outcome.simulation, title), "--svg")
     run = paired_run(outcome.simulation)
     if run is not None:
         beside = path.with_name(f"{path.stem}-pair{path.suffix}")
-        title = f"{setting.schedule}: a paired block (simulated)"
+        title = f"{setting.title}: a paired block (simulated)"
         work.write_file(beside, pair_svg(outcome.simulation, run, title), "--svg")
 
 

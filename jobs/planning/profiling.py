@@ -11,6 +11,7 @@ from braid.actors.config import Config, load_config
 from braid.actors.config.paths import anchored
 from braid.jobs.output import check_output
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
+from braid.scheduling.effectiveness import effectiveness
 from braid.scheduling.json_text import json_text
 
 
@@ -24,7 +25,7 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
-    from braid.jobs.planning.heat_map import heat_map, svg_map, terminal_map
+    from braid.jobs.planning.heat_map import svg_map, terminal_map
     from braid.jobs.planning.work import write_file
 
     check_output("--output", output)
@@ -36,7 +37,7 @@ def profile(
         typer.echo(f"braid: {found.trouble}", err=True)
     if output is not None:
         write_file(output, found.profile.to_json(), "--output")
-    heat = heat_map(found.profile)
+    heat = effectiveness(found.profile)
     if svg is not None:
         write_file(svg, svg_map(heat), "--svg")
     if as_json:

@@ -125,7 +125,8 @@ def usual_line(plan: Plan) -> str:
 
 def _schedule(setting: Setting) -> str:
     """Its name and, where it is one of several, the pipeline that was taken."""
-    return setting.schedule + (f" ({setting.pipeline})" if len(setting.kind.pipelines) > 1 else "")
+    several = len(setting.kind.pipelines) > 1 or setting.pipeline in setting.kind.more
+    return setting.schedule + (f" ({setting.pipeline})" if several else "")
 
 
 def _samples(plan: Plan) -> str:
@@ -315,8 +316,6 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
         )
     for partition in plan.setting.partitions:
         console.print(f"partition {partition}")
-    for tier in explanation.tiers:
-        console.print(f"{tier.change} a step would take {tier.step_seconds:.3f} s (x {tier.speedup:.3f})")
     if plan.not_executed:
         console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
     helps = [one for one in explanation.what_if if one.speedup >= 1 + _HELPS]

@@ -8,7 +8,7 @@ from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import expanded
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.fit import check_fit
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
@@ -18,7 +18,7 @@ from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import AXES, ModelShape, Workload
-from braid.scheduling.suggestions import must_be_one_of, nearest
+from braid.scheduling.suggestions import nearest
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -117,10 +117,10 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
     return plan_layout(search, job.cluster, tell=tell)
 
 
-def _searched_schedule(config: Config) -> str | None:
+def _searched_schedule(config: Config) -> ScheduleName | None:
     """The schedule that a search over layouts keeps to; None: the best of them."""
-    given = config.overlap.schedule
-    return given if "schedule" in config.overlap.model_fields_set and given != AUTO else None
+    overlap = config.overlap
+    return overlap.name if "schedule" in overlap.model_fields_set and overlap.schedule != AUTO else None
 
 
 def _decided(job: Request, setting: Setting) -> Outcome:
@@ -143,10 +143,9 @@ def _layers_chosen(job: Request, setting: Setting) -> tuple[Outcome, tuple[Runne
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
     search = layer_search(job.config, usable)
     found = choose_layers(setting, search, bench_of, within(usable), schedules_of(job.config))
-    best = found[0]
-    taken = decide(
-        [with_schedule(best.setting, best.setting.schedule)], bench_of, within(usable), PART_BY_PART
-    )
+    best, auto = found[0], job.config.overlap.schedule == AUTO
+    opened = with_schedule(best.setting, best.setting.name if auto else job.config.overlap.name)
+    taken = decide([opened], bench_of, within(usable), PART_BY_PART)
     return taken[0], tuple(runner_up(one, best) for one in found[1:6])
 
 
@@ -161,7 +160,9 @@ def fixed_setting(job: Request) -> Setting:
             model=job.model,
             layout=layout,
             workload=workload,
-            schedule="megatron" if config.overlap.schedule == AUTO else config.overlap.schedule,
+            schedule=config.overlap.name.schedule,
+            pipeline=config.overlap.name.pipeline,
+            hop=config.overlap.name.hop,
             dtype=job.dtype,
             reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
@@ -186,13 +187,16 @@ def with_plan(config: Config, file: Path) -> Config:
     layout, changed = setting.layout, dict[str, Any]()
     degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
     cut = {key: getattr(layout, key) for key in ("zero", "shards")}
+    pipeline = config.overlap.pipeline or setting.name.pipeline or None
+    if pipeline not in (None, setting.pipeline, f"{setting.pipeline}/{setting.hop}"):
+        pipeline = setting.pipeline
     for name, decided in (
         (
             "parallel",
             {**degrees, **cut, "tensor_degrees": layout.tensor_degrees or None, "context": setting.context},
         ),
         ("train", {"micro_batch": setting.workload.micro_batch, "recompute": setting.recompute}),
-        ("overlap", {"schedule": setting.schedule}),
+        ("overlap", {"schedule": setting.schedule, "pipeline": pipeline}),
     ):
         section = getattr(config, name)
         said = {key: value for key in decided if (value := getattr(section, key)) != AUTO}
@@ -245,7 +249,7 @@ def simulate_plan(
     plan: Plan, cluster: ClusterSpec, schedule: str | None, profile: Profile | None = None
 ) -> Outcome:
     """The plan's own decisions, or another schedule on its layout."""
-    if schedule is None or schedule == plan.setting.schedule:
+    if schedule is None or known_schedule(schedule) == plan.setting.name:
         return replay(plan.setting, plan.choices, cluster, profile)
     return evaluate(with_schedule(plan.setting, known_schedule(schedule)), cluster, profile)
 
@@ -260,11 +264,12 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
     return _decided(job, setting)
 
 
-def known_schedule(name: str) -> str:
-    """The name of a schedule; `ConfigError` lists them otherwise."""
-    if name not in SCHEDULES:
-        raise ConfigError(f"--schedule {name!r} {must_be_one_of(name, SCHEDULES)}")
-    return name
+def known_schedule(text: str) -> ScheduleName:
+    """A schedule, perhaps with a pipeline; `ConfigError` lists them otherwise."""
+    try:
+        return ScheduleName.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--schedule {text}: {error}") from None
 
 
 def write_file(path: Path, content: str | bytes, option: str) -> None:

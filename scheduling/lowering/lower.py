@@ -146,7 +146,7 @@ def training_schedule(
     kind, layout, model = setting.kind, setting.layout, setting.model
     stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
     schedule = Schedule(
-        name=setting.schedule,
+        name=setting.title,
         chunks=layout.chunks,
         micro_batches=setting.micro_batches,
         stages=stages,
@@ -176,7 +176,7 @@ def _programs(
     orders = dict(choices.orders)
     for sides in _meeting(setting, stages, parts):
         if not orders.get(write_sides(sides)):
-            order = fixed_order(setting.kind.pairs, sides, parts)
+            order = fixed_order(setting.pairs, sides, parts)
             if order is not None:
                 orders[write_sides(sides)] = order
     decided = set()

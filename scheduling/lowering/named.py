@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from braid.scheduling.lowering.pipelines import (
     BlockOrder,
-    bidirectional,
     eager_one_forward_one_backward,
     eager_paired_w,
     folded_sub_batches,
@@ -19,11 +18,10 @@ from braid.scheduling.lowering.pipelines import (
     paired_w,
     sub_batches,
     twin_ended,
-    two_beside_one,
-    weights_apart,
 )
 from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
+from braid.scheduling.suggestions import must_be_one_of
 
 
 class PairMethod(StrEnum):
@@ -62,6 +60,10 @@ class Pipeline:
     """The placement on one stage, which need not fold for pairs of strands."""
     hops: tuple[int, ...] = (0,)
     """Slots that a message between stages may be given, the usual number first; 0: there is no choice."""
+    pairs: bool = False
+    """Whether blocks bring a forward beside a backward pass."""
+    twins: bool = False
+    """Whether blocks bring the same pass of two micro-batches together."""
 
     def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
         """The blocks of every stage; ``hop``: one of `hops`."""
@@ -76,9 +78,9 @@ def _pipeline(
     generator: Callable[..., BlockOrder],
     placement: Placement,
     alone: Placement | None = None,
-    hops: tuple[int, ...] = (0,),
+    **more: Any,
 ) -> Pipeline:
-    return Pipeline(generator=generator, placement=placement, alone=alone or placement, hops=hops)
+    return Pipeline(generator=generator, placement=placement, alone=alone or placement, **more)
 
 
 # Backward passes that go layer by layer at a step's end: so many at most.
@@ -90,17 +92,14 @@ _TOGETHER = {
 PIPELINES: Final[Mapping[str, Pipeline]] = {
     "1f1b": _pipeline(one_forward_one_backward, Placement.LINEAR),
     "eager_1f1b": _pipeline(eager_one_forward_one_backward, Placement.LINEAR),
-    "weights_apart": _pipeline(weights_apart, Placement.LINEAR),
     "folded": _pipeline(folded_w, Placement.FOLDED),
     "interleaved": _pipeline(interleaved, Placement.INTERLEAVED),
-    "bidirectional": _pipeline(bidirectional, Placement.BIDIRECTIONAL),
-    "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR),
-    "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR),
-    "sub_batches": _pipeline(sub_batches, Placement.LINEAR),
-    "folded_sub_batches": _pipeline(folded_sub_batches, Placement.FOLDED, Placement.LINEAR),
-    "two_beside_one": _pipeline(two_beside_one, Placement.FOLDED, Placement.LINEAR),
-    "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4)),
-    "v": _pipeline(dual_pipe_v, Placement.FOLDED),
+    "w": _pipeline(paired_w, Placement.FOLDED, Placement.LINEAR, pairs=True),
+    "twins": _pipeline(twin_ended, Placement.FOLDED, Placement.LINEAR, pairs=True, twins=True),
+    "sub_batches": _pipeline(sub_batches, Placement.LINEAR, twins=True),
+    "folded_sub_batches": _pipeline(folded_sub_batches, Placement.FOLDED, Placement.LINEAR, twins=True),
+    "eager_w": _pipeline(eager_paired_w, Placement.FOLDED, hops=(2, 3, 4), pairs=True),
+    "v": _pipeline(dual_pipe_v, Placement.FOLDED, pairs=True),
     "zero_bubble_v": _pipeline(zero_bubble_v, Placement.FOLDED),
     **_TOGETHER,
 }
@@ -109,11 +108,14 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKind:
-    """A named schedule: its pipeline, or those that are searched for the best; how blocks of several run."""
+    """A named schedule: its pipelines, and how blocks of several passes run."""
 
     pipelines: tuple[str, ...]
+    """The one that is taken where none is named, or those that are searched for the best."""
+    more: tuple[str, ...] = ()
+    """Those that can only be named."""
     pairs: PairMethod | None = None
-    """None where no block has passes of two kinds, and for sub-batches whose orders are searched for."""
+    """None where no block has passes of two kinds."""
     cuts_collectives: bool = False
     long_units: bool = False
     """Whether orders go over the borders of layers wherever they can, as they take no search."""
@@ -127,19 +129,24 @@ class ScheduleKind:
     """Whether operators of a backward pass by itself are brought into the best order (its layer tier)."""
 
     @property
+    def nameable(self) -> tuple[str, ...]:
+        """All pipelines that it may have."""
+        return (*self.pipelines, *self.more)
+
+    @property
     def decided(self) -> bool:
         """Whether orders have to be decided, with a profile's costs."""
         return self.searched or self.pairs is PairMethod.BARRIERS
 
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """The pipelines that suit a layout; of those that are the same on it, the first."""
+        """Where none is named, those that suit a layout; of pipelines that are the same on it, the first."""
         fitting = [
             name for name in self.pipelines if PIPELINES[name].placement_on(layout.pp) is layout.placement
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
             fitting.remove("twins")  # with several stages it is w
-        if layout.dp * layout.cp == 1:
-            fitting = [name for name in fitting if not name.startswith("together")] or fitting
+        if layout.dp * layout.cp == 1 or not self.early_sums:
+            fitting = [name for name in fitting if name not in _TOGETHER] or fitting
         return tuple(fitting)
 
     def distances(self, zero: int) -> tuple[tuple[int, int], ...]:
@@ -153,56 +160,102 @@ class ScheduleKind:
         far = ((4, 4), (2, 2), (8, 8), (8, 24), (16, 48)) if self.searched else ((4, 4),)
         return far if zero > 2 else tuple(dict.fromkeys((ahead, 0) for ahead, _ in far))
 
-    def placement_on(self, stages: int) -> Placement:
-        """The placement on a number of stages; all pipelines of a schedule that is searched share it."""
-        return PIPELINES[self.pipelines[0]].placement_on(stages)
 
-
-def _kind(*pipelines: str, pairs: PairMethod | None = None, **more: bool) -> ScheduleKind:
-    return ScheduleKind(pipelines=pipelines, pairs=pairs, **more)
-
-
-def _searched(*pipelines: str, pairs: PairMethod | None = PairMethod.ORDER, **without: bool) -> ScheduleKind:
-    tiers = {"early_sums": True, "partitions": True, "reorders": True} | without
-    return _kind(*pipelines, pairs=pairs, searched=True, **tiers)
-
-
-_APART = ("w", "twins", "eager_w", "v")
-"""Pipelines of braid whose micro-batches go through the model one by one, or in pairs of strands."""
+def _kind(*pipelines: str, **more: Any) -> ScheduleKind:
+    return ScheduleKind(pipelines=pipelines, **more)
 
 
 SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
-    "megatron": _kind("1f1b"),
+    "megatron": _kind("1f1b", more=("eager_1f1b", "folded")),
     "ddp": _kind("1f1b", early_sums=True),
-    "ooo_backprop": _kind("weights_apart", early_sums=True),
-    "eager": _kind("eager_1f1b"),
-    "folded": _kind("folded"),
     "interleaved": _kind("interleaved"),
     "intra_batch": _kind("1f1b", cuts_collectives=True),
     "wavelet": _kind("w", pairs=PairMethod.TURNS),
     "expert_overlap": _kind("w", pairs=PairMethod.EXCHANGES),
     "merak": _kind("sub_batches", pairs=PairMethod.WITHIN_PASSES, long_units=True),
-    "oases": _kind("sub_batches", pairs=PairMethod.ACROSS_PASSES, long_units=True),
-    "oases_folded": _kind("folded_sub_batches", pairs=PairMethod.ACROSS_PASSES, long_units=True),
-    "two_beside_one": _kind("two_beside_one", pairs=PairMethod.TURNS),
-    "bidirectional": _kind("bidirectional", pairs=PairMethod.BARRIERS),
+    "oases": _kind(
+        "sub_batches", more=("folded_sub_batches",), pairs=PairMethod.ACROSS_PASSES, long_units=True
+    ),
     "dhelix": _kind("w", pairs=PairMethod.BARRIERS),
-    "braid": _searched(*_APART, *_TOGETHER),
+    "braid": _kind(
+        *("w", "twins", "eager_w", "v", *_TOGETHER),
+        more=("sub_batches", "folded_sub_batches"),
+        pairs=PairMethod.ORDER,
+        searched=True,
+        early_sums=True,
+        partitions=True,
+        reorders=True,
+    ),
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
-    "braid_w": _searched("w"),
-    "braid_sub_batches": _searched("sub_batches", pairs=None),
-    "braid_sub_batches_folded": _searched("folded_sub_batches", pairs=None),
-    "braid_eager": _searched("eager_w"),
-    "braid_twins": _searched("twins"),
-    "braid_v": _searched("v"),
-    **{f"braid_{name}": _searched(name, pairs=None) for name in _TOGETHER},
-    "braid_whole": _searched(*_APART, *_TOGETHER, partitions=False),
-    "braid_in_order": _searched(*_APART, *_TOGETHER, reorders=False),
-    "braid_apart": _searched(*_APART, early_sums=False),
 }
-"""Training schedules by the names that users know; those that begin with ``braid_`` are points of braid: one
-pipeline of it, or all without one of Centauri's tiers (operation, layer, model)."""
+"""Training schedules by the names that users know."""
 
-POINTS: Final = tuple(name for name in SCHEDULES if name.startswith("braid_"))
-"""Of ``braid``, which searches them all."""
+GONE: Final[Mapping[str, str]] = {
+    "eager": "megatron:eager_1f1b",
+    "folded": "megatron:folded",
+    "oases_folded": "oases:folded_sub_batches",
+    "braid_w": "braid:w",
+    "braid_eager": "braid:eager_w",
+    "braid_twins": "braid:twins",
+    "braid_v": "braid:v",
+    **{f"braid_{name}": f"braid:{name}" for name in _TOGETHER},
+    "braid_sub_batches": "braid:sub_batches",
+    "braid_sub_batches_folded": "braid:folded_sub_batches",
+    **dict.fromkeys(("braid_whole", "braid_in_order", "braid_apart"), "braid"),
+    "ooo_backprop": "ddp",
+    "two_beside_one": "wavelet",
+    "bidirectional": "dhelix",
+}
+"""What stands in the place of names that earlier versions had."""
+
+
+def schedule_trouble(name: str) -> str | None:
+    """Why a schedule's name cannot be used, to stand behind it in a message; None if it can."""
+    if name in GONE:
+        schedule, _, pipeline = GONE[name].partition(":")
+        return f"is gone; use schedule {schedule}" + (f" with pipeline {pipeline}" if pipeline else "")
+    return None if name in SCHEDULES else must_be_one_of(name, SCHEDULES)
+
+
+class ScheduleName(NamedTuple):
+    """A schedule and perhaps one of its pipelines, written ``SCHEDULE[:PIPELINE[/SLOTS]]``."""
+
+    schedule: str
+    pipeline: str = ""
+    """Empty: the schedule's own one, or the best of those that it searches."""
+    hop: int = 0
+    """Slots for a message between stages; 0: the usual number, or the best."""
+
+    @classmethod
+    def parse(cls, text: str) -> "ScheduleName":
+        """Read what ``str`` writes; `ValueError` says what is not known."""
+        schedule, _, pipeline = text.partition(":")
+        pipeline, _, hop = pipeline.partition("/")
+        if hop and not hop.isdecimal():
+            raise ValueError(f"slots of a message must be a number, not {hop!r} ({text})")
+        return cls(schedule, pipeline, int(hop or 0)).checked()
+
+    def checked(self) -> "ScheduleName":
+        """Itself; `ValueError` says what of it is not known."""
+        schedule, pipeline, hop = self
+        if trouble := schedule_trouble(schedule):
+            raise ValueError(f"schedule={schedule!r} {trouble}")
+        nameable = SCHEDULES[schedule].nameable
+        if pipeline and pipeline not in nameable:
+            wrong = must_be_one_of(pipeline, nameable)
+            raise ValueError(f"pipeline={pipeline!r} {wrong} with schedule {schedule}")
+        hops = [one for one in PIPELINES[pipeline or nameable[0]].hops if one]
+        if hop and hop not in hops:
+            one_of = f"must be one of {', '.join(map(str, hops))}"
+            known = one_of if hops else "cannot be chosen; leave it out"
+            raise ValueError(f"hop={hop}, slots of a message in pipeline {pipeline or nameable[0]}, {known}")
+        return self
+
+    def __str__(self) -> str:
+        pipeline = self.pipeline + (f"/{self.hop}" if self.hop else "")
+        return self.schedule + (f":{pipeline}" if pipeline else "")
+
+    def placement_on(self, stages: int) -> Placement:
+        """The placement on a number of stages; all pipelines that a schedule searches share it."""
+        return PIPELINES[self.pipeline or SCHEDULES[self.schedule].pipelines[0]].placement_on(stages)

@@ -45,28 +45,6 @@ def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -
     return _alternating(layout, micro_batches, 2)
 
 
-def weights_apart(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B whose backward passes are cut: input gradients go on to the stage before, then come the weights'.
-
-    Gradients travel, and stages work, while weight gradients are computed; these are summed over replicas as
-    they become final (out-of-order backpropagation, Oh et al., EuroSys 2022).
-    """
-    return tuple(
-        tuple(
-            block
-            for whole in stage
-            for block in ((whole,) if whole.passes[0].forward else _cut(whole.passes[0]))
-        )
-        for stage in one_forward_one_backward(layout, micro_batches)
-    )
-
-
-def _cut(backward: Pass) -> tuple[Block, Block]:
-    kinds = (PassKind.INPUT, PassKind.WEIGHT)
-    first, second = (Block((backward._replace(kind=kind),)) for kind in kinds)
-    return first, second
-
-
 def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> BlockOrder:
     assert layout.placement is Placement.LINEAR, "1F1B runs one chunk per stage"
     stages = []
@@ -185,26 +163,6 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
 
 
-def two_beside_one(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Two forward passes beside a backward pass, then a backward pass by itself, and so on, on one stage.
-
-    A forward pass computes half as much as a backward pass and communicates as much: two of them have as much
-    to hide as the one beside them can hide. At most three micro-batches' activations are held. What is left
-    at the end is a forward beside a backward pass where the micro-batches are even. With several stages it is
-    `paired_w`.
-    """
-    if layout.chunks > 1:
-        return paired_w(layout, micro_batches)
-    order = alone(forward_pass(0, 0))
-    for first in range(0, micro_batches - 1, 2):
-        beside = [forward_pass(m, 0) for m in (first + 1, first + 2) if m < micro_batches]
-        order += [Block((*beside, backward_pass(first, 0))), *alone(backward_pass(first + 1, 0))]
-    if micro_batches % 2:
-        order += alone(backward_pass(micro_batches - 1, 0))
-    # Alpha, beta, beta, alpha, and so on: both forward passes are on the other strand.
-    return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
-
-
 def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """1F1B of micro-batches two by two, side by side in every pass.
 
@@ -249,30 +207,6 @@ def _whole_visits(micro_batches: int) -> list[_Visit]:
         _Visit(m, forward_pass(m, 0) if m < micro_batches else None, backward_pass(m - 1, 0) if m else None)
         for m in range(micro_batches + 1)
     ]
-
-
-def bidirectional(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Two copies of the model, one down and one up the stages, both strands on each (DHelix figure 6b).
-
-    p journeys bounce between the ends; on every leg a journey carries a forward pass on one copy and the
-    backward pass of its leg before on the other copy.
-    """
-    assert layout.placement is Placement.BIDIRECTIONAL
-    p = layout.pp
-    legs = -(-micro_batches // p) + 1
-    visits: list[list[_Visit]] = [[] for _ in range(p)]
-    for first in range(p):
-        for leg in range(legs):
-            now, before = first + leg * p, first + (leg - 1) * p
-            start = 2 * first + leg * p
-            for stage in range(p):
-                down = leg % 2 == 0
-                slot = start + (stage if down else p - 1 - stage)
-                here, there = (stage, 2 * p - 1 - stage) if down else (2 * p - 1 - stage, stage)
-                forward = forward_pass(now, here) if now < micro_batches else None
-                backward = backward_pass(before, there) if 0 <= before < micro_batches else None
-                visits[stage].append(_Visit(slot, forward, backward))
-    return _paired([sorted(stage, key=lambda visit: visit.slot) for stage in visits], p)
 
 
 def _folded_visits(layout: ParallelLayout, micro_batches: int, hop: int = 1) -> list[list[_Visit]]:
@@ -333,8 +267,6 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
             )
         case Placement.FOLDED:
             return _forwards_of(folded_w(layout, micro_batches))
-        case Placement.BIDIRECTIONAL:
-            return _forwards_of(bidirectional(layout, micro_batches))
         case Placement.INTERLEAVED:
             groups = [range(m, min(m + layout.pp, micro_batches)) for m in range(0, micro_batches, layout.pp)]
             return tuple(

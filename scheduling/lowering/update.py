@@ -28,16 +28,15 @@ def gradient_axes(model: ModelShape, layout: ParallelLayout, chunk: int) -> tupl
 
     ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens, and inside it
     ranks that hold the same of layers with a degree of their own (`axes_beyond`); ``ends``: a
-    table that is held by the first and the last stage; ``copies``: the other copy of the model in a
-    bidirectional pipeline; ``dp``: replicas, which see other samples or (cp) tokens; ``replica``: those that
-    hold the same shares, behind the others; ``edp``: those of the same experts.
+    table that is held by the first and the last stage; ``dp``: replicas, which see other samples or (cp)
+    tokens; ``replica``: those that hold the same shares, behind the others; ``edp``: those of the same
+    experts.
     """
     at_end = layout.is_first(chunk) or layout.is_last(chunk)
     found = {
         "tp": layout.tp > 1,
         **dict.fromkeys(axes_beyond(layout, chunk), True),
         "ends": model.tied_head and layout.ends_apart and at_end,
-        "copies": layout.copies > 1,
         "dp": layout.dp * layout.cp > 1,
         "replica": layout.replicas > 1,
         "edp": model.experts > 0 and layout.ep > 1 and layout.expert_replicas > 1,
@@ -68,8 +67,7 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
     Where gradients are in shares (ZeRO 2) every backward pass begins its sums. Else those of the last one do,
     or what stands behind it: ``early``: begin in the last block of a chunk, bucket by bucket, where there are
     replicas, and behind it where not; sums over replicas stay under way beside what still runs on others. Not
-    where there are copies, whose two stages sum in one order, and not of a chunk with a table that another
-    stage has, too, and comes to later.
+    of a chunk with a table that another stage has, too, and comes to later.
     """
     updated = []
     for number, stage in enumerate(stages):
@@ -77,7 +75,7 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
         if layout.zero > 1:
             instructions, left = _sums_of_all(stage, axes)
         else:
-            instructions, left = _sums_of_last(stage, axes, early=early and layout.copies == 1)
+            instructions, left = _sums_of_last(stage, axes, early=early)
         for place in range(max(map(len, left.values()), default=0)):  # one axis of all chunks after the other
             sums = [Reduce(chunk, own[place]) for chunk, own in left.items() if place < len(own)]
             instructions += [*sums, *map(Await, sums)]
@@ -109,7 +107,6 @@ def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instru
             ]
             instruction = replace(instruction, sums=tuple(sums))
         instructions.append(instruction)
-    # Of a copy of the model that no micro-batch goes through there is nothing to wait for.
     instructions += [Await(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
     left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
     return instructions, left

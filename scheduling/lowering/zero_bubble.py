@@ -1,4 +1,4 @@
-"""Pipelines that put weight gradients off, over the folded model: DualPipeV (also of `braid_v`) and ZB-V."""
+"""Pipelines that put weight gradients off, over the folded model: DualPipeV and ZB-V."""
 
 from braid.scheduling.lowering.pipelines import (
     BlockOrder,
@@ -20,9 +20,9 @@ def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     p = layout.pp
     if micro_batches < 2 * p:
         raise ValueError(
-            f"overlap.schedule=dualpipev and braid_v need 2 micro-batches a replica for each of parallel.pp="
-            f"{p} stages, train.global_batch and train.micro_batch give {micro_batches}; make them give "
-            f"{2 * p} or more, or use overlap.schedule=braid"
+            f"overlap.schedule=dualpipev and overlap.pipeline=v need 2 micro-batches a replica for each of "
+            f"parallel.pp={p} stages, train.global_batch and train.micro_batch give {micro_batches}; "
+            f"make them give {2 * p} or more, or use overlap.schedule=braid"
         )
     return changing_strands([_DualPipeStage(p, stage, micro_batches).order() for stage in range(p)], p)
 

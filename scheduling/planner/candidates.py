@@ -10,7 +10,7 @@ from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.fit import check_fit
 from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, sent_width, state_bytes
 from braid.scheduling.operators import Graph, Kind, Parameters, Part
@@ -23,6 +23,9 @@ from braid.scheduling.units import chunk_parameters
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
 
+OURS = ScheduleName("braid")
+"""The schedule that layouts are compared with where none is given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
@@ -34,7 +37,8 @@ class Search:
     reduce_dtype: str | None = None
     micro_batch: int | None = None
     recompute: str | None = None
-    schedule: str | None = None
+    schedule: ScheduleName | None = None
+    """None: braid, beside what is usual."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Degrees of axes that are given."""
     zero: int | None = None
@@ -89,12 +93,12 @@ def _shardings(search: Search, cluster: ClusterSpec, layout: ParallelLayout) -> 
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
     """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
-    kind = SCHEDULES[search.schedule or "braid"]
+    schedule = search.schedule or OURS
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
     for division in _divisions(search, cluster):
         if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
             continue
-        layout = replace(division, placement=kind.placement_on(division.pp))
+        layout = replace(division, placement=schedule.placement_on(division.pp))
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:
@@ -204,11 +208,14 @@ def _estimate(
     recompute: str,
     layer: _Layer,
 ) -> Candidate:
+    schedule, pipeline, hop = search.schedule or OURS
     setting = Setting(
         model=search.model,
         layout=layout,
         workload=Workload(global_batch=search.global_batch, micro_batch=micro_batch),
-        schedule=search.schedule or "braid",
+        schedule=schedule,
+        pipeline=pipeline,
+        hop=hop,
         dtype=search.dtype,
         reduce_dtype=search.reduce_dtype,
         recompute=recompute,
@@ -217,7 +224,7 @@ def _estimate(
     m, p = setting.micro_batches, layout.pp
     layers = math.ceil(search.model.layers / p)
     serial = layer.forward_ns + layer.backward_ns
-    pairs = SCHEDULES[setting.schedule].pairs is not None
+    pairs = setting.pairs is not None
     steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
     # The ends of the model make their stages longer: all others wait for them.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns

@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import islice
 
 from braid.scheduling.cluster import ClusterSpec
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.memory import least_bytes
 from braid.scheduling.plan import Plan, RunnerUp, score_of
-from braid.scheduling.planner.candidates import Candidate, Search, candidates
+from braid.scheduling.planner.candidates import OURS, Candidate, Search, candidates
 from braid.scheduling.planner.decide import Outcome, Over, best_of, modelled, rank, with_cuts, within
 from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
@@ -72,7 +73,7 @@ def plan_layout(
         raise DoesNotFitError(_missing_memory(search, cluster, found))
     outcomes.sort(key=_step)
     tell(f"all pipelines of the best layout, {outcomes[0].setting.layout.describe()}")
-    outcomes[0] = _refined(outcomes[0], cluster)
+    outcomes[0] = _refined(outcomes[0], search.schedule or OURS, cluster)
     tell("what the usual schedules would take")
     usual = usual_schedules(outcomes[0], modelled(cluster), within(cluster.usable_bytes))
     if search.schedule is None:
@@ -140,9 +141,10 @@ def _simulate(
     return outcomes, refused
 
 
-def _refined(best: Outcome, cluster: ClusterSpec) -> Outcome:
+def _refined(best: Outcome, schedule: ScheduleName, cluster: ClusterSpec) -> Outcome:
     """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
-    others = [one for one in variants(_open(best.setting), PART_BY_PART) if one != best.setting]
+    opened = with_schedule(best.setting, schedule)
+    others = [one for one in variants(opened, PART_BY_PART) if one != best.setting]
     if others := list(_fitting(others, modelled(cluster), cluster.usable_bytes)):
         best = min(best, _best(others, cluster), key=rank)
     return with_cuts(best, modelled(cluster), within(cluster.usable_bytes))
@@ -162,11 +164,6 @@ def _fitting(settings: Iterable[Setting], bench_of: BenchOf, usable_bytes: float
             yield setting
 
 
-def _open(setting: Setting) -> Setting:
-    """With nothing decided."""
-    return with_schedule(setting, setting.schedule)
-
-
 def _varied(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
     """The most promising first, but no more than three of the same degrees, so that the estimate is not
     trusted."""
@@ -183,7 +180,7 @@ def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcom
     itself, if it is one of them."""
     found = []
     for name in USUAL_SCHEDULES:
-        if name == best.setting.schedule:
+        if name == str(best.setting.name):
             found.append(best)
             continue
         try:
@@ -222,7 +219,7 @@ def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
     setting = outcome.setting
     return RunnerUp(
         layout=setting.layout.describe(),
-        schedule=setting.schedule,
+        schedule=str(setting.name),
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
         step_seconds=step_ns / 1e9,

@@ -8,7 +8,6 @@ from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import DoesNotFitError, Tell, plan_layout
 from braid.scheduling.planner.decide import Outcome, evaluate, replay
 from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.planner.tiers import TIERS
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Workload
 
@@ -33,8 +32,6 @@ class Explanation:
     ideal_overlap_seconds: float
     """The step if every communication were hidden, everything else equal."""
     what_if: tuple[WhatIf, ...]
-    tiers: tuple[WhatIf, ...] = ()
-    """Without each of Centauri's tiers, where the schedule has them."""
 
 
 def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
@@ -52,21 +49,13 @@ def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) ->
     answers.append(_more_memory(plan, outcome, cluster, lambda text: tell(f"more memory; {text}")))
     tell("twice the batch")
     answers.append(_larger_batch(plan, outcome, cluster))
-    tell("without what cuts collectives")
-    tiers = TIERS if plan.setting.schedule == "braid" else {}
     found = sorted((a for a in answers if a is not None), key=lambda answer: -answer.speedup)
     return Explanation(
         plan=plan,
         outcome=outcome,
         ideal_overlap_seconds=numbers.step_seconds - numbers.exposed_seconds,
         what_if=tuple(found),
-        tiers=tuple(_without(plan, outcome, tier, name, cluster) for tier, name in tiers.items()),
     )
-
-
-def _without(plan: Plan, base: Outcome, tier: str, schedule: str, cluster: ClusterSpec) -> WhatIf:
-    setting = replace(with_schedule(plan.setting, schedule), unit_layers=plan.setting.unit_layers)
-    return _answer(f"without the {tier} tier", evaluate(setting, cluster), base)
 
 
 def _faster(cluster: ClusterSpec, level: Level) -> ClusterSpec:
@@ -85,7 +74,7 @@ def _planned(plan: Plan, base: Outcome, change: str, cluster: ClusterSpec) -> Wh
 
 def _open(setting: Setting) -> Setting:
     """The setting with nothing decided that its schedule leaves open."""
-    return replace(with_schedule(setting, setting.schedule), unit_layers=setting.unit_layers)
+    return replace(with_schedule(setting, setting.name), unit_layers=setting.unit_layers)
 
 
 def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:

@@ -83,7 +83,7 @@ def choose_layers(
     best = min(alike.values(), key=rank)
     found = [*alike.values()]
     for choices in _proposed(alike, best, search.limit_bytes, partial(_missing, found)):
-        one = with_schedule(with_choices(setting, choices), best.setting.schedule)
+        one = with_schedule(with_choices(setting, choices), best.setting.named)
         found.append(decide([one], bench_of, over, COARSE)[0])
     return sorted(found, key=rank)
 

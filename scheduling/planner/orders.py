@@ -78,7 +78,7 @@ def decisions(bench: Bench) -> list[Decision]:
     tried) in the backward pass by itself that follows.
     """
     found = [_decide(bench, whole_ends=False)]
-    if bench.setting.kind.pairs is PairMethod.ORDER and bench.setting.unit_layers:
+    if bench.setting.pairs is PairMethod.ORDER and bench.setting.unit_layers:
         other = _decide(bench, whole_ends=True)
         if _several(other[0]) != _several(found[0][0]):
             found.append(other)
@@ -91,21 +91,21 @@ def _several(choices: Choices) -> dict[str, Order]:
 
 
 def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
-    kind, orders = bench.setting.kind, dict[str, Order]()
+    kind, pairs, orders = bench.setting.kind, bench.setting.pairs, dict[str, Order]()
     note = None
     if kind.reorders:
         for name, part in bench.parts.items():
             if has_layers(name):
                 orders[write_sides([Side(_B, name)])] = _alone(bench, part)
-    if bench.setting.pipeline in ("twins", "sub_batches", "folded_sub_batches") and kind.searched:
+    if bench.setting.order.twins and kind.searched:
         orders |= _twin_orders(bench)
-    if kind.pairs in FIXED:
+    if pairs in FIXED:
         return Choices(orders=orders), note
-    if kind.pairs is not None and bench.setting.unit_layers:
+    if pairs is not None and bench.setting.unit_layers:
         pairings, note = _decide_units(bench, whole_ends=whole_ends)
         orders |= pairings
-    elif kind.pairs is not None:
-        pairings, note = _decide_layers(bench, kind.pairs)
+    elif pairs is not None:
+        pairings, note = _decide_layers(bench, pairs)
         orders |= pairings
     return Choices(orders=orders), note
 
@@ -196,7 +196,7 @@ def _longest(notes: Sequence[PairingNote]) -> PairingNote | None:
 def _decide_units(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], PairingNote | None]:
     """An order for every pair of units that blocks bring together; the note is of the longest pair."""
     setting = bench.setting
-    if setting.kind.pairs is not PairMethod.ORDER:
+    if setting.pairs is not PairMethod.ORDER:
         raise ValueError(
             f"unit_layers={setting.unit_layers}: schedule={setting.schedule} pairs layer by layer; "
             f"set it to 0"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from braid.scheduling.lowering.named import PIPELINES, POINTS, SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, PairMethod, ScheduleName
 from braid.scheduling.lowering.partitions import WAYS, mega_scale
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import Placement
@@ -31,42 +31,39 @@ COARSE = Space(unit_layers=(0,), every_pipeline=False)
 
 
 def searched_schedules(setting: Setting) -> Iterator[Setting]:
-    """The setting under every schedule that ``auto`` compares: those that its layout and batch allow."""
-    for name in SCHEDULES:
-        kind, layout = SCHEDULES[name], setting.layout
-        if name in POINTS or name == "bidirectional":
-            continue  # braid has searched them; another placement of the parameters
-        if layout.pp == 1 and (kind.placement_on(1) is not Placement.LINEAR or name == "eager"):
-            continue  # pipelines of one stage are all the same
-        if layout.pp > 1 and kind.pipelines == ("two_beside_one",):
-            continue  # wavelet
-        if layout.pp == 1 and kind.pipelines == ("folded_sub_batches",):
-            continue  # oases
+    """The setting under every schedule, with every pipeline that can be named of those that search none: what
+    ``auto`` compares, as far as layout and batch allow it."""
+    for name, kind in SCHEDULES.items():
+        layout = setting.layout
         if layout.tp == 1 and kind.cuts_collectives:
             continue  # nothing to cut
         if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
             continue  # nothing to exchange
         if layout.dp * layout.cp == 1 and name == "ddp":
             continue  # nothing to sum over replicas
-        if name == "ooo_backprop" and layout.pp * layout.dp * layout.cp == 1:
-            continue  # nothing to send or to sum while weight gradients are computed
-        try:
-            yield with_schedule(setting, name)
-        except ValueError:
-            continue  # this layout or number of micro-batches has no such schedule
+        more = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
+        for one in (ScheduleName(name, pipeline) for pipeline in ("", *more)):
+            if layout.pp == 1 and one.placement_on(1) is not Placement.LINEAR:
+                continue  # pipelines of one stage are all the same
+            try:
+                yield with_schedule(setting, one)
+            except ValueError:
+                continue  # this layout or number of micro-batches has no such schedule
 
 
-def with_schedule(setting: Setting, schedule: str) -> Setting:
-    """The same layout under another schedule, with the placement that it needs, nothing else decided."""
-    layout = replace(setting.layout, placement=SCHEDULES[schedule].placement_on(setting.layout.pp))
+def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
+    """The same layout under another schedule (or its text, `ScheduleName`), with the placement that it needs,
+    nothing else decided."""
+    one = ScheduleName.parse(str(name))
+    layout = replace(setting.layout, placement=one.placement_on(setting.layout.pp))
     return replace(
         setting,
-        schedule=schedule,
+        schedule=one.schedule,
         layout=layout,
-        pipeline="",
+        pipeline=one.pipeline,
         partitions=(),
         unit_layers=0,
-        hop=0,
+        hop=one.hop,
         distances=(0, 0),
     )
 
@@ -79,7 +76,7 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
         cuts = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
     lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
-    pipelines = (setting.pipeline,) if setting.hop else kind.pipelines_on(layout) or (setting.pipeline,)
+    pipelines = (setting.pipeline,) if setting.pipeline else kind.pipelines_on(layout) or kind.pipelines[:1]
     if not space.every_pipeline:
         pipelines = pipelines[:1]
     for cut, length, pipeline in product(cuts, lengths, pipelines):

@@ -222,11 +222,3 @@ def stages_ns(
         ns = profile.transfer(str(move.factor), move.kind).ns(payload / move.part)
         along[move.factor] = along.get(move.factor, 0.0) + ns
     return max(along.values())
-
-
-TIERS: Mapping[str, str] = {
-    "operation": "braid_whole",
-    "layer": "braid_in_order",
-    "model": "braid_apart",
-}
-"""Centauri's tiers, and braid without each of them."""

@@ -155,8 +155,6 @@ class Prices:
                 return held.whole + held.summed_apart("tp"), layout.tp
             case "ends":
                 return held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
-            case "copies":
-                return held.total // (layout.share_ranks if layout.zero > 1 else 1), layout.copies
             case "edp":
                 return held.experts, layout.expert_replicas
             case axis if is_tensor(axis):
@@ -167,7 +165,7 @@ class Prices:
                 return held.dense, layout.dp // layout.replicas * layout.cp
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
-        along = "pp" if axis in ("ends", "copies") else axis  # between stages
+        along = "pp" if axis == "ends" else axis  # between stages
         fit, stream = self._profile.transfer(along, kind), self._profile.streams[along]
         data = "data" if stream is Stream.INTER else "data inside"
         lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if is_tensor(axis) else data

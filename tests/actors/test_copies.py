@@ -22,8 +22,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("parallel", "shift", "wait"),
-    [({"tp": 2}, 1, True), ({"pp": 3}, 2, False), ({"dp": 3}, 0, True)],
-    ids=["tp 2", "pp 3, not waited for", "replicas of dp 3"],
+    [({"pp": 3}, 2, False), ({"dp": 3}, 0, True)],
+    ids=["pp 3, not waited for", "replicas of dp 3"],
 )
 def test_a_lost_rank_gets_its_state_back(
     tmp_path: Path, data: Path, parallel: dict[str, int], shift: int, wait: bool

@@ -19,7 +19,6 @@ from braid.actors.stage.data import DataIndex, Shard, TokenShards, read_index, s
 from braid.actors.stage.reading import UnreadableError
 
 ROOT = Path(braid.__file__).parents[1]
-SIZES = [*range(1, 40), 64, 65, 127, 128, 509, 512, 1000, 1021, 1024, 4099]
 
 
 def write_data(
@@ -63,15 +62,6 @@ def counting(*lengths: int) -> list[np.ndarray]:
 # Order of samples.
 
 
-@pytest.mark.parametrize("samples", SIZES)
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**64 + 5])
-def test_an_epoch_is_a_permutation(samples: int, seed: int) -> None:
-    ids = sample_ids(seed, samples, 0, 3 * samples)
-    assert ids.dtype == np.int64
-    for epoch in np.split(ids, 3):
-        assert np.array_equal(np.sort(epoch), np.arange(samples))
-
-
 @given(seed=st.integers(-(2**70), 2**70), samples=st.integers(1, 3000), epoch=st.integers(0, 2**70))
 def test_any_epoch_is_a_permutation(seed: int, samples: int, epoch: int) -> None:
     ids = sample_ids(seed, samples, epoch * samples, samples)
@@ -90,21 +80,6 @@ def test_order_does_not_depend_on_how_it_is_asked_for(
     whole = sample_ids(7, samples, start, first + count)
     assert np.array_equal(whole[first:], sample_ids(7, samples, start + first, count))
     assert ((whole >= 0) & (whole < samples)).all()
-
-
-@given(ranks=st.sampled_from([1, 2, 3, 4, 6]), step=st.integers(0, 1000))
-def test_ranks_together_read_what_one_rank_reads(ranks: int, step: int) -> None:
-    share = 12 // ranks
-    parts = [sample_ids(3, 1009, step * 12 + rank * share, share) for rank in range(ranks)]
-    assert np.array_equal(np.concatenate(parts), sample_ids(3, 1009, step * 12, 12))
-
-
-def test_seeds_and_epochs_give_different_orders() -> None:
-    orders = [sample_ids(seed, 1000, epoch * 1000, 1000) for seed in range(8) for epoch in range(8)]
-    for number, order in enumerate(orders):
-        for other in orders[:number]:
-            # two independent permutations agree in one place on average
-            assert (order == other).sum() < 12
 
 
 def test_the_order_is_pinned() -> None:
@@ -139,18 +114,6 @@ def test_every_sample_is_equally_likely_at_every_place(samples: int) -> None:
     assert abs(chi_square(counts)) < 5
 
 
-@pytest.mark.parametrize("samples", [13, 64, 100, 1000, 1024])
-def test_neighbours_are_independent(samples: int) -> None:
-    """Steps between neighbouring places are spread evenly, as are the samples of a batch over the data."""
-    epochs = max(1, 400_000 // samples)
-    orders = sample_ids(9, samples, 0, epochs * samples).reshape(epochs, samples)
-    steps = np.bincount(((orders[:, 1:] - orders[:, :-1]) % samples).ravel(), minlength=samples)[1:]
-    assert abs(chi_square(steps)) < 5
-    large = sample_ids(9, 100_003, 0, 50_000)
-    assert abs(np.corrcoef(large[:-1], large[1:])[0, 1]) < 0.02
-    assert abs(np.corrcoef(np.arange(50_000), large)[0, 1]) < 0.02
-
-
 # Windows.
 
 
@@ -182,13 +145,6 @@ def test_windows_are_those_of_the_joined_shards(
     joined = np.arange(sum(lengths))
     naive = [joined[i * sequence : i * sequence + sequence + 1] for i in ids]
     assert np.array_equal(windows, np.array(naive).reshape(len(ids), sequence + 1))
-
-
-def test_an_epoch_predicts_every_token_but_the_first_once(tmp_path: Path) -> None:
-    write_data(tmp_path, counting(5, 1, 7, 20))  # 33 = 8 * 4 + 1
-    shards = TokenShards.open(tmp_path, "train", 4)
-    windows = shards.tokens_at(sample_ids(0, shards.samples, 0, shards.samples))
-    assert sorted(windows[:, 1:].ravel().tolist()) == list(range(1, 33))
 
 
 @pytest.mark.parametrize("sample", [-1, 8])

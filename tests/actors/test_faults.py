@@ -194,11 +194,6 @@ def test_a_save_is_hit_when_it_is_called(
     assert killed == [signal.SIGKILL]
 
 
-def test_other_ranks_are_spared(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
-    assert Saboteur([fault()], 0, tmp_path, stretches).before(5, gradients()) is None
-    assert not (tmp_path / FOLDER).exists()
-
-
 def test_a_stop_is_no_kill(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
     saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, stretches)
     assert len(positions(saboteur, 5, len(stretches), killed)) == 1

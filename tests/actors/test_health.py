@@ -113,13 +113,6 @@ def test_ranks_that_have_finished_owe_no_answer() -> None:
     assert watched.verdict(1000.0) is None
 
 
-def test_last_sign_of_life_is_at_the_latest_the_begin_of_the_call() -> None:
-    watched = vigil(awake={0})
-    assert [watched.last_heard(rank) for rank in (0, 1)] == [100.0, 100.0]
-    watched.beat(1, 0, 102.0)
-    assert [watched.last_heard(rank) for rank in (0, 1, 2)] == [100.0, 102.0, 100.0]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(0.0, 2.0)), max_size=40),
     st.floats(0.0, 12.0),

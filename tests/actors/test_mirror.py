@@ -100,7 +100,7 @@ def test_old_copies_are_removed_by_the_same_rule(url: str, store: CheckpointStor
     ]
 
 
-@pytest.mark.parametrize("copied", [0, 1, 2, 3])
+@pytest.mark.parametrize("copied", [0, 2])
 def test_half_a_copy_is_no_checkpoint(
     url: str, store: CheckpointStore, copied: int, monkeypatch: Any
 ) -> None:
@@ -133,26 +133,6 @@ def test_half_a_copy_is_no_checkpoint(
 
 def brought(url: str, step: int) -> str:
     return f"step {step} is {'read' if url.startswith('file:') else 'fetched'} from {url}"
-
-
-def test_the_newest_good_one_is_found(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = mirror_of(url)
-    paths = {step: publish(store, step) for step in (5, 10, 15)}
-    for path in paths.values():
-        mirror.put(path)
-    files, root = place_of(url)
-    files.pipe_file(f"{root}/step-15/__0_0.distcp", b"\0" * 1000)
-    files.makedirs(f"{root}/step-20")
-    files.pipe_file(f"{root}/step-20/{MANIFEST}", b"not JSON")
-    empty = CheckpointStore(tmp_path / "another")
-    empty.directory.mkdir()
-    path, manifest, [told] = found(empty, mirror)
-    assert "step-20" in told or "step 20 cannot be copied" in told
-    assert "checksum of file __0_0.distcp" in told
-    assert told.endswith(brought(url, 10))
-    assert (manifest.step, contents(path)) == (10, contents(paths[10]))
-    here = sorted(path.name for path in empty.directory.iterdir())
-    assert here == ([] if url.startswith("file:") else ["latest", "step-10"])
 
 
 @given(
@@ -192,14 +172,13 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     assert " ".join(notes).count("has 7 bytes instead of 1000") >= newer
 
 
-OTHERS = [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1"), RunIdentity("theirs", "b2")]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=lambda run: f"{run.name}-{run.mark}")
+@pytest.mark.parametrize(
+    "other", [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1")], ids=["the same name", "the same mark"]
+)
 def test_runs_that_share_a_mirror_do_not_touch_each_other(
     url: str, tmp_path: Path, other: RunIdentity
 ) -> None:
-    """Of the same name, of the same mark, of neither: each keeps two of its own, and goes on from them."""
+    """Each keeps two of its own, and goes on from them."""
     stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
     for run, steps in ((RUN, (500, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
         mirror = mirror_of(url, run)

@@ -3,17 +3,19 @@
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.actors.config import CheckpointConfig, Config, ElasticConfig
+from braid.actors.config import CheckpointConfig, Config, ConfigError, ElasticConfig
 from braid.actors.controller import elastic, interruptions, resizing, restoring
 from braid.actors.controller import group as groups
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import CheckpointError, CheckpointStore
 from braid.actors.controller.mirror import Mirror, MirrorError
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, read_identity
@@ -67,6 +69,11 @@ def died(rank: int) -> WorkerError:
 
 def run(config: Config, launcher: StandInLauncher, options: RunOptions | None = None) -> list[Event]:
     return list(controller_of(config, launcher, options).run())
+
+
+def replan(config: Config, _: Any) -> RunPlan:
+    """Plan a run for another layout."""
+    return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
 
 
 def all_of(*hooks: Callable[..., None]) -> Callable[..., None]:
@@ -596,9 +603,6 @@ def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: P
             time.sleep(0.05)
             raise NoRoomError("another job holds the CPUs")
 
-    def replan(config: Config, _: Any) -> RunPlan:
-        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
-
     with pytest.raises(NoRoomError, match="another job holds the CPUs"):
         list(controller_of(config, Full(room=4), None, replan).run())
 
@@ -626,3 +630,104 @@ def test_growth_that_cannot_be_saved_is_left_out(tmp_path: Path, monkeypatch: py
     events = list(controller_of(config, StandInLauncher(room=4), None, replan).run())
     assert losses(events) == states(12)
     assert "save-failed" in told(events)
+
+
+# -- checkpoints that are late, lost or elsewhere ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hit", [1, 2])
+def test_a_checkpoint_that_a_failure_has_cost_is_made_up_for(tmp_path: Path, hit: int) -> None:
+    """A rank dies as it begins one; copies in memory save the steps, and the checkpoint is still wanted."""
+    config = config_of(tmp_path, train={"steps": 6}, checkpoint={"every": 3, "copies_every": 1})
+    dying = Once("begin_save", hit, died)
+    events = run(config, StandInLauncher(dying))
+    assert dying.done
+    (line,) = read_lines(config.run_directory / "incidents.jsonl")
+    assert line["restored_from"] == "copies in memory"
+    assert [event.record.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5, 6]
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert len(saved) == 2
+    assert 3 <= saved[0] < 6 == saved[1]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].complete
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: Any, **named: Any) -> Any:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(CheckpointStore, "publish", refuses)
+    with pytest.raises(
+        CheckpointError, match=r"step 12 is done, but its checkpoint failed \(.*Stale file handle"
+    ):
+        run(config_of(tmp_path), StandInLauncher())
+
+
+def test_runs_of_one_mirror_go_on_from_their_own_checkpoints(tmp_path: Path) -> None:
+    """Two runs save there; their disk is lost, as a volume may be, and they are started again by themselves,
+    as the first time: whoever does that need not know whether a run has begun."""
+    mirror, again = tmp_path / "mirror", RunOptions(resume=True, again=True)
+    configs = [
+        config_of(
+            tmp_path / "runs",
+            train={"steps": 10, "seed": seed},
+            checkpoint={"every": 2, "keep": 2, "mirror": mirror.as_uri()},
+        ).model_copy(update={"name": name})
+        for seed, name in enumerate(("a", "b"))
+    ]
+
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
+
+    with pytest.raises(ConfigError, match=r"no run in .* to resume"):
+        run(configs[0], StandInLauncher(), RunOptions(resume=True))
+    for config, until in zip(configs, (4, 6), strict=True):
+        assert losses(run(config, StandInLauncher(), replace(again, until=until))) == states(until)
+    before = files()
+    shutil.rmtree(tmp_path / "runs")
+    for config, until in zip(configs, (4, 6), strict=True):
+        events = run(config, StandInLauncher(), again)
+        (started,) = [event for event in events if isinstance(event, Started)]
+        assert f"step {until} is read from {mirror.as_uri()}" in " ".join(started.notes)
+        assert losses(events) == states(10)[until:]
+        others = {path: content for path, content in before.items() if f"/{config.name}/" not in path}
+        assert others.items() <= files().items(), "the other run's files are as they were"
+        before = files()
+    assert losses(run(configs[0], StandInLauncher(), again)) == [], "nothing is left to do"
+
+
+def test_there_is_a_budget(tmp_path: Path) -> None:
+    """Each life of the ranks does a step, so that it is not the same try again."""
+    config = config_of(tmp_path, failure={"max_restarts": 1})
+    dying = all_of(Once("train_step", 2, died), Once("train_step", 4, died))
+    with pytest.raises(WorkerError, match=DIED):
+        run(config, StandInLauncher(dying))
+    kinds = [line["kind"] for line in read_lines(config.run_directory / "events.jsonl")]
+    assert kinds == ["started", "restarted", "started", "failed"]
+
+
+def test_layouts_that_trained_no_step_are_one_incident_with_the_next(tmp_path: Path) -> None:
+    """Machines are fewer each time ranks are to start, down to one."""
+    config = config_of(
+        tmp_path,
+        parallel={"dp": 4},
+        train={"steps": 2, "global_batch": 24},
+        elastic={"min_ranks": 1, "max_ranks": 4, "settle_s": 0.0},
+    )
+
+    def fewer(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "start":
+            launcher.room = max(launcher.room - 1, 1)
+
+    launcher = StandInLauncher(fewer, room=4)
+    events = list(controller_of(config, launcher, None, replan).run())
+    assert [event.record.step for event in events if isinstance(event, StepDone)] == [1, 2]
+    assert told(events) == ["resized"] * 3
+    (line,) = read_lines(config.run_directory / "incidents.jsonl")
+    assert (line["ranks"], line["steps_lost"]) == ([4, 1], 0)
+    assert line["text"].split("; then ") == [
+        f"not all nodes are there: room for {room} of {ranks}" for room, ranks in ((3, 4), (2, 3), (1, 2))
+    ]
+    assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))

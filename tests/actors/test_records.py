@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.actors.config import ConfigError
-from braid.actors.controller import json_lines, records, steps, waiting_lines
+from braid.actors.controller import json_lines, records, waiting_lines
 from braid.actors.controller.json_lines import last_line, read_lines
 from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.reporting import build_report
@@ -55,10 +55,6 @@ def test_the_last_line_is_the_last_that_says_something(
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(f"{line}\n" for line in [*lines, *odd]))
     assert last_line(path) == (json.loads(lines[-1]) if lines else {})
-
-
-def test_no_file_has_no_last_line(tmp_path: Path) -> None:
-    assert last_line(tmp_path / "none.jsonl") == {}
 
 
 def a_record(step: int, **changes: Any) -> StepRecord:
@@ -230,14 +226,6 @@ def test_what_a_failure_lost_belongs_to_the_next_step() -> None:
     clock.goes_on(4)
     now.now += 2.0
     assert clock.step_ends(5)[0] == 2.0, "no step of this process"
-
-
-def test_the_wall_clock_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jumping = iter([7200.0, 0.0, 1e9])
-    monkeypatch.setattr(steps.time, "time", lambda: next(jumping))
-    clock = StepClock()
-    walls = [clock.step_ends(step)[0] for step in range(3)]
-    assert all(0.0 <= wall < 60.0 for wall in walls)
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, written: list[int]) -> None:

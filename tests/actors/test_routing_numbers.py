@@ -13,7 +13,7 @@ from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
-from braid.actors.controller.step_record import StepRecord, read_metrics
+from braid.actors.controller.step_record import read_metrics
 from braid.actors.stage.messages import RoutingSums
 from braid.jobs.display import report_table
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -153,10 +153,3 @@ def test_records_stay_small(layers: int, experts: int, every: int) -> None:
     )
     assert bare < 500
     assert (full - bare) / every < 2560
-
-
-def test_old_records_can_be_read(tmp_path: Path) -> None:
-    content = asdict(a_record(1))
-    del content["experts"]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(content) + "\n")
-    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [StepRecord(**content)]

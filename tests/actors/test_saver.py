@@ -33,21 +33,24 @@ SECONDS = 20.0
 
 
 class Ranks:
-    """One rank that writes at once, or when it may."""
+    """One rank that writes at once, or when it may, or when it is waited for."""
 
     def __init__(self) -> None:
         self.may_write = True
         self.failures: list[str] = []
+        self.again: list[bool] = []
+        """Of all saves in the background that were begun: whether of the state of the one before."""
         self._folder = Path()
 
     def call_all(self, method: Any, *arguments: Any) -> list[Any]:
         if method in (Rank.begin_save, Rank.save):
+            self.again.append(method is Rank.begin_save and arguments[2])
             self._folder = Path(arguments[0])
             (self._folder / ".metadata").write_bytes(b"table")
             (self._folder / "__0_0.distcp").write_bytes(b"state" * 100)
             return [self._written()] if method is Rank.save else [None]
         assert method is Rank.save_finished
-        return [self._written() if self.may_write else None]
+        return [self._written() if self.may_write or arguments[0] else None]
 
     def _written(self) -> Written:
         if self.failures:
@@ -107,6 +110,54 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def mirrored(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path, every=1, keep=1, mirror=f"memory://{uuid.uuid4()}/copies")
     yield run
+    run.close()
+
+
+@pytest.mark.parametrize(("bound", "beside"), [(2, 0), (3, 1)])
+def test_training_waits_rather_than_risk_more_steps(tmp_path: Path, bound: int, beside: int) -> None:
+    """Saves that end only when they are waited for: so many steps are done beside each of them."""
+    run = Run(tmp_path, every=2, lose_at_most=bound)
+    run.ranks.may_write = False
+    for step in range(1, 7):
+        run.step(step)
+        assert step - (run.saved[-1] if run.saved else 0) < bound
+        assert (2 in run.saved) == (step >= 2 + beside)
+    run.close()
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=1, keep=2)
+    run.ranks.may_write = False
+    for step in range(1, 7):
+        run.step(step)
+        assert run.saved == list(range(1, step))
+    run.finish()
+    assert run.saved == [1, 2, 3, 4, 5, 6]
+    names = sorted(path.name for path in run.homes.store.directory.iterdir())
+    assert names == ["latest", "step-5", "step-6"]
+    run.close()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["in the background", "at once"])
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_save_that_fails_is_tried_three_times_with_the_same_state(
+    tmp_path: Path, times: int, asynchronous: bool
+) -> None:
+    run = Run(tmp_path, every=3, asynchronous=asynchronous)
+    run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * times
+    for step in range(1, 7):
+        run.step(step)
+    run.finish()
+    assert run.saved == [3, 6][times - 2 :]
+    told = [event.text for event in run.told if isinstance(event, Incident)]
+    ends = ["it is tried again", "it is tried again", "training goes on"][:times]
+    assert len(told) == times
+    for text, end in zip(told, ends, strict=True):
+        assert text.startswith("the checkpoint of step 3 failed (rank 0: [Errno 5] Input/output error)")
+        assert text.endswith(end)
+    assert run.ranks.again == [False, *([asynchronous] * 2), False]
+    kinds = [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")]
+    assert kinds.count("save-failed") == times
     run.close()
 
 

@@ -232,7 +232,7 @@ def test_masters_are_in_shares(zero: int, dtype: torch.dtype) -> None:
 def test_plans_cut_what_the_linker_says(layout: ParallelLayout) -> None:
     """Elements of every flat memory, and the ranks that it is cut over, are known without a model."""
     model, kinds = held(layout, SHAPE, 0), {"tp", "ends", "edp"}
-    for plan in bucket_plans(model.parameters, model.context.place, layout.copies, 1 << 30):
+    for plan in bucket_plans(model.parameters, model.context.place, 1 << 30):
         own = model._buckets.of(plan.chunk)
         chosen = own if plan.bucket is None else own[plan.bucket : plan.bucket + 1]
         counts = Counter[frozenset[str]]()

@@ -85,8 +85,9 @@ def run_rank(rank: int, folder: str, port: int, asynchronous: bool, limited: boo
         dist.barrier()
 
 
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["in the background", "at once"])
-@pytest.mark.parametrize("limited", [False, True], ids=["as ranks save", "with a limit"])
+@pytest.mark.parametrize(
+    ("asynchronous", "limited"), [(True, False), (False, True)], ids=["as ranks save", "with a limit"]
+)
 def test_a_rank_may_write_for_longer_than_ranks_wait_for_each_other(
     tmp_path: Path, asynchronous: bool, limited: bool
 ) -> None:

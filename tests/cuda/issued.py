@@ -6,8 +6,10 @@ it takes how many parameters each bucket has.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from braid.scheduling import code as linked
 from braid.scheduling.buckets import flat_elements, share_elements
@@ -17,12 +19,92 @@ from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Direction, Gather, Prefetch, Receive, Reduce, Send, Step
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.topology import Topology
-from tests.cuda.actions import Action, Call, Compute, Group, Start, Synchronise, Wait
+
+COMPUTE = "compute"
+"""The stream of computation."""
 
 
-def issued(
-    code: Code, model: ModelShape, hosts: Sequence[str] = (), *, barriers: bool = False
-) -> list[list[Action]]:
+class Group(NamedTuple):
+    """A process group, or one of its communicators."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel of a communicator."""
+
+    kind: str
+    group: Group
+    elements: int
+    peer: int | None = None
+    """Of a message, the other rank."""
+    what: str = ""
+    """What travels, named alike by all members. NCCL knows nothing of it; data would be mixed up."""
+    batched: bool = False
+    """Whether it is one of several messages in a kernel of the group's own communicator."""
+
+    def __str__(self) -> str:
+        way = "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+        return f"{self.kind}{way} of {self.elements} on {self.group.name}{f': {self.what}' * bool(self.what)}"
+
+    def communicator(self, rank: int) -> Group:
+        """The communicator that runs it; each pair of ranks has one for messages by themselves."""
+        if self.peer is None or self.batched:
+            return self.group
+        low, high = sorted((rank, self.peer))
+        return Group(f"{self.group.name} {low}:{high}", (low, high))
+
+    def line(self, rank: int) -> tuple[object, ...]:
+        """What it is counted along: the members' collectives, or the messages from one rank to another."""
+        return {"send": (rank, self.peer), "receive": (self.peer, rank)}.get(self.kind, ())
+
+    def meets(self, other: "Call") -> bool:
+        """Whether another member's call of the same number is this one's counterpart."""
+        kinds = {self.kind, other.kind}
+        same = (self.elements, self.what) == (other.elements, other.what)
+        return same and len(kinds) == (1 if self.peer is None else 2)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Kernels on the compute stream."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Issue calls from a side stream, after what was computed so far (`CudaStreams.start`). Messages that are
+    batched are one kernel."""
+
+    name: str
+    side: str
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Let the compute stream wait for what was started under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Synchronise:
+    """Let the host wait for its device, or for the compute stream alone."""
+
+    name: str
+    everything: bool = True
+
+
+Action = Compute | Start | Wait | Synchronise
+Programs = Sequence[Sequence[Action]]
+"""What every rank's host issues, by rank."""
+
+
+def issued(code: Code, model: ModelShape, hosts: Sequence[str] = (), *, barriers: bool = False) -> Programs:
     """The programs of all ranks; ``hosts``: of the ranks, by default one.
 
     ``barriers``: whether a barrier synchronises the device, which is wrong; `CudaStreams.barrier` orders
@@ -52,7 +134,7 @@ class Groups:
 
     def shared(self, axis: str) -> Group:
         """The ranks that share parameters along an axis."""
-        if axis not in ("ends", "copies"):
+        if axis != "ends":
             return self.line(axis)
         return Group("ends", tuple(sorted((self.rank, self.peer(self._other_end)))))
 
@@ -68,7 +150,7 @@ class Groups:
 
     def stream(self, axis: str) -> Stream:
         """Where what a group along an axis exchanges is queued."""
-        if axis in ("ends", "copies"):
+        if axis == "ends":
             return self.stream_to(self._other_end)
         return self._topology.between(self._members[axis])
 
@@ -223,12 +305,12 @@ class Issuer:
         return [share_elements(count, ways) for count, ways in cut if ways > 1]
 
     def _place(self, what: Reduce | Gather) -> str:
-        """What is summed, as all members name it: a chunk of the model, in each of its copies; the table."""
+        """What is summed, as all members name it: a chunk; the table."""
         if what.chunk is None:
             return "norm"
         if what.axis == "ends":
             return "table"
-        return f"chunk {what.chunk % self._code.layout.chunks_per_copy}{_bucket(what)}"
+        return f"chunk {what.chunk}{_bucket(what)}"
 
     def _summed(self, reduce: Reduce) -> list[int]:
         """Elements of what is summed (`GradientBuckets._summed`); of the norm, a number for each parameter of
@@ -254,7 +336,7 @@ class Issuer:
                 of_axes[axes].append(count)
         found = []
         for axes in sorted(of_axes, key=lambda axes: (len(axes), axes)):
-            if what.axis in (*axes, "copies", "replica"):  # over which all is summed
+            if what.axis in (*axes, "replica"):  # over which all is summed
                 counts = of_axes[axes] if layout.zero else [sum(of_axes[axes])]
                 summed = {name for axis in axes for name in layout.mesh.factors_of(axis)}
                 ways = layout.mesh.size([name for name in layout.mesh.sharded if name in summed])

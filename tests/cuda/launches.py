@@ -25,7 +25,7 @@ from tests.cuda.entries import Kernel, Made, Operator, Recorded, Waited
 from tests.cuda.steps import Case, recorded
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "launches.json"
-SCHEDULES = ("megatron", "wavelet", "dhelix", "braid_w")
+SCHEDULES = ("megatron", "wavelet", "dhelix", "braid:w")
 PRICES_US = {"dispatches": 5.0, "events": 1.0, "waits": 0.5, "collectives": 12.0, "python": 0.06}
 """Of one each, on a host of 2023: an eager operator of PyTorch on CUDA from Python to the driver, an event, a
 wait, a call of NCCL through torch, a call of a Python function. Assumed, not measured: no GPU was there."""
@@ -113,7 +113,7 @@ def main() -> None:
     print("\ntokens of a micro-batch, compute of a layer of Llama-3.1-8B at tp 8 on an H100 (us):")
     for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768):
         print(f"{tokens:7d} {device_us(tokens):9.0f}")
-    eager = host_us(found["braid_w"])
+    eager = host_us(found["braid:w"])
     print(
         f"\nlaunch-bound below {launch_bound(eager)} tokens at tp 8 ({eager:.0f} us a layer and micro-batch);"
     )

@@ -32,10 +32,10 @@ from braid.scheduling.schedule import Gather, Reduce
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.steps import Case
 
-PAIRED = Case(schedule="braid_w", tp=2, micro_batches=2)
+PAIRED = Case(schedule="braid:w", tp=2, micro_batches=2)
 PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
 STAGES = Case(schedule="megatron", pp=2, micro_batches=3)
-REPLICAS = Case(schedule="braid_w", dp=2, micro_batches=2)
+REPLICAS = Case(schedule="braid:w", dp=2, micro_batches=2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,9 +123,7 @@ def _() -> AbstractContextManager[Any]:
     return _given_back_at_once("all_to_all")
 
 
-@mutant(
-    "rows are put in order where others are on their way from", replace(EXPERTS, schedule="two_beside_one")
-)
+@mutant("rows are put in order where others are on their way from", replace(EXPERTS, schedule="wavelet"))
 def _() -> AbstractContextManager[Any]:
     """One strand's go to the experts, gradients of the other's come back."""
     forward, gradient = Permute.forward, Regroup.input_gradient

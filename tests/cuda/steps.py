@@ -138,7 +138,8 @@ class Case:
         parallel |= {"tensor_degrees": list(self.degrees)} if self.degrees else {}
         train = {"micro_batch": MICRO_BATCH, "global_batch": self.micro_batches * MICRO_BATCH * self.dp}
         train |= {"recompute": self.recompute, "reduce_dtype": "bf16" if self.rounded else None, **OPTIMIZER}
-        overlap = {"schedule": self.schedule, "cuda_graphs": self.graph}
+        schedule, _, pipeline = self.schedule.partition(":")
+        overlap = {"schedule": schedule, "pipeline": pipeline or None, "cuda_graphs": self.graph}
         sections = {"parallel": parallel, "train": train, "overlap": overlap, "telemetry": {"spans": False}}
         return parse_config(sections)
 

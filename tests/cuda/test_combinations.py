@@ -6,10 +6,8 @@ operations as predicted, no race. What does not suit the model is in other tests
 validation, checkpoints.
 """
 
-import json
 import os
 import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -20,17 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from braid.jobs.data.corpus import Corpus
-from braid.jobs.data.prepare import prepare
-from braid.jobs.planning.work import Request, fixed_setting
-from braid.scheduling.code import Compute, Start, name_of
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.partitions import mega_scale
-from braid.scheduling.memory import rank_memory
-from braid.scheduling.planner.decide import Outcome, evaluate
-from tests.cuda.training import Trained, train
-from tests.end_to_end.runs import BYTES_VOCABULARY, PlainRun, run_plain, small_config
-from tests.scheduling.plans import cluster
+from braid.scheduling.planner.decide import Outcome
+from tests.cuda.training import Runs, Trained, assert_predicted, assert_same_bits, short_documents
+from tests.end_to_end.runs import PlainRun
 
 SEED = int(os.environ["BRAID_TEST_SEED"])
 """Of weights and text; which cases there are does not depend on it."""
@@ -227,65 +219,44 @@ def cases() -> tuple[Case, ...]:
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short documents: a sample has several, and some go over the borders of samples and ranks."""
-    folder, generator = tmp_path_factory.mktemp("text"), random.Random(SEED)
-    lengths = [generator.choice((1, 3, 8, 15, 40)) for _ in range(1500)]
-    texts = ("".join(generator.choices("abcdef \n", k=length)) for length in lengths)
-    file = folder / "short.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    corpus = Corpus(files=[str(file)], validation_fraction=0.1)
-    return prepare(corpus, output=folder / "data", executor=map).output
-
-
-class Runs:
+class Combined(Runs):
     """Runs of this module, each done once."""
 
     def __init__(self, folder: Path, data: Path) -> None:
-        self._folder, self._data = folder, data
-        self._plain: dict[str, PlainRun] = {}
+        super().__init__(folder, data, STEPS)
         self._serial: dict[Case, Trained] = {}
 
-    def of(self, case: Case) -> tuple[Outcome, Trained]:
-        """On the model of the machine, with the decisions for links on which communication is slow."""
-        config = small_config(self._folder, **case.sections)
-        shape = config.check(BYTES_VOCABULARY)
-        spec = cluster(gpus=config.layout().ranks, intra=4e8)
-        setting = fixed_setting(Request(config, shape, spec))
-        if case.partition == "pieces" and case.schedule != "intra_batch":
-            setting = replace(setting, partitions=mega_scale(2))
-        outcome = evaluate(setting, spec)
-        return outcome, train(config, shape, outcome.code.schedule, self._data, steps=STEPS)
+    def trained(self, case: Case) -> tuple[Outcome, Trained]:
+        """On the model of the machine."""
+        cut = case.partition == "pieces" and case.schedule != "intra_batch"
+        return self.of(case.sections, **({"partitions": mega_scale(2)} if cut else {}))
 
     def serial(self, case: Case) -> Trained:
         """The serial schedule on the same layout."""
         if case.serial not in self._serial:
-            self._serial[case.serial] = self.of(case.serial)[1]
+            self._serial[case.serial] = self.trained(case.serial)[1]
         return self._serial[case.serial]
 
-    def plain(self, case: Case) -> PlainRun:
+    def reference(self, case: Case) -> PlainRun:
         """Plain PyTorch on one rank; in single precision where the case is in bfloat16."""
         sections = case.plain
         if case.dtype == "bf16":
             sections["train"]["dtype"] = "fp32"
-        key = json.dumps(sections)
-        if key not in self._plain:
-            self._plain[key] = run_plain(small_config(self._folder, **sections), self._data)
-        return self._plain[key]
+        return self.plain(sections)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("combinations"), data)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Combined:
+    folder = tmp_path_factory.mktemp("combinations")
+    return Combined(folder / "runs", short_documents(folder, SEED))
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_a_combination(runs: Runs, case: Case) -> None:
-    outcome, run = runs.of(case)
+def test_a_combination(runs: Combined, case: Case) -> None:
+    outcome, run = runs.trained(case)
     assert run.faults == []
     assert_predicted(outcome, run)
-    plain, tolerance = runs.plain(case), TOLERANCE.get(case.dtype, ROUNDED)
+    plain, tolerance = runs.reference(case), TOLERANCE.get(case.dtype, ROUNDED)
     assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
     if case.dtype == "bf16":
         return
@@ -295,31 +266,7 @@ def test_a_combination(runs: Runs, case: Case) -> None:
         found = {name: tensor for name, tensor in run.parameters().items() if name in trained}
         torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
     if case.zero < 2:  # in shares, replicas' gradients are summed more often, in another order
-        serial = runs.serial(case)
-        assert run.losses == serial.losses
-        assert run.gradient_norms == serial.gradient_norms
-        ours, theirs = run.parameters(), serial.parameters()
-        assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-
-
-def assert_predicted(outcome: Outcome, run: Trained) -> None:
-    """Memory to the byte, and every operation by name, on every rank."""
-    setting = outcome.setting
-    for rank, watch in zip(run.ranks, run.watches, strict=True):
-        stage = rank.mesh.position["pp"]
-        linked = [one for stretch in outcome.code.stages[stage] for one in stretch.operations]
-        linked = [one for one in linked if isinstance(one, Compute | Start)]
-        assert watch.ran == Counter(name_of(one.what) for one in linked)
-        simulated = outcome.simulation.ranks[stage]
-        executed = [one.operation for one in simulated.executed]
-        executed += [one.operation for block in simulated.blocks for one in block.course.executed]
-        # What another rank sends, and sums of nothing, take no time of this rank.
-        free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
-        told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
-        assert told == watch.ran - Counter(name_of(one.what) for one in free)
-        if not setting.model.experts:  # how many rows come to an expert, routers decide
-            memory = rank_memory(outcome.code, setting.model, setting.dtype, stage)
-            assert watch.meter.peak_bytes == memory.activation_bytes
+        assert_same_bits(run, runs.serial(case))
 
 
 def test_every_pair_that_can_be_is_there() -> None:

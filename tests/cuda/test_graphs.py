@@ -19,14 +19,13 @@ from braid.actors.stage.step_graph import StepGraph, step_graph
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.norm import RMSNorm
-from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay import Replay, same
 from tests.cuda.steps import MICRO_BATCH, Case, Ranked, made, recorded
 from tests.cuda.test_machine import SEVERAL_STAGES
 from tests.cuda.verdict import faults, left
-from tests.scheduling.cases import exists
+from tests.scheduling.cases import LOWERED, exists
 
 pytestmark = pytest.mark.alone
 
@@ -39,16 +38,16 @@ def cases() -> list[Case]:
     """Every schedule, over stages or tensor parallel as it comes, and some over both and over replicas."""
     layouts: list[dict[str, int]] = [{"pp": 2}, {"tp": 2}]
     found = []
-    for n, name in enumerate(SCHEDULES):
+    for n, name in enumerate(LOWERED):
         stages = name in SEVERAL_STAGES or (n % 2 == 0 and exists(name, 2, 4))
         found.append(Case(schedule=name, **layouts[not stages]))
-    found += [Case(schedule="braid_w", tp=2, pp=2, micro_batches=2), Case(schedule="braid_w", dp=2)]
+    found += [Case(schedule="braid:w", tp=2, pp=2, micro_batches=2), Case(schedule="braid:w", dp=2)]
     for zero in (1, 2, 3):
         found.append(Case(schedule="ddp", dp=2, zero=zero, least=4096, micro_batches=2))
     found += [Case(schedule="ddp", dp=2, zero=zero, micro_batches=2, rounded=True) for zero in (0, 2)]
-    found.append(Case(schedule="braid_w", cp=2, ring=True, micro_batches=2))
+    found.append(Case(schedule="braid:w", cp=2, ring=True, micro_batches=2))
     found.append(Case(schedule="expert_overlap", dp=2, ep=2, capacity=True, micro_batches=2))
-    return [*found, Case(schedule="braid_w", tp=2, dp=2, zero=3, micro_batches=2)]
+    return [*found, Case(schedule="braid:w", tp=2, dp=2, zero=3, micro_batches=2)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -61,7 +60,7 @@ def test_a_graph_changes_no_bit(case: Case) -> None:
     "case",
     [
         Case(schedule="megatron", experts=True, capacity=True),
-        Case(schedule="braid_w", dp=2, experts=True, capacity=True),
+        Case(schedule="braid:w", dp=2, experts=True, capacity=True),
     ],
     ids=lambda case: case.name,
 )
@@ -82,9 +81,9 @@ def test_what_routers_do_in_a_graph_is_added_up_once_a_step(case: Case) -> None:
     "case",
     [
         Case(schedule="dhelix", tp=2),
-        Case(schedule="braid_w", tp=2),
+        Case(schedule="braid:w", tp=2),
         Case(schedule="ddp", dp=2, zero=2, least=4096),
-        Case(schedule="braid_w", dp=2, zero=3, least=4096),
+        Case(schedule="braid:w", dp=2, zero=3, least=4096),
     ],
     ids=lambda case: case.name,
 )
@@ -272,7 +271,7 @@ def test_a_layer_more_costs_the_host_nothing() -> None:
     """A step's passes are one launch, whatever there is in them."""
 
     def calls(layers: int) -> tuple[int, int]:
-        case = replace(SINGLE, schedule="braid_w", tp=2, layers=layers, steps=STEPS, graph=True)
+        case = replace(SINGLE, schedule="braid:w", tp=2, layers=layers, steps=STEPS, graph=True)
         found: Counter[str] = Counter()
 
         def count(frame: Any, event: str, argument: object) -> None:
@@ -303,7 +302,7 @@ def _made(by_name: bool, *made_of: Any, **how: Any) -> StepGraph:
     return StepGraph(*made_of, **{**how, "always": by_name})
 
 
-PAIR = Case(schedule="braid_w", tp=2, micro_batches=2, steps=STEPS, graph=True)
+PAIR = Case(schedule="braid:w", tp=2, micro_batches=2, steps=STEPS, graph=True)
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["auto", "true"])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.cuda.actions import Start
 from tests.cuda.entries import Kernel
-from tests.cuda.issued import issued
+from tests.cuda.issued import Start, issued
 from tests.cuda.log import RankLog
 from tests.cuda.steps import Case, recorded
 
@@ -37,7 +36,7 @@ def as_said(program: list[object], rank: int) -> list[Issued]:
     [
         Case(schedule="wavelet", tp=2),
         Case(schedule="interleaved", pp=2, dp=2),
-        Case(schedule="braid_w", tp=2, pp=2, ends=True),
+        Case(schedule="braid:w", tp=2, pp=2, ends=True),
         Case(schedule="intra_batch", tp=2, pp=2, dp=2),
         Case(schedule="dhelix", tp=2, pp=2, gpt=True),
         Case(schedule="ddp", tp=2, dp=2),
@@ -46,18 +45,16 @@ def as_said(program: list[object], rank: int) -> list[Issued]:
         Case(schedule="ddp", tp=2, dp=2, zero=2, least=4096),
         Case(schedule="ddp", tp=2, dp=2, zero=3, least=4096),
         Case(schedule="megatron", pp=2, dp=2, zero=3, least=4096, tied=True),
-        Case(schedule="folded", pp=2, dp=2, zero=2, tied=True),
-        Case(schedule="braid_w", tp=2, pp=2, dp=2, zero=3, ends=True),
-        Case(schedule="bidirectional", pp=2, dp=2, zero=3),
-        Case(schedule="bidirectional", pp=2),
+        Case(schedule="megatron:folded", pp=2, dp=2, zero=2, tied=True),
+        Case(schedule="braid:w", tp=2, pp=2, dp=2, zero=3, ends=True),
         Case(schedule="ddp", dp=4, zero=3, shards=2, least=4096),
-        Case(schedule="braid_together_2", dp=2),
-        Case(schedule="braid_v", pp=2, dp=2),
+        Case(schedule="braid:together_2", dp=2),
+        Case(schedule="braid:v", pp=2, dp=2),
         Case(schedule="megatron", cp=2),
         Case(schedule="dhelix", cp=4, ring=True),
         Case(schedule="wavelet", tp=2, cp=2, ring=True),
         Case(schedule="expert_overlap", pp=2, dp=2, ep=2, capacity=True),
-        Case(schedule="braid_w", tp=2, dp=2, ep=2, capacity=True),
+        Case(schedule="braid:w", tp=2, dp=2, ep=2, capacity=True),
         Case(schedule="megatron", dp=4, ep=2, capacity=True, zero=3, least=4096),
         Case(schedule="ddp", dp=2, cp=2, ep=2, capacity=True, zero=2, least=4096),
     ],

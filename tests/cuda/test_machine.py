@@ -11,7 +11,6 @@ import torch
 
 from braid.actors.stage.sharing import passing
 from braid.actors.stage.step_graph import StepGraph
-from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda import mutants_of_exchanges, mutants_of_stages  # noqa: F401 (they register theirs)
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog
@@ -20,7 +19,7 @@ from tests.cuda.mutants import MUTANTS, Mutant
 from tests.cuda.replay import Replay, same
 from tests.cuda.steps import Case, made, recorded
 from tests.cuda.verdict import faults, left
-from tests.scheduling.cases import exists
+from tests.scheduling.cases import LOWERED, exists, kind_of
 
 LAYOUTS: list[dict[str, int]] = [
     {"tp": 2},
@@ -32,28 +31,28 @@ LAYOUTS: list[dict[str, int]] = [
 SHARDED: list[tuple[str, dict[str, int]]] = [
     ("megatron", {"dp": 2}),
     ("ddp", {"tp": 2, "dp": 2}),
-    ("braid_together_4", {"dp": 2}),
-    ("folded", {"pp": 2, "dp": 2}),
-    ("braid_w", {"tp": 2, "pp": 2, "dp": 2}),
+    ("braid:together_4", {"dp": 2}),
+    ("megatron:folded", {"pp": 2, "dp": 2}),
+    ("braid:w", {"tp": 2, "pp": 2, "dp": 2}),
 ]
 """With optimizer states in shares; and with gradients, and parameters."""
 CUT: list[tuple[str, dict[str, int]]] = [
     ("ddp", {"dp": 2}),
-    ("braid_together_2", {"tp": 2, "dp": 2}),
-    ("braid_w", {"dp": 2}),
-    ("braid_w", {"pp": 2, "dp": 2, "tied": 1}),
+    ("braid:together_2", {"tp": 2, "dp": 2}),
+    ("braid:w", {"dp": 2}),
+    ("braid:w", {"pp": 2, "dp": 2, "tied": 1}),
     ("ddp", {"dp": 4, "shards": 2}),
 ]
 """The same, of parts that have several buckets."""
 EXCHANGED: list[Case] = [
     Case(schedule="megatron", cp=2),
     Case(schedule="wavelet", cp=2, ring=True, tp=2),
-    Case(schedule="braid_w", cp=4, ring=True, micro_batches=2),
+    Case(schedule="braid:w", cp=4, ring=True, micro_batches=2),
     Case(schedule="expert_overlap", cp=2, ep=2),
     Case(schedule="expert_overlap", dp=2, ep=2, pp=2),
     Case(schedule="megatron", dp=2, ep=2, tp=2),
     Case(schedule="dhelix", dp=2, cp=2, ep=4, ring=True, micro_batches=2),
-    Case(schedule="braid_w", dp=4, ep=2, zero=3, least=4096, micro_batches=2, steps=2),
+    Case(schedule="braid:w", dp=4, ep=2, zero=3, least=4096, micro_batches=2, steps=2),
     Case(schedule="wavelet", dp=2, ep=2, tp=2, capacity=True, micro_batches=2),
 ]
 """Over cp and ep: around a ring, to experts and back."""
@@ -73,14 +72,14 @@ ROUNDED: list[Case] = [
     Case(schedule="megatron", tp=2, dp=2, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=2, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2),
-    Case(schedule="braid_w", tp=2, dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="braid:w", tp=2, dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=4, zero=3, shards=2, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="megatron", pp=2, dp=2, zero=2, tied=True, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=4, micro_batches=2, partitions=("dp/all_reduce mesh 2x2 order 1,0",)),
     Case(schedule="ddp", dp=4, zero=2, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
 ]
 """With gradients that are rounded for the way."""
-SEVERAL_STAGES = ("interleaved", "bidirectional", "eager", "zbv", "dualpipev")
+SEVERAL_STAGES = ("interleaved", "megatron:eager_1f1b", "zbv", "dualpipev")
 ORDERS = 60
 """Of each recorded step; `make races` runs 300."""
 SEED = random.SystemRandom().randrange(2**31)
@@ -91,12 +90,12 @@ pytestmark = pytest.mark.alone
 def cases() -> list[Case]:
     """Every schedule on the layout with all axes, and on one of the others by turns."""
     found = []
-    for number, (name, kind) in enumerate(SCHEDULES.items()):
+    for number, name in enumerate(LOWERED):
         for layout in (LAYOUTS[-1], LAYOUTS[number % (len(LAYOUTS) - 1)]):
             count, stages = 4, layout.get("pp", 1)
             if exists(name, stages, count) and (stages > 1 or name not in SEVERAL_STAGES):
                 found.append(Case(schedule=name, micro_batches=count, **layout))
-        if kind.searched:
+        if kind_of(name).searched:
             found.append(Case(schedule=name, tp=2, pp=2, micro_batches=4, ends=True))
     for zero in (1, 2, 3):
         for name, layout in SHARDED:
@@ -127,21 +126,21 @@ PARTITIONED = (
     ),
     Case(schedule="ddp", dp=4, micro_batches=2, partitions=("dp/all_reduce mesh 2x2 order 1,0",)),
     Case(schedule="ddp", dp=4, zero=1, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
-    Case(schedule="braid_together_2", dp=4, zero=2, micro_batches=2, steps=2, partitions=STAGED),
+    Case(schedule="braid:together_2", dp=4, zero=2, micro_batches=2, steps=2, partitions=STAGED),
     Case(schedule="ddp", dp=4, zero=3, least=LEAST, micro_batches=2, steps=2, partitions=STAGED),
 )
 
 
 ORDERED = [
     Case(schedule="megatron", tp=2, micro_batches=2),
-    Case(schedule="braid_w", tp=2, micro_batches=2),
-    Case(schedule="braid_w", dp=2, micro_batches=2, gpt=True),
+    Case(schedule="braid:w", tp=2, micro_batches=2),
+    Case(schedule="braid:w", dp=2, micro_batches=2, gpt=True),
     Case(schedule="dhelix", pp=2, micro_batches=4, gpt=True),
     Case(schedule="wavelet", tp=2, pp=2, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=1, micro_batches=2, steps=2),
-    Case(schedule="braid_w", dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
+    Case(schedule="braid:w", dp=2, zero=2, least=LEAST, micro_batches=2, steps=2),
     Case(schedule="ddp", dp=2, zero=3, least=LEAST, micro_batches=2, steps=2),
-    Case(schedule="braid_together_2", tp=2, dp=2, zero=3, micro_batches=2, steps=2),
+    Case(schedule="braid:together_2", tp=2, dp=2, zero=3, micro_batches=2, steps=2),
     *PARTITIONED,
     Case(schedule="megatron", cp=4, ring=True, micro_batches=1),
     Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2),
@@ -175,7 +174,7 @@ def test_every_order_leaves_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"least": LEAST}], ids=["dp", "tp", "buckets"])
-@pytest.mark.parametrize("schedule", ["ddp", "braid_w"])
+@pytest.mark.parametrize("schedule", ["ddp", "braid:w"])
 def test_what_is_in_shares_changes_rounding_at_most(schedule: str, layout: dict[str, int]) -> None:
     """Cutting parameters beside gradients changes no bit; cutting gradients, the order of their sums."""
     losses = []
@@ -208,7 +207,7 @@ def test_rounded_gradients_are_half_the_bytes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("least", [Case.least, LEAST])
-@pytest.mark.parametrize("schedule", ["megatron", "ddp", "braid_w"])
+@pytest.mark.parametrize("schedule", ["megatron", "ddp", "braid:w"])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_step_leaves_shares_alone(zero: int, schedule: str, least: int) -> None:
     """Whole buckets are gone by its end: of gradients, and with ZeRO 3 of parameters."""
@@ -220,7 +219,7 @@ def test_a_step_leaves_shares_alone(zero: int, schedule: str, least: int) -> Non
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["megatron", "ddp", "braid_w"])
+@pytest.mark.parametrize("schedule", ["megatron", "ddp", "braid:w"])
 def test_the_next_steps_gathers_are_under_way_at_the_end_of_a_step(zero: int, schedule: str) -> None:
     """Of every bucket, behind its update; unless parameters are in shares, or nothing overlaps."""
     _, ranks = recorded(Case(schedule=schedule, dp=2, zero=zero, least=LEAST, micro_batches=2))
@@ -306,16 +305,16 @@ def wrong_copies(wanted: dict[int, dict[int, dict[str, torch.Tensor]]], run: Sur
 
 LOSSES = [
     Case(schedule="megatron", tp=2, micro_batches=2),
-    Case(schedule="braid_w", dp=2, micro_batches=2),
+    Case(schedule="braid:w", dp=2, micro_batches=2),
     Case(schedule="dhelix", pp=2, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=1, micro_batches=2),
     Case(schedule="ddp", dp=2, zero=2, micro_batches=2),
-    Case(schedule="braid_w", dp=2, zero=3, micro_batches=2),
+    Case(schedule="braid:w", dp=2, zero=3, micro_batches=2),
     Case(schedule="megatron", cp=2, ring=True, micro_batches=1),
     Case(schedule="megatron", dp=2, ep=2, micro_batches=1),
     Case(schedule="oases", tp=2, degrees=(1, 2), recompute="fine full", micro_batches=2),
-    Case(schedule="braid_w", tp=2, micro_batches=2, steps=3, graph=True),  # in the step that captures
-    Case(schedule="braid_w", dp=2, micro_batches=2, steps=4, graph=True),
+    Case(schedule="braid:w", tp=2, micro_batches=2, steps=3, graph=True),  # in the step that captures
+    Case(schedule="braid:w", dp=2, micro_batches=2, steps=4, graph=True),
 ]
 
 

@@ -7,14 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.one_card import Card, CardRank
 from tests.cuda.steps import Case, made
 from tests.cuda.test_machine import PARTITIONED, SEVERAL_STAGES, cases
 from tests.cuda.verdict import left
-from tests.scheduling.cases import exists
+from tests.scheduling.cases import LOWERED, exists
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -87,7 +86,7 @@ def on_one_card() -> list[Case]:
     pairs = [
         Case(schedule=name, **{axis: 2})
         for axis in ("tp", "pp", "dp")
-        for name in SCHEDULES
+        for name in LOWERED
         if exists(name, 2 if axis == "pp" else 1, 4) and (axis == "pp" or name not in SEVERAL_STAGES)
     ]
     more = [case for case in (*cases(), *PARTITIONED) if case.layout.ranks <= MOST_RANKS]

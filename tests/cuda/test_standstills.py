@@ -1,184 +1,255 @@
-"""What brings steps to a standstill: first uses, barriers, few communicators, few slots, few queues."""
+"""Every schedule that runs, as what its ranks issue on CUDA: members of communicators agree, nothing stands.
 
+Communicators are made at set-up (`Mesh.warm_up`). The check itself must find what is made up to be wrong.
+"""
+
+import random
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
-from tests.cuda.actions import FirstUse, Synchronise, most_streams, unequal
-from tests.cuda.kernels_in_flight import Machine, deadlock
-from tests.cuda.orders import orders
-from tests.cuda.profiled import profiled
-from tests.cuda.programs import (
-    EAGER,
-    EVERY_CASE,
-    EXPERTS,
-    FORWARD,
-    LAZY,
-    WARM,
-    forward_passes,
-    programs,
-    runs,
+from braid.scheduling import buckets
+from braid.scheduling.link import link
+from braid.scheduling.lowering.lower import training_schedule, validation_schedule
+from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.partitions import mega_scale
+from braid.scheduling.planner.decide import evaluate
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.units import unit_parts
+from tests.cuda.issued import Action, Call, Compute, Group, Programs, Start, Synchronise, Wait, issued
+from tests.cuda.standstills import standstill, streams_of, unequal
+from tests.scheduling import plans
+from tests.scheduling.cases import (
+    GPT,
+    LLAMA,
+    LOWERED,
+    choices_for,
+    exists,
+    layout_for,
+    model_for,
+    model_parts,
+    parts_for,
+    setting_for,
+    valid_schedules,
 )
-from tests.scheduling.cases import SUB_BATCHES
 
 pytestmark = pytest.mark.alone
 
-
-def test_profiling_with_communicators_made_on_first_use() -> None:
-    """Finding A6: to swap, the lower of two stages first uses "up" and the upper one first uses "down"."""
-    for stages in (1, 2, 3, 4, 8):
-        ranks = profiled(stages)
-        assert unequal(ranks, FirstUse.LAZY) is None
-        assert deadlock(ranks, EAGER) is None
-        assert deadlock(ranks, WARM) is None
-        stands = deadlock(ranks, LAZY)
-        assert (stands is not None) == (stages % 2 == 0)
-        assert stands is None or stands == (
-            "a circle (lazy):\n"
-            "  rank 0: its host is blocked by the first use of F up 0:1 (at beside an operator, -1), "
-            "until rank 1 uses it\n"
-            "  rank 1: its host is blocked by the first use of F down 0:1 (at beside an operator, -1), "
-            "until rank 0 uses it"
-        )
-    one_slot = deadlock(profiled(2), replace(EAGER, slots=1))
-    assert one_slot is not None, "both ranks run what they receive first"
-    assert deadlock(profiled(2), replace(EAGER, slots=2)) is None
+SMALL = replace(LLAMA, layers=1)
+"""A layer for every chunk."""
+EXPERTS = replace(SMALL, family="moe", experts=8, top_k=2, balance_loss=0.1)
+"""The host has to know how many rows go where, before it can go on."""
+NAMES = pytest.mark.parametrize("name", LOWERED)
 
 
-@EVERY_CASE
-def test_few_micro_batches_with_communicators_made_on_first_use(name: str, hop: int) -> None:
-    """A host that starts a receive early is blocked before it computes what the other one waits for."""
-    ahead = max(1, hop - 1)  # blocks that a receive is started early
-    if name in SUB_BATCHES:
-        ahead *= 2  # micro-batches of these
-    for p in (1, 2, 3, 8):
-        for m in (m for m in {1, 2, 3, 4, 2 * p} if runs(name, p, m)):
-            stands = deadlock(programs(name, p, m, hop=hop), LAZY)
-            assert (stands is not None) == (p > 1 and m <= ahead), (p, m, stands)
-            assert stands is None or stands.count("blocked by the first use of") == stands.count("\n")
+def programs(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    tp: int = 1,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    zero: int = 0,
+    model: ModelShape = SMALL,
+    hosts: int = 1,
+    barriers: bool = False,
+    ends: bool = False,
+    **more: object,
+) -> Programs:
+    """What all ranks issue. hosts: so many. barriers: see `issued`. ends: see `choices_for`."""
+    layout = replace(layout_for(name, stages, tp, dp, zero), cp=cp, ep=ep)
+    setting = setting_for(name, layout, micro_batches, model=model, **more)
+    parts = parts_for(setting)
+    schedule = training_schedule(setting, parts, choices_for(setting, ends=ends))
+    code = link(schedule, layout, setting.model.kinds, parts)
+    places = [str(rank * hosts // layout.ranks) for rank in range(layout.ranks)]
+    return issued(code, setting.model, places, barriers=barriers)
 
 
-def test_communicators_whose_making_waits_for_the_device() -> None:
-    """Finding A7: receives that were started early run while communicators are made."""
-    for name in ("megatron", "braid_w", "zbv"):
-        for p in (2, 3, 4):
-            stands = deadlock(programs(name, p, 2 * p), Machine(first=FirstUse.LAZY_IDLE))
-            assert stands is not None
-            assert "its host waits for the device, to make" in stands
-            assert "runs until" in stands
+def assert_sound(ranks: Programs) -> None:
+    """Members agree, the step ends, and every stream finds one of torch's 32 hardware queues for itself."""
+    assert unequal(ranks) is None
+    assert standstill(ranks) is None
+    assert streams_of(ranks) <= 32
 
 
-@EVERY_CASE
-def test_barriers_that_synchronise_the_device(name: str, hop: int) -> None:
-    """Two neighbours wait in barriers for receives that they started early, and send what the other one waits
-    for only behind the barrier; so they do once both have a block of two passes."""
-    first = {"dhelix": lambda p: p + 2, "bidirectional": lambda p: 2 * p + 1}.get(name)
-    for p in (1, 2, 4):
-        for m in (m for m in (1, p, p + 1, p + 2, 2 * p, 2 * p + 1) if runs(name, p, m)):
-            stands = deadlock(programs(name, p, m, hop=hop, barriers=True), WARM)
-            assert (stands is not None) == (first is not None and p > 1 and m >= first(p)), (p, m, stands)
-            assert stands is None or stands.count("its host waits for a barrier") == 2
+@NAMES
+def test_on_one_to_eight_stages(name: str) -> None:
+    for p in (1, 2, 3, 4, 8):
+        for m in (m for m in {1, 3, p, 2 * p + 2} if exists(name, p, m)):
+            assert_sound(programs(name, p, m))
 
 
-def test_a_host_that_waits_for_its_device_to_know_how_many_rows_there_are() -> None:
-    """And not for computation alone: for receives, too, that were asked for early."""
-    for name in ("expert_overlap", "dhelix"):
-        ranks = programs(name, 2, 4, dp=2, ep=2, model=EXPERTS)
-        assert deadlock(ranks, WARM) is None
-        for program in ranks:
-            counts = [n for n, action in enumerate(program) if action.name == "how many rows go where"]
-            assert counts
-            for n in counts:
-                program[n] = Synchronise("how many rows go where")  # type: ignore[index]
-        stands = deadlock(ranks, WARM)
-        assert stands is not None
-        assert "its host waits for how many rows go where" in stands
-
-
-def test_forward_passes_of_interleaved_stages_on_communicators_of_groups() -> None:
-    """A last group of micro-batches that is too short: on the one communicator that a stage receives from the
-    stage before with and sends to the next one with, a receive that is started early stands before a send."""
-    for p in range(1, 9):
-        for m in range(1, 2 * p + 1):
-            stands = deadlock(forward_passes("interleaved", p, m), EAGER)
-            assert (stands is not None) == (0 < m % p < p - 1), (p, m, stands)
-    for name in FORWARD:
-        if name != "interleaved":
-            assert deadlock(forward_passes(name, 4, 5), EAGER) is None
-
-
-SLOTS = {
-    "megatron": 2,
-    "eager": 2,
-    "folded": 4,
-    "interleaved": 3,
-    "intra_batch": 2,
-    "ddp": 2,
-    "ooo_backprop": 2,
-    "braid_together_2": 2,
-    "braid_together_4": 2,
-    "braid_together_8": 2,
-    "merak": 2,
-    "oases": 2,
-    "braid_sub_batches": 2,
-    "oases_folded": 3,
-    "braid_sub_batches_folded": 3,
-    "zbv": 3,
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "hosts": {"tp": 2, "dp": 2, "hosts": 2},
+    "ZeRO 1": {"dp": 2, "zero": 1},
+    "ZeRO 2": {"dp": 2, "zero": 2},
+    "ZeRO 3, tp": {"tp": 2, "dp": 2, "zero": 3},
+    "tied": {"dp": 2, "model": replace(GPT, layers=1, tied_head=True), "zero": 3},
+    "gathered": {"cp": 2, "tp": 2},
+    "ring": {"cp": 4, "context": "ring"},
+    "experts": {"dp": 2, "ep": 2, "tp": 2, "model": EXPERTS},
+    "experts, shares": {"dp": 4, "ep": 2, "zero": 3, "model": EXPERTS},
+    "experts, ring": {"dp": 2, "ep": 2, "cp": 2, "context": "ring", "model": EXPERTS, "hosts": 2},
+    "recomputed": {"tp": 2, "recompute": "selective"},
 }
-"""Kernels of communicators that have to find room on a device at a time; for all others 4."""
 
 
-@EVERY_CASE
-def test_slots(name: str, hop: int) -> None:
-    """With one slot less an order stands still; with as many, none of those that are tried does."""
-    need = SLOTS.get(name, 4)
-    cases = [programs(name, p, m, hop=hop) for p in (2, 3) for m in (p, 2 * p, 2 * p + 1) if runs(name, p, m)]
-
-    def stands(slots: int) -> bool:
-        return any(
-            deadlock(ranks, Machine(slots=slots, order=order)) is not None
-            for ranks in cases
-            for order in orders(len(ranks), 2)
-        )
-
-    assert not stands(need)
-    assert stands(need - 1)
+@NAMES
+def test_with_every_axis(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two stages, three layouts for each schedule; parts have several buckets where states are cut."""
+    first = LOWERED.index(name)
+    for layout in [*LAYOUTS][first % 4 :: 4]:
+        if "zero" in LAYOUTS[layout]:
+            monkeypatch.setattr(buckets, "LEAST_ELEMENTS", 4096)
+        assert_sound(programs(name, 2, 6, **LAYOUTS[layout]))
 
 
-def test_sums_of_replicas_beside_collectives_of_layers_want_two_slots() -> None:
-    """Of the stage's later chunk, beside the backward pass of its earlier one."""
-    ranks = programs("braid_w", 1, 4, tp=2, dp=2)
-    found = [deadlock(ranks, Machine(slots=1, order=order)) for order in orders(len(ranks), 3)]
-    assert any(found)
-    assert not any(deadlock(ranks, Machine(slots=2, order=order)) for order in orders(len(ranks), 3))
+def test_passes_that_leave_ends_pieces_and_units() -> None:
+    for name in (name for name in LOWERED if name.startswith("braid") and "sub" not in name):
+        assert_sound(programs(name, 3, 7, tp=2, ends=True))
+    for pieces in (2, 4):
+        assert_sound(programs("intra_batch", 2, 5, tp=2, partitions=mega_scale(pieces)))
+    assert_sound(programs("braid", 2, 5, tp=2, model=LLAMA, unit_layers=2))
 
 
-@EVERY_CASE
-def test_hardware_queues(name: str, hop: int) -> None:
-    """Every stream finds one of its own among 32. In a single one (``CUDA_DEVICE_MAX_CONNECTIONS=1``) the
-    wait for a receive that is started early holds up what is to be computed meanwhile."""
-    p = 4
-    ranks = programs(name, p, 2 * p, tp=2, hop=hop)
-    for first in (FirstUse.EAGER, FirstUse.WARM):
-        assert most_streams(ranks, first) <= 32
-    stands = deadlock(programs(name, p, 1 if runs(name, p, 1) else 2 * p, hop=hop), Machine(queues=1))
+@pytest.mark.parametrize("name", ["dhelix", "braid", "braid:eager_w", "braid:v"])
+def test_orders_that_were_searched(name: str) -> None:
+    """With a modelled profile; a barrier that synchronised the device would let DHelix's stand."""
+    own = plans.setting(name, tp=2, pp=2, micro_batches=6, model=replace(plans.SMALL, layers=4))
+    outcome = evaluate(own, plans.cluster(gpus=4))
+    assert_sound(issued(outcome.code, outcome.setting.model))
+    stands = standstill(issued(outcome.code, outcome.setting.model, barriers=True))
+    assert (stands is not None) == (SCHEDULES[name.partition(":")[0]].pairs is PairMethod.BARRIERS)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(valid_schedules())
+def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout]) -> None:
+    """Schedules with receives that are started far earlier, other strands, early sums, ends."""
+    schedule, layout = drawn
+    model = model_for(layout)
+    parts = unit_parts(model_parts(LLAMA, layout.tp), layout, model.kinds, schedule.unit_layers)
+    assert_sound(issued(link(schedule, layout, model.kinds, parts), model))
+
+
+@pytest.mark.parametrize("name", ["megatron", "interleaved", "megatron:folded"])
+def test_forward_passes_alone(name: str) -> None:
+    """A schedule for each placement: forward passes alone follow from that."""
+    for p in (1, 2, 4, 8):
+        for m in (1, 2, p, p + 1, 2 * p):
+            for dp, zero in ((1, 0), (2, 1), (2, 3)) if p < 4 else ((1, 0),):
+                layout = layout_for(name, p, dp=dp, zero=zero)
+                setting = setting_for(name, layout, 2 * p, model=SMALL)
+                parts = parts_for(setting)
+                schedule = validation_schedule(SMALL, layout, m, parts)
+                assert_sound(issued(link(schedule, layout, setting.model.kinds, parts), setting.model))
+
+
+@NAMES
+def test_slots_and_queues(name: str) -> None:
+    """With room for four kernels of communicators on a device no order stands, with room for one some does.
+    In one hardware queue a receive that is started early holds up what is computed meanwhile."""
+    cases = [programs(name, p, m) for p in (2, 3) for m in (p, 2 * p + 1) if exists(name, p, m)]
+    cases = cases or [programs(name, p, 2 * p) for p in (2, 3)]
+    seeds = (None, *(random.randrange(2**31) for _ in range(4)))
+    assert not any(standstill(ranks, slots=4, seed=seed) for ranks in cases for seed in seeds)
+    assert any(standstill(ranks, slots=1, seed=seed) for ranks in cases for seed in (None, 1, 2))
+    assert standstill(programs(name, 4, 1 if exists(name, 4, 1) else 8), queues=1) is not None
+    ranks = programs(name, 4, 8, tp=2)
+    assert standstill(ranks, queues=streams_of(ranks)) is None
+
+
+# -- what is wrong is found ----------------------------------------------------------------------------------
+
+PAIR, OTHER = Group("pair", (0, 1)), Group("other", (0, 1))
+
+
+def summed(name: str, group: Group = PAIR, elements: int = 8, side: str = "") -> list[Action]:
+    """A sum, waited for at once."""
+    return [Start(name, side or group.name, (Call("all_reduce", group, elements, what=name),)), Wait(name)]
+
+
+def message(kind: str, name: str, peer: int) -> Start:
+    """A message that one rank sends to the other, on a channel for each direction."""
+    group = Group("down" if (kind == "send") is (peer == 1) else "up", (0, 1))
+    return Start(name, f"{kind} {group.name}", (Call(kind, group, 8, peer),))
+
+
+def test_two_communicators_used_in_opposite_orders() -> None:
+    """Each on a side stream of its own they stand where one kernel finds room, on a common one always."""
+    (a, wait_a), (b, wait_b) = summed("a", PAIR), summed("b", OTHER)
+    apart = [a, b, wait_a, wait_b], [b, a, wait_b, wait_a]
+    assert unequal(apart) is None
+    assert standstill(apart, slots=2) is None
+    assert standstill(apart, slots=1) is not None
+    first, second = summed("a", PAIR, side="common"), summed("b", OTHER, side="common")
+    assert standstill([[*first, *second], [*second, *first]]) is not None
+
+
+def test_issues_that_are_swapped_left_out_or_of_another_size() -> None:
+    a, b, alike = summed("a", elements=8), summed("b", elements=16), summed("c", elements=8)
+    assert unequal([[*a, *b], [*b, *a]]) == (
+        "call 0: rank 0 issues all_reduce of 8 on pair: a, rank 1 issues all_reduce of 16 on pair: b"
+    )
+    assert unequal([[*a, *alike], [*alike, *a]]) is not None, "NCCL would mix up their data"
+    assert unequal([[*a, *b], a]) == (
+        "call 1: rank 0 issues all_reduce of 16 on pair: b, rank 1 issues nothing more"
+    )
+    stands = standstill([[*a, *b], a])
     assert stands is not None
-    assert "in one hardware queue" in stands
+    assert "rank 0: b runs until others do" in stands
 
 
-@pytest.mark.parametrize("name", ["braid_w", "bidirectional"])
-def test_hardware_queues_with_every_axis(name: str) -> None:
-    """Communicators of tp, cp, ep, the ranks that share experts, and all replicas."""
-    ranks = programs(name, 4, 8, tp=2, cp=2, dp=4, ep=4, model=EXPERTS, hosts=8)
-    for first in (FirstUse.EAGER, FirstUse.WARM):
-        assert most_streams(ranks, first) <= 32
+def test_messages_that_wait_for_each_other() -> None:
+    """A receive that is issued after what it feeds; an answer that is awaited before the question."""
+    sends = [message("send", "x", 1), Wait("x"), Synchronise("the end")]
+    late = [Wait("x"), Compute("reads x"), message("receive", "x", 0), Synchronise("the end")]
+    stands = standstill([sends, late])
+    assert stands is not None
+    assert "rank 1: its host waits for Wait(name='x')" in stands
+    asks = [
+        [message("receive", "y", 1), Wait("y"), Compute("reads y"), message("send", "x", 1), Wait("x")],
+        [message("receive", "x", 0), Wait("x"), Compute("reads x"), message("send", "y", 0), Wait("y")],
+    ]
+    assert standstill(asks) is not None
 
 
-def test_eight_hardware_queues() -> None:
-    """As many as there are where nothing is said: too few for the streams of passes side by side."""
-    ranks = programs("braid_w", 4, 8, tp=2)
-    for first in (FirstUse.EAGER, FirstUse.WARM):
-        stands = deadlock(ranks, Machine(first=first, queues=8))
-        assert stands is not None
-        assert "in one hardware queue" in stands
-        assert deadlock(ranks, Machine(first=first, queues=most_streams(ranks, first))) is None
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [
+        ("megatron", {"tp": 2}),
+        ("dualpipev", {"tp": 2}),
+        ("megatron", {"cp": 4, "context": "ring"}),
+        ("expert_overlap", {"dp": 2, "ep": 2, "model": EXPERTS}),
+    ],
+    ids=["tp", "tp of a V", "ring", "experts"],
+)
+def test_every_start_that_one_rank_leaves_out_or_swaps_is_found(name: str, over: dict[str, Any]) -> None:
+    """Of the ranks of one stage, one issues otherwise than the linked code says."""
+    ranks = [*programs(name, 2, 4, **over)]
+    own = [*ranks[1]]
+    starts = [n for n, action in enumerate(own) if isinstance(action, Start)]
+    for place, at in enumerate(starts[::5]):
+        start = own[at]
+        assert isinstance(start, Start)
+        ranks[1] = [action for action in own if action not in (start, Wait(start.name))]
+        assert unequal(ranks) is not None, start
+        assert place % 4 or standstill(ranks) is not None, start
+    alike = [(a, b) for a, b in pairwise(starts) if _group(own[a]) == _group(own[b])]
+    assert len(alike) > 15
+    for a, b in alike[::5]:
+        ranks[1] = [*own]
+        ranks[1][a], ranks[1][b] = own[b], own[a]
+        assert unequal(ranks) is not None or standstill(ranks) is not None, own[a]
+
+
+def _group(action: Action) -> Group:
+    assert isinstance(action, Start)
+    return action.calls[0].group

@@ -4,9 +4,13 @@ Ranks are threads of this process, so that a run takes a second and needs no soc
 issued is checked for races. Losses and parameters are those of a run with as many processes.
 """
 
+import json
+import random
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +23,27 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.samples import Batches, ReplicaSamples
 from braid.actors.stage.sharing import passing
 from braid.actors.stage.telemetry import Recorder
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
+from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.prepare import prepare
+from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.code import Compute, Operation, Start, name_of
+from braid.scheduling.memory import rank_memory
+from braid.scheduling.planner.decide import Outcome, evaluate, modelled, replay
+from braid.scheduling.planner.orders import decisions
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
 from tests.cuda.checks import faults_of_communicators, faults_of_memory
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
+from tests.end_to_end.runs import BYTES_VOCABULARY, PlainRun, run_plain, small_config
+from tests.scheduling.plans import cluster
 
 CPU = torch.device("cpu")
+Sections = Mapping[str, Mapping[str, Any]]
+"""Of a configuration."""
+TrainerOf = Callable[[PlainModel, PlainSettings], PlainTrainer]
 
 
 @dataclass
@@ -68,8 +84,16 @@ class Trained:
         return found
 
 
-def train(config: Config, shape: ModelShape, schedule: Schedule, data: Path, *, steps: int = 2) -> Trained:
-    """Train ``steps`` steps; the last one is watched, operation by operation."""
+def train(
+    config: Config,
+    shape: ModelShape,
+    schedule: Schedule,
+    data: Path,
+    *,
+    steps: int = 2,
+    hosts: Sequence[str] = (),
+) -> Trained:
+    """Train ``steps`` steps; the last one is watched, operation by operation. hosts: of ranks; empty: one."""
     plan = RunPlan(config=config, shape=shape, schedule=write(schedule), data=str(data))
     layout, batch = config.layout(), config.train.global_batch
     batches = [_batches(config, shape, data, rank, steps) for rank in range(layout.ranks)]
@@ -79,7 +103,7 @@ def train(config: Config, shape: ModelShape, schedule: Schedule, data: Path, *, 
     told: dict[int, list[tuple[float, float]]] = {}
 
     def run(log: RankLog) -> None:
-        mesh = join(plan, log.rank, [], ModelGroups(machine, log))
+        mesh = join(plan, log.rank, hosts, ModelGroups(machine, log))
         rank = parts[log.rank] = assemble(plan, mesh, CPU, log)
         given = batches[log.rank]
         watch = watches[log.rank] = Watch(MemoryMeter(lambda: passing(rank.weights, rank.gradients)))
@@ -115,3 +139,80 @@ def _batches(config: Config, shape: ModelShape, data: Path, rank: int, steps: in
     read = [samples.of_step(step) for step in range(steps)]
     samples.close()
     return read
+
+
+class Runs:
+    """Runs on one corpus and their references by plain PyTorch, which are kept."""
+
+    def __init__(self, folder: Path, data: Path, steps: int = 2) -> None:
+        self._folder, self.data, self._steps = folder, data, steps
+        self._plain: dict[str, PlainRun] = {}
+
+    def of(
+        self, sections: Sections, *, hosts: int = 1, put_off: bool = False, **decided: Any
+    ) -> tuple[Outcome, Trained]:
+        """Decide a configuration on links on which communication is slow, and train.
+
+        hosts: over which ranks are spread. put_off: backward passes leave all that they may to the next
+        block. decided: fields of `Setting` that are given.
+        """
+        config = small_config(self._folder, **sections)
+        shape = config.check(BYTES_VOCABULARY)
+        ranks = config.layout().ranks
+        spec = cluster(nodes=hosts, gpus=ranks // hosts, intra=4e8)
+        setting = replace(fixed_setting(Request(config, shape, spec)), **decided)
+        outcome = evaluate(setting, spec)
+        if put_off:
+            choices, _ = decisions(modelled(spec)(outcome.setting))[-1]
+            outcome = replay(outcome.setting, choices, spec)
+        names = [str(rank * hosts // ranks) for rank in range(ranks)] if hosts > 1 else []
+        run = train(config, shape, outcome.code.schedule, self.data, steps=self._steps, hosts=names)
+        return outcome, run
+
+    def plain(self, sections: Sections, trainer_of: TrainerOf = PlainTrainer) -> PlainRun:
+        """Plain PyTorch in this process."""
+        key = json.dumps([sections, str(trainer_of)])
+        if key not in self._plain:
+            self._plain[key] = run_plain(small_config(self._folder, **sections), self.data, trainer_of)
+        return self._plain[key]
+
+
+def assert_predicted(outcome: Outcome, run: Trained) -> None:
+    """Memory to the byte, and every operation by name, on every rank."""
+    setting = outcome.setting
+    for rank, watch in zip(run.ranks, run.watches, strict=True):
+        stage = rank.mesh.position["pp"]
+        linked = [one for stretch in outcome.code.stages[stage] for one in stretch.operations]
+        linked = [one for one in linked if isinstance(one, Compute | Start)]
+        assert watch.ran == Counter(name_of(one.what) for one in linked)
+        simulated = outcome.simulation.ranks[stage]
+        executed = [one.operation for one in simulated.executed]
+        executed += [one.operation for block in simulated.blocks for one in block.course.executed]
+        # What another rank sends, and sums of nothing, take no time of this rank.
+        free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
+        told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
+        assert told == watch.ran - Counter(name_of(one.what) for one in free)
+        if not setting.model.experts:  # how many rows come to an expert, routers decide
+            memory = rank_memory(
+                outcome.code, setting.model, setting.dtype, stage, reduce_dtype=setting.reduce_dtype
+            )
+            assert watch.meter.peak_bytes == memory.activation_bytes
+
+
+def assert_same_bits(run: Trained, other: Trained) -> None:
+    """Losses, norms and parameters."""
+    assert run.losses == other.losses
+    assert run.gradient_norms == other.gradient_norms
+    ours, theirs = run.parameters(), other.parameters()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+def short_documents(folder: Path, seed: int) -> Path:
+    """Prepared text of which a sample has several documents; some go over borders of samples and ranks."""
+    generator = random.Random(seed)
+    lengths = [generator.choice((1, 3, 8, 15, 40)) for _ in range(1500)]
+    texts = ("".join(generator.choices("abcdef \n", k=length)) for length in lengths)
+    file = folder / "short.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    corpus = Corpus(files=[str(file)], validation_fraction=0.1)
+    return prepare(corpus, output=folder / "data", executor=map).output

@@ -1,19 +1,21 @@
 """The picture of a step: what is red is exposed, and nothing else."""
 
-import io
+import re
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from braid.dashboards.timeline_picture import EXPOSED, PEERS, comparison_png, timeline_png
+from braid.dashboards.timeline_picture import PEERS, timeline_svg
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import RECORD, Batch, Labels
+from braid.scheduling.svg import EXPOSED
 from braid.scheduling.trace import KINDS, Label
 
-matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 LABELS = Labels(
     [
         Label(operator="qkv", stream=Stream.COMPUTE, layer=0),
@@ -40,40 +42,32 @@ def traces_of(tmp_path: Path, transfer: tuple[int, int], wait: tuple[int, int] |
     return traces
 
 
-def red_pixels(png: bytes) -> int:
-    """Pixels that have the colour of exposed communication."""
-    return pixels_of(png, EXPOSED)
+def filled(picture: str, colour: str) -> float:
+    """The share of the picture's time that a colour's strip fills."""
+    ((bottom, path),) = re.findall(rf'<path d="M90 ([\d.]+)([^"]*)" fill="{colour}"/>', picture)
+    steps = [(float(x), float(bottom) - float(y)) for x, y in re.findall(r"H([\d.]+)V([\d.]+)", path)]
+    return sum((right - left) * high for (left, high), (right, _) in pairwise(steps)) / 10 / 1290
 
 
-def pixels_of(png: bytes, colour: str) -> int:
-    """Pixels above the legend that have a colour."""
-    from matplotlib import image
-    from matplotlib.colors import to_rgb
-
-    pixels = image.imread(io.BytesIO(png))[:-45, :, :3]
-    return int((np.abs(pixels - np.array(to_rgb(colour))).max(axis=2) < 0.02).sum())
-
-
-def test_exposed_communication_is_red(tmp_path: Path) -> None:
-    hidden = timeline_png(traces_of(tmp_path / "hidden", (20, 60)), 0)
-    half = timeline_png(traces_of(tmp_path / "half", (50, 150)), 0)
-    exposed = timeline_png(traces_of(tmp_path / "exposed", (100, 200)), 0)
-    assert hidden.startswith(b"\x89PNG")
-    assert red_pixels(hidden) == 0
-    assert red_pixels(half) > 100
-    # From 0 to 150 ms a third is exposed, from 0 to 200 ms half.
-    assert red_pixels(exposed) / red_pixels(half) == pytest.approx(1.5, rel=0.05)
+@pytest.mark.parametrize(("transfer", "exposed"), [((20, 60), 0), ((50, 150), 1 / 3), ((100, 200), 1 / 2)])
+def test_what_is_red_is_exposed(tmp_path: Path, transfer: tuple[int, int], exposed: float) -> None:
+    picture = timeline_svg({"step 1": (traces_of(tmp_path / "run", transfer), 0)})
+    assert filled(picture, EXPOSED) == pytest.approx(exposed, abs=1e-3)
+    assert filled(picture, PEERS) == 0
+    assert ElementTree.fromstring(picture).tag.endswith("svg")
 
 
 def test_a_step_without_spans_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no spans of step 8"):
-        timeline_png(traces_of(tmp_path / "t", (0, 1)), 7)
+        timeline_svg({"step 8": (traces_of(tmp_path / "t", (0, 1)), 7)})
 
 
 def test_two_runs_stand_below_each_other(tmp_path: Path) -> None:
     hidden, exposed = traces_of(tmp_path / "hidden", (20, 60)), traces_of(tmp_path / "exposed", (100, 200))
     both = {"without": (exposed, 0), "with": (hidden, 0)}
-    assert red_pixels(comparison_png(both)) > 100
+    picture = timeline_svg(both)
+    assert "without: 200 ms; 0% of communication is hidden" in picture
+    assert "with: 100 ms; 100% of communication is hidden" in picture
     text = timeline_text(both, width=20).plain.splitlines()
     assert text == [
         "without: 200 ms",
@@ -94,5 +88,6 @@ def test_waiting_for_a_peer_is_another_row_and_colour(tmp_path: Path) -> None:
     text = timeline_text({"step": (traces, 0)}, width=14).plain.splitlines()
     assert text[4] == "  peers   " + " " * 10 + "█" * 4
     assert text[2:4] == ["  hidden  " + " " * 2 + "█" * 4 + " " * 8, "  exposed " + " " * 14]
-    assert pixels_of(timeline_png(traces, 0), PEERS) > 100
-    assert pixels_of(timeline_png(traces, 0), EXPOSED) == 0
+    picture = timeline_svg({"step": (traces, 0)})
+    assert filled(picture, PEERS) == pytest.approx(4 / 14, abs=1e-3)
+    assert filled(picture, EXPOSED) == 0

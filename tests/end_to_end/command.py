@@ -23,6 +23,12 @@ BASE: dict[str, Any] = {
 }
 
 
+def overlap_of(name: str, **more: Any) -> dict[str, Any]:
+    """The section ``overlap`` for a schedule, perhaps with a pipeline (``braid:w``), and ``more`` keys."""
+    schedule, _, pipeline = name.partition(":")
+    return {"schedule": schedule, **({"pipeline": pipeline} if pipeline else {}), **more}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left behind."""

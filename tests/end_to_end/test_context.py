@@ -15,15 +15,16 @@ import pytest
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.scheduling.spec import CONTEXT_MODES
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import PlainRun, planned, run_layout, run_plain, small_config
 
 SEED, STEPS = 11, 4
 TOLERANCE = {"fp64": 1e-9, "fp32": 2e-5}
 BESIDE: Mapping[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "alone": ({}, ("megatron", "wavelet", "dhelix", "braid_w")),
-    "tp 2": ({"tp": 2}, ("braid_w", "dhelix", "megatron", "wavelet")),
-    "pp 2 folded": ({"pp": 2}, ("folded", "dhelix", "wavelet", "braid_w")),
-    "dp 2, ZeRO 3": ({"dp": 2, "zero": 3}, ("ddp", "braid_together_2", "wavelet", "braid_w")),
+    "alone": ({}, ("megatron", "wavelet", "dhelix", "braid:w")),
+    "tp 2": ({"tp": 2}, ("braid:w", "dhelix", "megatron", "wavelet")),
+    "pp 2 folded": ({"pp": 2}, ("megatron:folded", "dhelix", "wavelet", "braid:w")),
+    "dp 2, ZeRO 3": ({"dp": 2, "zero": 3}, ("ddp", "braid:together_2", "wavelet", "braid:w")),
 }
 """What cp is used with, and schedules, of which each case takes one."""
 CASES = [
@@ -97,7 +98,7 @@ def test_losses_are_those_of_plain_pytorch(
     sections = {
         **overrides(family, mask, dtype),
         "parallel": {"cp": cp, "context": context, **BESIDE[beside][0]},
-        "overlap": {"schedule": schedule},
+        "overlap": overlap_of(schedule),
     }
     sections["overlap"] = planned(tmp_path / "plans", sections)
     run = run_layout(tmp_path / "run", data, **sections)

@@ -14,6 +14,7 @@ import pytest
 
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import PlainRun, run_layout, run_plain, small_config
 
 SEED, STEPS = 7, 4
@@ -23,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # more of cp: `tests.end_to_end.tes
     ("zbv", {"pp": 2}),
     ("megatron", {"cp": 2}),
     ("wavelet", {"cp": 4, "context": "ring"}),
-    ("folded", {"pp": 2, "cp": 2}),
+    ("megatron:folded", {"pp": 2, "cp": 2}),
     ("megatron", {"tp": 2, "tensor_degrees": "2 1 1 2"}),
     ("ddp", {"dp": 2, "tp": 2, "zero": 1, "tensor_degrees": "1 2 1 2"}),
     ("wavelet", {"tp": 2, "cp": 2, "context": "ring", "tensor_degrees": "1 2 1 2"}),
@@ -88,7 +89,7 @@ def test_losses_are_those_of_plain_pytorch_with_a_mask(
     run = run_layout(
         tmp_path,
         data,
-        **{**overrides(family, restart), "parallel": parallel, "overlap": {"schedule": schedule}},
+        **{**overrides(family, restart), "parallel": parallel, "overlap": overlap_of(schedule)},
     )
     assert run.losses == pytest.approx(expected.losses, rel=1e-9, abs=0)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-9, abs=0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from braid.actors.controller.json_lines import read_lines
+from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import (
     braid,
     left_running,
@@ -15,7 +16,6 @@ from tests.end_to_end.command import (
     write_config,
     write_corpus,
 )
-from tests.end_to_end.test_two_hosts import require_hosts
 
 pytestmark = pytest.mark.alone
 
@@ -43,16 +43,26 @@ def check(report: dict[str, Any], harmless: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(450)
-def test_ranks_and_controller(tmp_path: Path) -> None:
-    kinds = "kill-forward,kill-optimizer,kill-save,stop,nan,kill-controller,flipped-byte,sigterm"
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "kill-optimizer,nan,flipped-byte",
+        pytest.param(
+            "kill-forward,kill-optimizer,kill-save,stop,kill-controller,sigterm", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_ranks_and_controller(tmp_path: Path, kinds: str) -> None:
     report = drill(tmp_path, kinds, "--seed", "3")
     check(report, {"nan", "sigterm"})
-    by_kind = {outcome["fault"]["kind"]: outcome for outcome in report["outcomes"]}
-    for kind in ("kill-forward", "kill-optimizer", "stop"):
-        assert by_kind[kind]["restored_from"] == "copies in memory"
-        assert by_kind[kind]["steps_lost"] <= 1
-        assert list(by_kind[kind]["parts"]) == ["interrupt", "replace", "rendezvous", "restore", "first step"]
-    assert by_kind["flipped-byte"]["restored_from"].startswith("checkpoint")
+    for outcome in report["outcomes"]:
+        kind = outcome["fault"]["kind"]
+        if kind in ("kill-forward", "kill-optimizer", "stop"):
+            assert outcome["restored_from"] == "copies in memory"
+            assert outcome["steps_lost"] <= 1
+            assert list(outcome["parts"]) == ["interrupt", "replace", "rendezvous", "restore", "first step"]
+        if kind == "flipped-byte":
+            assert outcome["restored_from"].startswith("checkpoint")
     assert report["held"][0]["processes"] == report["held"][1]["processes"]
     assert report["held"][0]["sockets"] == report["held"][1]["sockets"]
 
@@ -72,6 +82,7 @@ UNLIKE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("sections", UNLIKE.values(), ids=UNLIKE)
@@ -82,6 +93,7 @@ def test_ranks_that_do_not_hold_the_same(tmp_path: Path, sections: dict[str, Any
     assert {outcome["restored_from"] for outcome in report["outcomes"]} == {"copies in memory"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_hosts_links_and_disks(tmp_path: Path) -> None:
@@ -91,6 +103,7 @@ def test_hosts_links_and_disks(tmp_path: Path) -> None:
     assert report["emulated_hosts"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("zero", [1, 3])
@@ -124,10 +137,11 @@ NODES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nodes(tmp_path: Path) -> None:
-    """Nodes that join, are slow and lost: the bits of two ranks throughout. A drained one: `test_elastic`."""
+    """Nodes that join, are slow and lost: the bits of two ranks throughout. A drained one: `test_nodes`."""
     write_corpus(tmp_path)
     write_config(tmp_path, **NODES)
     faults = "node-joins,node-slow,node-lost"

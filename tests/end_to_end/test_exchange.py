@@ -62,7 +62,7 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "one rank": {},
     "tp 2": {"parallel": {"tp": 2}},
     "pp 2": {"parallel": {"pp": 2}},
-    "pp 2 folded": {"parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+    "pp 2 folded": {"parallel": {"pp": 2}, "overlap": {"schedule": "megatron", "pipeline": "folded"}},
     "tp 2 x pp 2": {"parallel": {"tp": 2, "pp": 2}},
     "ep 2, overlapped": {"parallel": {"dp": 2, "ep": 2}, "overlap": {"schedule": "expert_overlap"}},
     **EXPERTS,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from braid.actors.controller.routing import ExpertNumbers
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import PlainRun, Run, planned, prepare_text, run_layout, run_plain, small_config
 
 SEED, STEPS = 3, 10
@@ -28,7 +29,7 @@ EVERYWHERE: list[dict[str, Any]] = [
     for more in ({}, {"tp": 2}, {"pp": 2}, {"cp": 2, "dp": ep // 2}, {"zero": 1}, {"zero": 3})
 ]
 """Experts over ep alone, and with every other axis."""
-TWO_STRANDS, ONE_OR_TWO = ("wavelet", "expert_overlap", "dhelix", "braid_w"), ("megatron", "ddp", "wavelet")
+TWO_STRANDS, ONE_OR_TWO = ("wavelet", "expert_overlap", "dhelix", "braid:w"), ("megatron", "ddp", "wavelet")
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "megatron", {}),
     ("losses", "megatron", {"tp": 2}),
@@ -38,15 +39,15 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         ("both", (ONE_OR_TWO, TWO_STRANDS)["pp" in layout][n % 3], layout)
         for n, layout in enumerate(EVERYWHERE)
     ),
-    ("plain", "braid_together_2", {"dp": 4, "ep": 2, "zero": 1}),
+    ("plain", "braid:together_2", {"dp": 4, "ep": 2, "zero": 1}),
     ("losses", "ddp", {"dp": 4, "ep": 2, "zero": 3}),
-    ("mixed", "folded", {"dp": 2, "ep": 2, "pp": 2}),
+    ("mixed", "megatron:folded", {"dp": 2, "ep": 2, "pp": 2}),
     ("losses", "megatron", {"dp": 2, "ep": 4, "cp": 2, "context": "ring"}),
     ("plain", "wavelet", {"cp": 4, "ep": 2}),
     ("mixed", "expert_overlap", {"dp": 2, "ep": 2, "pp": 2}),
-    ("mixed", "braid_w", {"dp": 2, "ep": 2, "pp": 2}),
-    ("losses", "braid_w", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
-    ("bias", "braid_w", {"dp": 2, "ep": 2, "tp": 2, "zero": 1}),
+    ("mixed", "braid:w", {"dp": 2, "ep": 2, "pp": 2}),
+    ("losses", "braid:w", {"dp": 2, "cp": 2, "ep": 2, "zero": 3}),
+    ("bias", "braid:w", {"dp": 2, "ep": 2, "tp": 2, "zero": 1}),
     ("bias after", "wavelet", {"dp": 2, "cp": 2, "ep": 4, "zero": 3}),
     ("capacity", "ddp", {"dp": 2, "ep": 4, "cp": 2, "zero": 3}),
     ("unnormalised", "wavelet", {"dp": 4, "ep": 4, "zero": 2}),
@@ -93,7 +94,7 @@ def test_losses_are_those_of_plain_pytorch(
     tmp_path: Path, data: Path, mixture: str, schedule: str, parallel: Mapping[str, Any]
 ) -> None:
     expected = plain(mixture, parallel, tmp_path / "plain", data)
-    sections = {**overrides(mixture), "parallel": parallel, "overlap": {"schedule": schedule}}
+    sections = {**overrides(mixture), "parallel": parallel, "overlap": overlap_of(schedule)}
     sections["overlap"] = planned(tmp_path / "plans", sections)
     run = run_layout(tmp_path / "run", data, **sections)
     assert len(run.losses) == STEPS
@@ -106,7 +107,7 @@ def test_losses_are_those_of_plain_pytorch(
 @pytest.mark.parametrize(
     ("mixture", "schedule", "parallel"),
     [
-        ("losses", "braid_w", {"dp": 2, "ep": 2, "tp": 2}),
+        ("losses", "braid:w", {"dp": 2, "ep": 2, "tp": 2}),
         ("mixed", "wavelet", {"dp": 2, "cp": 2, "ep": 4, "zero": 1}),
     ],
 )
@@ -117,7 +118,7 @@ def test_losses_are_those_of_plain_pytorch_in_single_precision(
     content = overrides(mixture)
     content |= {"train": {**content["train"], "dtype": "fp32", "steps": 4}, "parallel": parallel}
     expected = run_plain(small_config(tmp_path / "plain", **content), data)
-    content["overlap"] = planned(tmp_path / "plans", {**content, "overlap": {"schedule": schedule}})
+    content["overlap"] = planned(tmp_path / "plans", {**content, "overlap": overlap_of(schedule)})
     run = run_layout(tmp_path / "run", data, **content)
     assert run.losses == pytest.approx(expected.losses, rel=2e-5, abs=0)
     assert run.gradient_norms == pytest.approx(expected.gradient_norms, rel=2e-5, abs=0)

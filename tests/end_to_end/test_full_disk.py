@@ -1,7 +1,6 @@
 """The disk of the run directory fills up: training goes on, says so, and keeps what fits."""
 
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
@@ -20,8 +20,6 @@ from braid.scheduling.schedule_text import write
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
 
 pytestmark = pytest.mark.slow
-
-STEPS = 20
 
 
 @pytest.fixture
@@ -42,26 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) -> None:
-    data = prepare_text(tmp_path, 5, files=4)
-    config = small_config(small_disk / "runs", train={"steps": STEPS}, checkpoint={"every": 5})
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
-    events, error = _collected(Controller(plan, KeptRanks(config), RunOptions()))
-    assert "step 20 is done, but its checkpoint does not fit" in error
-    assert "go on with --resume" in error
-    assert len([event for event in events if isinstance(event, StepDone)]) == STEPS
-    told = [event.text for event in events if isinstance(event, Incident)]
-    assert [text for text in told if "checkpoint of step 5 does not fit" in text]
-    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
-    lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
-def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
-    small_disk: Path, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     """All of them, of the steps they were due at; a run goes on from there."""
     data = prepare_text(tmp_path, 5, files=4)
     mirror = tmp_path / "mirror"
@@ -69,7 +48,7 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
         small_disk / "runs",
         train={"steps": 12},
         parallel={"tp": 2},
-        checkpoint={"every": 5, "mirror": mirror.as_uri(), "asynchronous": asynchronous, "keep": 3},
+        checkpoint={"every": 5, "mirror": mirror.as_uri(), "keep": 3},
     )
     shape = config.check(BYTES_VOCABULARY)
     schedule = write(build_schedule(config, shape))
@@ -95,38 +74,39 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
     assert steps == {step: expected[step] for step in (11, 12)}
 
 
-def test_spans_and_records_that_do_not_fit_are_told(small_disk: Path, tmp_path: Path) -> None:
-    """Nothing fits any more after the first steps."""
+def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) -> None:
+    """There is no room for checkpoints, and after some steps none for spans and records either."""
     data = prepare_text(tmp_path, 5, files=4)
-    config = small_config(small_disk / "runs", train={"steps": 400, "validation_samples": 2})
+    train = {"steps": 400, "validation_samples": 2}
+    config = small_config(small_disk / "runs", train=train, checkpoint={"every": 5})
     shape = config.check(BYTES_VOCABULARY)
     plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
     controller = Controller(plan, KeptRanks(config), RunOptions())
-    events, error = _collected(controller, fills=small_disk / "filler")
-    assert "does not fit" in error
-    told = " ".join(event.text for event in events if isinstance(event, Incident))
-    assert "No space left on device" in told
-    steps = [event.record.step for event in events if isinstance(event, StepDone)]
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) > 5
-
-
-def _collected(controller: Controller, fills: Path | None = None) -> tuple[list[Event], str]:
-    """A run's events and its last error.
-
-    ``fills``: a file that takes the space after five events; the run is stopped as soon as it complains.
-    """
     events: list[Event] = []
-    try:
+    told: list[str] = []
+
+    def train_on() -> None:
         for event in controller.run():
             events.append(event)
-            if fills is not None and len(events) == 5:
-                _fill(fills)
-            if fills is not None and isinstance(event, Incident):
-                controller.stop()
-    except CheckpointError as error:
-        return events, str(error)
-    return events, ""
+            if isinstance(event, StepDone) and event.record.step == 10:
+                _fill(small_disk / "filler")
+            if isinstance(event, Incident):
+                told.append(event.text)
+                if "No space left on device" in event.text:
+                    controller.stop()
+
+    with pytest.raises(
+        CheckpointError, match=r"is done, but its checkpoint does not fit.*go on with --resume"
+    ):
+        train_on()
+    assert told[0] == "the checkpoint of step 5 does not fit on the disk; training goes on"
+    assert "No space left on device" in told[-1]
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 10
+    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
+    lines = read_lines(config.run_directory / "metrics.jsonl")
+    assert [line["step"] for line in lines][:10] == list(range(1, 11))
 
 
 def _fill(path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from braid.jobs.drill.hosts import JOB_PORT, Host, ray_cluster, two_hosts
+from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import ROOT, environment, processes_mentioning, write_config, write_corpus
-from tests.end_to_end.test_two_hosts import require_hosts
 
 BIN = Path(sys.executable).parent
 _PATIENCE = 400.0

@@ -22,7 +22,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 2e-5}
 
 Overrides = Mapping[str, Mapping[str, Any]]
 
-FOLDED = {"overlap": {"schedule": "folded"}}
+FOLDED = {"overlap": {"schedule": "megatron", "pipeline": "folded"}}
 LAYOUTS: Mapping[str, Overrides] = {
     "one rank": {},
     "tp 2": {"parallel": {"tp": 2}},
@@ -39,7 +39,7 @@ LAYOUTS: Mapping[str, Overrides] = {
     "pp 2 x dp 2, zero 3": {"parallel": {"pp": 2, "dp": 2, "zero": 3}},
     "pp 2 folded x dp 2, zero 3": {
         "parallel": {"pp": 2, "dp": 2, "zero": 3},
-        "overlap": {"schedule": "folded"},
+        "overlap": {"schedule": "megatron", "pipeline": "folded"},
     },
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from braid.scheduling.spec import CONTEXT_MODES
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import (
     PlainRun,
     planned,
@@ -25,64 +26,61 @@ STEPS = 5
 STEPS_OF_REPLICAS = 20
 CASES = [
     (4, "megatron", {"tp": 4}),
-    (4, "braid_w", {"tp": 4}),
-    *((6, name, {"pp": 3}) for name in ("dhelix", "braid_w", "zbv", "dualpipev")),
-    *((8, name, {"pp": 4}) for name in ("dhelix", "braid_w", "zbv", "dualpipev")),
+    (4, "braid:w", {"tp": 4}),
+    *((6, name, {"pp": 3}) for name in ("dhelix", "braid:w", "zbv", "dualpipev")),
+    *((8, name, {"pp": 4}) for name in ("dhelix", "braid:w", "zbv", "dualpipev")),
     (4, "megatron", {"tp": 2, "pp": 2, "dp": 2}),
-    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2}),
+    (4, "braid:w", {"tp": 2, "pp": 2, "dp": 2}),
     (4, "ddp", {"dp": 4}),
     (5, "ddp", {"tp": 2, "dp": 2}),
-    (4, "ooo_backprop", {"pp": 2, "dp": 2}),
-    (4, "ooo_backprop", {"dp": 4, "zero": 2}),
     (4, "ddp", {"tp": 2, "pp": 2, "dp": 2}),
-    (5, "braid_together_4", {"dp": 2}),
-    (4, "braid_together_2", {"tp": 2, "dp": 2}),
-    (4, "braid_v", {"pp": 2, "dp": 2}),
+    (5, "braid:together_4", {"dp": 2}),
+    (4, "braid:together_2", {"tp": 2, "dp": 2}),
+    (4, "braid:v", {"pp": 2, "dp": 2}),
     (4, "megatron", {"dp": 2, "zero": 1}),
     (4, "ddp", {"dp": 4, "zero": 1}),
-    (5, "braid_together_4", {"dp": 2, "zero": 1}),
-    (4, "braid_w", {"tp": 2, "dp": 2, "zero": 1}),
-    (5, "folded", {"pp": 2, "dp": 2, "zero": 1}),
-    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
+    (5, "braid:together_4", {"dp": 2, "zero": 1}),
+    (4, "braid:w", {"tp": 2, "dp": 2, "zero": 1}),
+    (5, "megatron:folded", {"pp": 2, "dp": 2, "zero": 1}),
+    (4, "braid:w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
     (4, "megatron", {"dp": 2, "zero": 2}),
     (4, "ddp", {"dp": 4, "zero": 2}),
-    (5, "braid_together_4", {"dp": 2, "zero": 2}),
-    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 2}),
+    (5, "braid:together_4", {"dp": 2, "zero": 2}),
+    (4, "braid:w", {"tp": 2, "pp": 2, "dp": 2, "zero": 2}),
     (4, "megatron", {"dp": 2, "zero": 3}),
     (4, "ddp", {"dp": 4, "zero": 3}),
-    (5, "braid_together_4", {"dp": 2, "zero": 3}),
-    (4, "braid_w", {"tp": 2, "dp": 2, "zero": 3}),
+    (5, "braid:together_4", {"dp": 2, "zero": 3}),
+    (4, "braid:w", {"tp": 2, "dp": 2, "zero": 3}),
     (5, "zbv", {"pp": 2, "dp": 2, "zero": 3}),
     (4, "megatron", {"dp": 4, "zero": 1, "shards": 2}),
-    (4, "braid_together_4", {"dp": 4, "zero": 1, "shards": 2}),
+    (4, "braid:together_4", {"dp": 4, "zero": 1, "shards": 2}),
     (4, "ddp", {"dp": 4, "zero": 2, "shards": 2}),
     (4, "ddp", {"dp": 4, "zero": 3, "shards": 2}),
-    (5, "braid_together_4", {"dp": 4, "zero": 3, "shards": 2}),
-    (4, "braid_w", {"tp": 2, "dp": 4, "zero": 3, "shards": 2}),
-    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 3}),
+    (5, "braid:together_4", {"dp": 4, "zero": 3, "shards": 2}),
+    (4, "braid:w", {"tp": 2, "dp": 4, "zero": 3, "shards": 2}),
+    (4, "braid:w", {"tp": 2, "pp": 2, "dp": 2, "zero": 3}),
     (3, "megatron", {"pp": 2}),
-    (5, "braid_w", {"pp": 2}),
+    (5, "braid:w", {"pp": 2}),
     (5, "dhelix", {"tp": 2, "pp": 2}),
-    (7, "braid_w", {"pp": 3}),
+    (7, "braid:w", {"pp": 3}),
     (7, "interleaved", {"pp": 2}),
     (9, "zbv", {"pp": 2}),
     (5, "dualpipev", {"pp": 2}),
-    (5, "bidirectional", {"pp": 2}),
 ]
 """Layers, schedule, layout."""
 OF_CONTEXT: list[tuple[int, str, dict[str, Any]]] = [
-    (5, "braid_w", {"cp": 2, "pp": 2}),
+    (5, "braid:w", {"cp": 2, "pp": 2}),
     (4, "zbv", {"cp": 2, "pp": 2}),
     (4, "ddp", {"cp": 4, "dp": 2}),
-    (4, "braid_w", {"cp": 2, "dp": 4, "zero": 2, "shards": 2}),
+    (4, "braid:w", {"cp": 2, "dp": 4, "zero": 2, "shards": 2}),
 ]
 """Beyond what `tests.end_to_end.test_context` has; with keys and values gathered, and passed around."""
 OF_GPT: list[tuple[int, str, dict[str, int]]] = [
     (4, "ddp", {"dp": 4}),
-    (4, "braid_together_4", {"dp": 4, "zero": 3}),
-    (4, "braid_w", {"tp": 2, "dp": 2, "zero": 2}),
-    (4, "folded", {"pp": 2, "dp": 2, "zero": 3}),
-    (4, "braid_w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
+    (4, "braid:together_4", {"dp": 4, "zero": 3}),
+    (4, "braid:w", {"tp": 2, "dp": 2, "zero": 2}),
+    (4, "megatron:folded", {"pp": 2, "dp": 2, "zero": 3}),
+    (4, "braid:w", {"tp": 2, "pp": 2, "dp": 2, "zero": 1}),
     (4, "ddp", {"dp": 4, "zero": 3, "shards": 2}),
 ]
 QWEN: Mapping[str, Any] = {
@@ -93,9 +91,9 @@ QWEN: Mapping[str, Any] = {
     "rotary_scaling": {"factor": 4.0, "original_sequence": 64},
 }
 OF_QWEN: list[tuple[int, str, dict[str, Any]]] = [
-    (4, "braid_w", {"cp": 2, "tp": 2, "context": "ring"}),
+    (4, "braid:w", {"cp": 2, "tp": 2, "context": "ring"}),
     (4, "zbv", {"cp": 2, "pp": 2, "context": "all_gather"}),
-    (4, "braid_together_4", {"tp": 2, "dp": 2, "zero": 3}),
+    (4, "braid:together_4", {"tp": 2, "dp": 2, "zero": 3}),
 ]
 ALL_CASES = [
     *((*case, "llama") for case in CASES),
@@ -154,7 +152,7 @@ def test_losses_are_those_of_plain_pytorch(
         "cluster": {"cpus_per_rank": 0.1},
     }
     expected = plain.of(overrides)
-    overrides |= {"parallel": parallel, "overlap": {"schedule": schedule}}
+    overrides |= {"parallel": parallel, "overlap": overlap_of(schedule)}
     overrides["overlap"] = planned(plain.path / "plans", overrides)
     run = run_layout(plain.path / "runs", plain.data, **overrides)
     assert len(run.losses) == steps

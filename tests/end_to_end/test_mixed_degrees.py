@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import PlainRun, planned, prepare_text, run_layout, run_plain, small_config
 
 SEED, STEPS = 17, 4
@@ -27,23 +28,23 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "megatron", {"tp": 2, "tensor_degrees": "2 2*1 2"}),
     ("gpt", "oases", {"tp": 2, "tensor_degrees": "2 2*1 2"}),
-    ("llama", "braid_w", {"tp": 4, "tensor_degrees": "4 2 1 2 4"}),
+    ("llama", "braid:w", {"tp": 4, "tensor_degrees": "4 2 1 2 4"}),
     ("gpt", "ddp", {"tp": 4, "tensor_degrees": "4 2 1 2 4"}),
     ("llama", "wavelet", {"tp": 4, "tensor_degrees": "2*1 2*4"}),
     ("tied llama", "megatron", {"tp": 4, "tensor_degrees": "2*1 2*2"}),
-    ("llama", "folded", {"tp": 2, "pp": 2, "tensor_degrees": "2 2*1 2"}),
+    ("llama", "megatron:folded", {"tp": 2, "pp": 2, "tensor_degrees": "2 2*1 2"}),
     ("llama", "ddp", {"tp": 2, "dp": 2, "zero": 1, "tensor_degrees": "2 2*1 2"}),
-    ("gpt", "braid_w", {"tp": 4, "dp": 2, "zero": 3, "tensor_degrees": "4 2 1 2"}),
+    ("gpt", "braid:w", {"tp": 4, "dp": 2, "zero": 3, "tensor_degrees": "4 2 1 2"}),
     ("moe", "megatron", {"tp": 2, "tensor_degrees": "2 2*1 2"}),
     ("moe", "wavelet", {"tp": 4, "tensor_degrees": "2 4 1 2"}),
     ("moe", "ddp", {"tp": 2, "dp": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
     ("moe", "ddp", {"tp": 2, "dp": 4, "ep": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
-    ("moe", "braid_w", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 2*1 2"}),
+    ("moe", "braid:w", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 2*1 2"}),
 ]
 RECOMPUTING: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "full none fine selective", "oases", {"tp": 4, "tensor_degrees": "4 2 1 2"}),
-    ("gpt", "2*full none full", "braid_w", {"tp": 2, "dp": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
-    ("moe", "none full fine none", "braid_w", {"tp": 2, "pp": 2, "tensor_degrees": "2 2*1 2"}),
+    ("gpt", "2*full none full", "braid:w", {"tp": 2, "dp": 2, "zero": 3, "tensor_degrees": "2 2*1 2"}),
+    ("moe", "none full fine none", "braid:w", {"tp": 2, "pp": 2, "tensor_degrees": "2 2*1 2"}),
     ("llama", "none full none fine", "dualpipev", {"pp": 2}),
 ]
 
@@ -103,7 +104,7 @@ def compare(
     """Losses, norms and parameters of a run and of plain PyTorch."""
     layers = 5 if parallel.get("tensor_degrees", "").count(" ") == 4 else 4
     expected = plain(model, layers, tmp_path / "plain", data)
-    sections = {**overrides(model, layers), "parallel": parallel, "overlap": {"schedule": schedule}}
+    sections = {**overrides(model, layers), "parallel": parallel, "overlap": overlap_of(schedule)}
     sections["train"] = {**sections["train"], "recompute": recompute}
     sections["overlap"] = planned(tmp_path / "plans", sections)
     run = run_layout(tmp_path / "run", data, **sections)

@@ -22,7 +22,7 @@ from braid.scheduling.planner.decide import anything, decide, measured
 from braid.scheduling.planner.space import COARSE
 from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse, write
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, overlap_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 from tests.scheduling.plans import cluster
 
@@ -42,7 +42,7 @@ CASES = [
     ("braid", 0, {"pp": 2}),
     ("braid", 2, {"pp": 2}),
     ("braid", 2, {"tp": 2, "pp": 2}),
-    ("braid_twins", 0, {"tp": 2}),
+    ("braid:twins", 0, {"tp": 2}),
     ("intra_batch", 0, {"tp": 2}),
 ]
 """Schedules with the most layers of a run, and layouts."""
@@ -72,7 +72,7 @@ class Runs:
             "model": model(pattern),
             "train": {"dtype": "fp64", "seed": self._seed, "steps": STEPS},
             "parallel": parallel,
-            "overlap": {"schedule": schedule},
+            "overlap": overlap_of(schedule),
         }
         file = self.path / f"{schedule}-{unit_layers}-{len(list(self.path.iterdir()))}.txt"
         config = small_config(self.path / "plans", **sections)
@@ -83,7 +83,7 @@ class Runs:
         bench_of = measured(graphs, analytic_profile(spec, setting.layout, graphs, 8))
         taken = decide([setting], bench_of, anything, COARSE)[0]
         file.write_text(write(taken.code.schedule), encoding="utf-8")
-        sections["overlap"] = {"schedule": schedule, "schedule_file": str(file)}
+        sections["overlap"] = overlap_of(schedule, schedule_file=str(file))
         return run_layout(self.path / "runs", self.data, **sections)
 
     def _one(self, pattern: str) -> Run:

@@ -31,7 +31,7 @@ from braid.scheduling.operators import Graph, Kind, Operator, Part
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.end_to_end.command import ROOT, write_config
+from tests.end_to_end.command import ROOT, overlap_of, write_config
 from tests.end_to_end.runs import prepare_text, run_layout, sample_ids, windows
 
 EXAMPLE = ROOT / "docs" / "examples" / "parallel_layer.py"
@@ -97,7 +97,7 @@ def test_own_layer_against_autograd(
         },
         train={"steps": 6, "dtype": "fp64", "recompute": recompute},
         parallel={"tp": tp},
-        overlap={"schedule": schedule},
+        overlap=overlap_of(schedule),
     )
     train = run.config.train
     settings = PlainSettings(**{name: getattr(train, name) for name in PlainSettings.__dataclass_fields__})

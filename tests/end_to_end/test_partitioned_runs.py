@@ -20,6 +20,7 @@ from braid.scheduling.partition import parse_partition
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.schedule_text import write
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_plain, small_config
 from tests.scheduling.plans import cluster
 from tests.spans import read_folder, spans_of
@@ -31,9 +32,9 @@ GATHER_IN_PARTS = "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2
 SCATTER_IN_PIECES = "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1"
 CASES: list[tuple[str, Mapping[str, int], tuple[str, ...]]] = [
     ("megatron", {"tp": 4}, (GATHER_IN_PARTS, SCATTER_IN_PIECES)),
-    ("braid_w", {"tp": 4}, (GATHER_IN_PARTS, SCATTER_IN_PIECES)),
+    ("braid:w", {"tp": 4}, (GATHER_IN_PARTS, SCATTER_IN_PIECES)),
     (
-        "braid_w",
+        "braid:w",
         {"tp": 4},
         (
             "tp/all_gather mesh 2x2 order 0,1 pieces 2 of width with 1",
@@ -42,10 +43,10 @@ CASES: list[tuple[str, Mapping[str, int], tuple[str, ...]]] = [
     ),
     ("megatron", {"dp": 4}, ("dp/all_reduce mesh 2x2 order 1,0",)),
     ("ddp", {"dp": 4}, ("dp/all_reduce mesh 2x2 order 1,0",)),
-    ("braid_together_4", {"dp": 4}, ("dp/all_reduce mesh 2x2 order 0,1",)),
+    ("braid:together_4", {"dp": 4}, ("dp/all_reduce mesh 2x2 order 0,1",)),
     *(
         (
-            "braid_together_4",
+            "braid:together_4",
             {"dp": 4, "zero": zero},
             ("dp/reduce_scatter mesh 2x2 order 1,0", f"dp/all_gather mesh 2x2 order {order}"),
         )
@@ -69,7 +70,7 @@ def test_losses_are_those_of_plain_pytorch(
     }
     data = prepare_text(tmp_path / "data", SEED)
     expected = run_plain(small_config(tmp_path / "plain", **overrides), data)
-    overrides |= {"parallel": parallel, "overlap": {"schedule": schedule}}
+    overrides |= {"parallel": parallel, "overlap": overlap_of(schedule)}
     config = small_config(tmp_path / "plans", **overrides)
     spec = cluster(nodes=2, gpus=2)
     setting = replace(
@@ -80,9 +81,7 @@ def test_losses_are_those_of_plain_pytorch(
     assert plan.setting.partitions == setting.partitions
     file = tmp_path / "plan.yaml"
     file.write_text(plan.to_yaml(), encoding="utf-8")
-    config = small_config(
-        tmp_path / "runs", **{**overrides, "overlap": {"schedule": schedule, "plan": str(file)}}
-    )
+    config = small_config(tmp_path / "runs", **{**overrides, "overlap": overlap_of(schedule, plan=str(file))})
     shape = config.check(BYTES_VOCABULARY)
     text = write(build_schedule(config, shape))
     assert all(f"\npartition {one}\n" in text for one in partitions)

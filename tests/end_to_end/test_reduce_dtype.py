@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import PlainRun, Run, prepare_text, run_layout, run_plain, small_config
 from tests.spans import read_folder, spans_of
 
@@ -107,7 +108,7 @@ class Runs:
         return {
             "train": {**TRAIN, "reduce_dtype": "bf16", **train},
             "parallel": parallel,
-            "overlap": {"schedule": schedule},
+            "overlap": overlap_of(schedule),
         }
 
 

@@ -16,17 +16,15 @@ from tests.end_to_end.command import (
     write_corpus,
 )
 
-LAYOUTS = {
-    "one rank": (),
-    "tp 2": ("parallel.tp=2",),
-    "pp 2 folded": ("parallel.pp=2", "overlap.schedule=folded"),
-    "dp 2": ("parallel.dp=2",),
-    "shares": ("parallel.dp=2", "parallel.zero=3"),
-    "degrees": ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
-    "two copies": ("parallel.pp=2", "overlap.schedule=bidirectional"),
-}
-
-FORMATS = {"fp64": ("train.dtype=fp64",), "bf16": ("train.dtype=bf16",)}
+LAYOUTS = (
+    (),
+    ("parallel.tp=2",),
+    ("parallel.pp=2", "overlap.pipeline=folded"),
+    ("parallel.dp=2", "parallel.zero=3"),
+    ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
+    ("parallel.dp=2",),
+)
+"""Of the steps 1 to 3, 4 to 6 and so on."""
 
 
 def _set(overrides: tuple[str, ...]) -> list[str]:
@@ -43,51 +41,35 @@ def losses(folder: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with corpus, configuration and an uninterrupted run of 16 steps on one rank."""
+    """A folder with corpus, configuration and an uninterrupted run of 18 steps on one rank."""
     path = tmp_path_factory.mktemp("resume")
     write_corpus(path)
-    write_config(path, train={"steps": 16, "dtype": "fp64", "warmup_steps": 3}, checkpoint={"every": 5})
+    write_config(path, train={"steps": 18, "dtype": "fp64", "warmup_steps": 3}, checkpoint={"every": 5})
     assert braid(path, "train", "run.yaml", "--set", "name=whole").code == 0
     return path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("one rank", "tp 2"),
-        ("tp 2", "pp 2 folded"),
-        ("pp 2 folded", "dp 2"),
-        ("dp 2", "two copies"),
-        ("two copies", "shares"),
-        ("shares", "degrees"),
-        ("degrees", "one rank"),
-    ],
-)
-def test_resume_in_another_layout(folder: Path, first: str, second: str) -> None:
+def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     """And without the corpus, whose tokens the run has."""
-    name = f"{first}-{second}".replace(" ", "_")
-    common = ("train", "run.yaml", "--set", f"name={name}")
-    stopped = braid(folder, *common, *_set(LAYOUTS[first]), "--until", "10")
-    assert stopped.code == 0, stopped.errors
-    assert len(losses(folder, name)) == 10
-    resumed = braid(folder, *common, *_set(LAYOUTS[second]), "--set", "data.files=[gone.txt]", "--resume")
-    assert resumed.code == 0, resumed.errors
-    assert "the run has the tokens that were made before" in resumed.output
-    assert losses(folder, name) == pytest.approx(losses(folder, "whole"), rel=1e-9)
+    common, more = ("train", "run.yaml", "--set", "name=moved"), ()
+    for number, layout in enumerate(LAYOUTS, start=1):
+        outcome = braid(folder, *common, *_set(layout), "--until", str(3 * number), *more)
+        assert outcome.code == 0, outcome.errors
+        assert len(losses(folder, "moved")) == 3 * number
+        assert ("the run has the tokens that were made before" in outcome.output) == bool(more)
+        more = ("--set", "data.files=[gone.txt]", "--resume")
+    assert losses(folder, "moved") == pytest.approx(losses(folder, "whole"), rel=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_resume_in_the_same_layout_is_bitwise(folder: Path, dtype: str) -> None:
-    runs = {}
+def test_resume_in_the_same_layout_is_bitwise(folder: Path) -> None:
     for name, stops in (("straight", ()), ("stopped", ("10",))):
-        common = ("train", "run.yaml", "--set", f"name={dtype}-{name}", *_set(FORMATS[dtype]))
+        common = ("train", "run.yaml", "--set", f"name={name}", "--set", "train.dtype=bf16")
         for stop in stops:
             assert braid(folder, *common, "--until", stop).code == 0
         assert braid(folder, *common, *(("--resume",) if stops else ())).code == 0
-        runs[name] = losses(folder, f"{dtype}-{name}")
-    assert runs["straight"] == runs["stopped"]
+    assert losses(folder, "straight") == losses(folder, "stopped")
 
 
 @pytest.mark.slow
@@ -100,23 +82,16 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    [("processes", signal.SIGINT), ("processes", signal.SIGTERM), ("ray", signal.SIGINT)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)  # SIGTERM on Ray: test_elastic.py
-def test_a_signal_saves_and_leaves_nothing_running(
-    folder: Path, launcher: str, number: signal.Signals
-) -> None:
-    """SIGINT goes to the whole session, as a terminal's Ctrl-C does; SIGTERM to the command alone."""
-    name = f"{launcher}-{number.name}"
-    common = ("train", "run.yaml", "--set", f"name={name}", "--set", "parallel.dp=2", "--launcher", launcher)
+def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
+    """It goes to the whole session. Other signals: `test_signals`; on Ray: `test_recovery`."""
+    name = "stopped-by-hand"
+    common = ("train", "run.yaml", "--set", f"name={name}", "--set", "parallel.dp=2")
     process = start(folder, *common, "--set", "train.steps=100000", "--set", "checkpoint.every=0")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
             break
-    (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
+    os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "stopped early; go on with --resume" in output
@@ -126,14 +101,6 @@ def test_a_signal_saves_and_leaves_nothing_running(
     steps = len(losses(folder, name))
     checkpoints = folder / "runs" / name / "checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", f"step-{steps}"]
-
-
-@pytest.mark.slow
-def test_ray_and_processes_give_the_same_bits(folder: Path) -> None:
-    for launcher in ("ray", "processes"):
-        arguments = ("--set", f"name=by-{launcher}", "--launcher", launcher, "--set", "parallel.tp=2")
-        assert braid(folder, "train", "run.yaml", *arguments, "--until", "6").code == 0
-    assert losses(folder, "by-ray") == losses(folder, "by-processes")
 
 
 @pytest.mark.slow

@@ -44,7 +44,11 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)],
+    ids=lambda one: one.name,
+)
 def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(folder: Path, number: int) -> None:
     """And one to the command alone a moment before, as ``timeout`` sends them."""
     command = subprocess.Popen(
@@ -85,7 +89,7 @@ def test_a_second_signal_ends_a_run_at_once_and_says_what_is_left(folder: Path) 
     assert not left_running(command.pid)
 
 
-@pytest.mark.parametrize("launcher", ["processes", "ray"])
+@pytest.mark.parametrize("launcher", ["processes", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str) -> None:
     """`| head -3`."""
     shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 --launcher {launcher} | head -2"
@@ -107,6 +111,7 @@ def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str)
     assert checkpoints(folder) == ["step-6"]
 
 
+@pytest.mark.thorough
 def test_a_signal_before_the_first_step_leaves_nothing(folder: Path) -> None:
     """On Ray, while its cluster starts."""
     command = start(folder, "train", "run.yaml", "--launcher", "ray")

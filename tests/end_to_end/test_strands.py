@@ -17,12 +17,13 @@ import torch
 
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
 from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import evaluate, modelled, replay
 from braid.scheduling.planner.orders import decisions
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, run_plain, small_config
+from tests.scheduling.cases import LOWERED, kind_of
 from tests.scheduling.plans import cluster
 
 pytestmark = pytest.mark.slow
@@ -35,31 +36,24 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt, one table": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "llama, norms of heads": {"family": "llama", "head_norm": True, "qkv_bias": True},
 }
-TWO_STRANDS = [
-    name
-    for name in SCHEDULES
-    if name not in ("megatron", "folded", "intra_batch", "braid_twins", "two_beside_one", "bidirectional")
-    and not name.startswith(("braid_together", "braid_whole", "braid_in_order", "braid_apart"))
-]
-"""Of two stages; the last four are like others there."""
+ON_ONE_STAGE = ("megatron", "megatron:folded", "intra_batch", "braid:twins", "braid:together_4")
+TWO_STRANDS = [name for name in LOWERED if name not in ON_ONE_STAGE]
+"""Of two stages; the others are like another one there."""
 CASES = [
-    *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid", "braid_w")),
+    *(("llama", name, {"tp": 2}, "fp64") for name in ("wavelet", "dhelix", "braid", "braid:w")),
     *(("llama", name, {"pp": 2}, "fp64") for name in TWO_STRANDS),
-    ("llama", "braid_w", {"tp": 2, "pp": 2}, "fp64"),
-    ("llama", "braid_v", {"tp": 2, "pp": 2}, "fp64"),
-    ("gpt", "braid_eager", {"tp": 2, "pp": 2}, "fp64"),
-    ("llama", "braid_w", {"dp": 2, "tp": 2}, "fp64"),
-    ("gpt", "braid_w", {"tp": 2}, "fp64"),
-    ("llama", "braid_twins", {"tp": 2}, "fp64"),
-    ("llama", "braid_twins", {"dp": 2, "tp": 2}, "fp64"),
-    ("gpt", "braid_twins", {"tp": 2}, "fp64"),
-    ("llama", "two_beside_one", {"tp": 2}, "fp64"),
-    ("gpt", "two_beside_one", {"dp": 2, "tp": 2}, "fp64"),
-    ("llama", "two_beside_one", {"tp": 2}, "fp32"),
-    ("llama", "braid_twins", {"tp": 2}, "fp32"),
+    ("llama", "braid:w", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid:v", {"tp": 2, "pp": 2}, "fp64"),
+    ("gpt", "braid:eager_w", {"tp": 2, "pp": 2}, "fp64"),
+    ("llama", "braid:w", {"dp": 2, "tp": 2}, "fp64"),
+    ("gpt", "braid:w", {"tp": 2}, "fp64"),
+    ("llama", "braid:twins", {"tp": 2}, "fp64"),
+    ("llama", "braid:twins", {"dp": 2, "tp": 2}, "fp64"),
+    ("gpt", "braid:twins", {"tp": 2}, "fp64"),
+    ("llama", "braid:twins", {"tp": 2}, "fp32"),
     ("gpt", "units twins", {"tp": 2}, "fp64"),
     ("gpt", "dhelix", {"tp": 2, "pp": 2}, "fp64"),
-    ("llama", "braid_w", {"tp": 2}, "fp32"),
+    ("llama", "braid:w", {"tp": 2}, "fp32"),
     *(
         ("llama", "units", parallel, "fp64")
         for parallel in ({"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2})
@@ -77,7 +71,7 @@ CASES = [
     ("gpt", "intra_batch", {"tp": 4}, "fp64"),
     ("llama", "intra_batch", {"tp": 2}, "fp32"),
     ("llama", "planned pieces", {"tp": 2}, "fp64"),
-    *(("llama, norms of heads", name, {"tp": 2}, "fp64") for name in ("braid_w", "intra_batch")),
+    *(("llama, norms of heads", name, {"tp": 2}, "fp64") for name in ("braid:w", "intra_batch")),
 ]
 """``intra_batch`` is exact to the bit as long as a row of a GEMM comes out the same beside fewer other rows:
 so it is in single and double precision on the CPU that this was tried on."""
@@ -111,19 +105,19 @@ class Runs:
         far = schedule.startswith("far")
         unit_layers = UNIT_LAYERS if far or schedule.startswith("units") else 0
         plans = schedule == "planned pieces"
-        aliases = {"units": "braid_w", "units twins": "braid_twins", "planned pieces": "intra_batch"}
-        aliases |= {"far": "braid_w", "far twins": "braid_twins"}
+        aliases = {"units": "braid:w", "units twins": "braid:twins", "planned pieces": "intra_batch"}
+        aliases |= {"far": "braid:w", "far twins": "braid:twins"}
         schedule = aliases.get(schedule, schedule)
         if key not in self._runs:
             overrides: dict[str, Mapping[str, Any]] = {
                 "model": MODELS[model],
                 "train": {"dtype": dtype, "seed": self._seed, "steps": STEPS},
                 "parallel": parallel,
-                "overlap": {"schedule": schedule},
+                "overlap": overlap_of(schedule),
             }
-            if plans or SCHEDULES[schedule].pairs in (PairMethod.BARRIERS, PairMethod.ORDER):
+            if plans or kind_of(schedule).decided:
                 plan = self._plan(overrides, unit_layers, far=far)
-                overrides["overlap"] = {"schedule": schedule, "plan": str(plan)}
+                overrides["overlap"] = overlap_of(schedule, plan=str(plan))
             self._runs[key] = run_layout(self._path / "runs", self.data, **overrides)
         return self._runs[key]
 
@@ -156,7 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def _cases() -> list[Any]:
-    quick = [("braid_w", {"tp": 2}, "fp64"), ("intra_batch", {"tp": 2}, "fp64")]
+    quick = [("braid:w", {"tp": 2}, "fp64"), ("intra_batch", {"tp": 2}, "fp64")]
     return [
         pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2]}, {case[3]}")
         if case[0] == "llama" and case[1:] in quick
@@ -181,24 +175,7 @@ def test_overlap_changes_no_result(
     assert run.losses == pytest.approx(plain, rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt"])
-@pytest.mark.parametrize("parallel", [{"pp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)])
-def test_two_copies_of_the_model_train_as_one(runs: Runs, model: str, parallel: dict[str, int]) -> None:
-    """Their gradients are added up, in an order of its own: equal, but not to the bit."""
-    run = runs.of(model, "bidirectional", parallel, "fp64")
-    one = runs.of(model, "megatron", parallel, "fp64")
-    assert run.losses == pytest.approx(one.losses, rel=1e-9, abs=0)
-    assert run.gradient_norms == pytest.approx(one.gradient_norms, rel=1e-9, abs=0)
-    said, wanted = (one.report["validation"]["bits_per_byte"] for one in (run, one))
-    assert said == pytest.approx(wanted, rel=1e-9)
-    ours, theirs = run.parameters(), one.parameters()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-7, atol=1e-9)
-    assert run.losses == pytest.approx(runs.plain(model, "fp64", run), rel=1e-9, abs=0)
-
-
-@pytest.mark.parametrize("schedule", ["megatron", "folded", "interleaved", "braid_w", "zbv"])
+@pytest.mark.parametrize("schedule", ["megatron", "megatron:folded", "interleaved", "braid:w", "zbv"])
 def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: str) -> None:
     """Embedding and head add their gradients to one table, in an order that depends on the schedule."""
     run = runs.of("gpt, one table", schedule, {"pp": 2}, "fp64")
@@ -207,7 +184,7 @@ def test_a_table_that_is_both_ends_trains_as_plain_torch(runs: Runs, schedule: s
 
 def test_the_plans_of_these_tests_put_something_off(runs: Runs) -> None:
     """Late weight gradients are part of what is tested."""
-    text = (runs.of("llama", "braid_w", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
+    text = (runs.of("llama", "braid:w", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
     assert "\nprogram F:layer|B:layer|L:layer\n" in text
     text = (runs.of("llama", "units", {"tp": 2}, "fp64").directory / "schedule.txt").read_text()
     assert f"|L:{UNIT}\n" in text
@@ -237,21 +214,21 @@ def test_pieces_are_in_the_schedules_of_these_tests(runs: Runs) -> None:
 
 
 def test_a_plan_for_something_else_is_refused(runs: Runs) -> None:
-    run = runs.of("llama", "braid_w", {"tp": 2}, "fp64")
+    run = runs.of("llama", "braid:w", {"tp": 2}, "fp64")
     plan = str(run.config.overlap.plan)
     train = {"dtype": "fp64", "steps": 1}
     for overlap, parallel, message in (
         (
             {"schedule": "dhelix", "plan": plan},
             {"tp": 2},
-            "is for overlap.schedule=braid_w, the conf.* dhelix",
+            "is for overlap.schedule=braid, the conf.* dhelix",
         ),
         (
-            {"schedule": "braid_w", "plan": plan},
+            overlap_of("braid:w", plan=plan),
             {"pp": 2},
             "is for parallel=tp 2, the configuration has pp 2",
         ),
-        ({"schedule": "braid_w"}, {"tp": 2}, "needs a pairing: measure the run"),
+        (overlap_of("braid:w"), {"tp": 2}, "needs a pairing: measure the run"),
     ):
         with pytest.raises(ValueError, match=message):
             run_layout(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from tests.end_to_end.command import overlap_of
 from tests.end_to_end.runs import planned, prepare_text, run_layout
 
 SEED, STEPS, MICRO_BATCHES = 13, 3, 5
@@ -30,9 +31,9 @@ def test_losses_are_those_of_one_after_the_other(
     batch = 2 * MICRO_BATCHES * parallel.get("dp", 1)
     train = {"steps": STEPS, "seed": SEED, "global_batch": batch, "recompute": policy}
     runs = []
-    folded = ("oases_folded", "braid_sub_batches_folded") if parallel.get("pp", 1) > 1 else ()
-    for schedule in ("megatron", "merak", "oases", "braid_sub_batches", *folded):
-        sections = {"parallel": parallel, "train": train, "overlap": {"schedule": schedule}}
+    folded = ("oases:folded_sub_batches", "braid:folded_sub_batches") if parallel.get("pp", 1) > 1 else ()
+    for schedule in ("megatron", "merak", "oases", "braid:sub_batches", *folded):
+        sections = {"parallel": parallel, "train": train, "overlap": overlap_of(schedule)}
         sections["overlap"] = planned(tmp_path / "plans", sections)
         runs.append(run_layout(tmp_path / "runs", data, **sections))
     for run in runs[1:]:

@@ -1,13 +1,12 @@
-"""Where ranks are decides what goes inside a node and what between nodes, whatever order they started in."""
+"""Where ranks are decides what goes inside a node and what between nodes. On nodes of Ray: `test_nodes`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import find_or_measure
@@ -17,14 +16,10 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
-from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
 from tests.spans import length_ns, read_folder, spans_of
 
 pytestmark = pytest.mark.slow
-
-SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
-"""The node of every bundle."""
 
 
 def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
@@ -136,56 +131,3 @@ def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> Non
             )
         losses.append([event.record.loss for event in events if hasattr(event, "record")])
     assert losses[0] == losses[1]
-
-
-@pytest.fixture
-def four_nodes() -> Iterator[Any]:
-    """A Ray cluster of four nodes of two ranks each."""
-    with headed_cluster() as cluster:
-        import ray
-
-        for number in range(4):
-            cluster.add_node(num_cpus=2, resources={f"place{number}": 1.0}, wait=False)
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, log_to_driver=False)
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-
-
-@pytest.mark.own_process
-@pytest.mark.timeout(400)  # eight actors on two cores
-def test_scrambled_bundles(tmp_path: Path, four_nodes: Any) -> None:
-    """Ranks are numbered by node and GPU, not as bundles come: tensor groups lie inside nodes."""
-    from braid.actors.controller.placement import RayLauncher
-
-    class Scrambled(RayLauncher):
-        """Hands out bundles in an order of the test's."""
-
-        group: WorkerGroup
-
-        def _bundles(self, ranks: int, avoid: Sequence[str], stopped: Any) -> list[dict[str, float]]:
-            bundles = super()._bundles(ranks, avoid, stopped)
-            return [{**bundle, f"place{node}": 0.01} for bundle, node in zip(bundles, SCRAMBLED, strict=True)]
-
-        def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
-            self.group = super().start(ranks, avoid)
-            return self.group
-
-    config = small_config(
-        tmp_path / "runs",
-        parallel={"tp": 2, "dp": 2, "pp": 2},
-        train={"steps": 2},
-        cluster={"launcher": "ray", "cpus_per_rank": 1.0, "placement_timeout_s": 60.0},
-    )
-    launcher = Scrambled(config)
-    mesh = config.layout().mesh
-    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
-    hosts = launcher.group.hosts
-    assert len(set(hosts)) == 4
-    assert [hosts[rank] for rank in range(0, 8, 2)] == [hosts[rank] for rank in range(1, 8, 2)]
-    assert not [note for event in events if isinstance(event, Started) for note in event.notes]
-    check_spans(traces, mesh, hosts)
-    forecast = launcher.hosts(8)
-    assert [forecast.index(host) for host in forecast] == [hosts.index(host) for host in hosts]

@@ -21,21 +21,16 @@ Sections = Mapping[str, Mapping[str, Any]]
 SEED = 3
 SAMPLES = 7
 """What no replicas and no micro-batches divide: there is always something to fill up."""
-DEGREES: list[dict[str, int]] = [
-    {},
-    {"dp": 2},
-    {"dp": 3},
-    {"tp": 2},
-    {"pp": 2},
-    {"tp": 2, "dp": 2},
-    {"pp": 2, "dp": 2},
-    {"cp": 2},
-]
 LAYOUTS: list[tuple[Sections, int]] = [
-    ({"parallel": degrees}, each) for degrees in DEGREES for each in (1, 2, 4)
-]
-LAYOUTS += [
-    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "folded"}}, 2),
+    ({"parallel": {}}, 1),
+    ({"parallel": {}}, 4),
+    ({"parallel": {"tp": 2}}, 4),
+    ({"parallel": {"cp": 2}}, 2),
+    ({"parallel": {"dp": 3}}, 1),
+    ({"parallel": {"dp": 3}}, 4),
+    ({"parallel": {"pp": 2, "dp": 2}}, 2),
+    ({"parallel": {"tp": 2, "dp": 2}}, 1),
+    ({"parallel": {"pp": 2, "dp": 3}, "overlap": {"schedule": "megatron", "pipeline": "folded"}}, 2),
     ({"parallel": {"dp": 3, "zero": 3}, "overlap": {"schedule": "ddp"}}, 2),
 ]
 MASKED: list[tuple[Sections, int]] = [

@@ -129,7 +129,11 @@ CASES = [
     Case(
         "layers and folded pp",
         ("model.layers=3", "4 chunks of parallel.pp=2", "at least 4 layers"),
-        {"model": {"layers": 3}, "parallel": {"pp": 2}, "overlap": {"schedule": "folded"}},
+        {
+            "model": {"layers": 3},
+            "parallel": {"pp": 2},
+            "overlap": {"schedule": "megatron", "pipeline": "folded"},
+        },
     ),
     Case(
         "ranks in a mesh that they do not make",
@@ -141,11 +145,6 @@ CASES = [
             b"partition tp/all_gather mesh 2x4 order 0,1\n"
             b"stage 0\n F0.0\nprogram F:layer\nprogram B:layer\n",
         ),
-    ),
-    Case(
-        "schedule that is not executed",
-        ("parallel.pp=1 ", "overlap.schedule=bidirectional", "an even number"),
-        {"overlap": {"schedule": "bidirectional"}, "parallel": {"tp": 2}},
     ),
     Case(
         "degrees and tp",
@@ -214,11 +213,6 @@ CASES = [
         {"parallel": {"zero": 3, "dp": 4, "shards": 2}, "elastic": {"max_ranks": 4}},
     ),
     Case("no such ZeRO", ("parallel.zero=4", "at most 3"), {"parallel": {"zero": 4, "dp": 2}}),
-    Case(
-        "shares of copies",
-        ("parallel.zero=1", "overlap.schedule=bidirectional", "0, or use another schedule"),
-        {"overlap": {"schedule": "bidirectional"}, "parallel": {"pp": 2, "dp": 2, "zero": 1}},
-    ),
     Case("pieces of a sample", ("model.sequence=", "2 x parallel.cp=7", "of 14"), {"parallel": {"cp": 7}}),
     Case(
         "experts over ranks",

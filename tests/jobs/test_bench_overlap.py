@@ -62,7 +62,7 @@ def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) 
     assert result["link_mbit"] == 500
     assert result["rounds"] == 2
     rows = {row["schedule"]: row for row in result["rows"]}
-    ours = {"megatron", "intra_batch", "wavelet", "dhelix", "braid_w", "braid_twins"}
+    ours = {"megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"}
     if ray:
         ours = {"megatron", "braid"}
     assert set(rows) == ours | (set() if ray else {"torch_tp", "torch_tp, Braid's exchange"})

@@ -126,10 +126,10 @@ def test_plan_simulate_explain_compare(folder: Path) -> None:
 def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
     shown = braid(
         "simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}",
-        "--schedule", "braid_w", cwd=folder,
+        "--schedule", "braid:w", cwd=folder,
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
-    assert "braid_w, tp 4 x pp 2" in shown.stdout
+    assert "braid (w), tp 4 x pp 2" in shown.stdout
     assert "simulated" in shown.stdout
     assert "stage 1" in shown.stdout
     assert "a paired block" in shown.stdout
@@ -154,7 +154,7 @@ def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:
     arguments = ("--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}")
     best, *single = (
         as_json("simulate", "small.yaml", *arguments, "--schedule", name, cwd=folder)
-        for name in ("braid", "braid_w", "braid_eager", "braid_v")
+        for name in ("braid", "braid:w", "braid:eager_w", "braid:v")
     )
     assert best["fits"]
     by_pipeline = {one["pipeline"]: one for one in single}

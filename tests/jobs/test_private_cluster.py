@@ -1,20 +1,28 @@
-"""A Ray cluster that a command starts for itself: whom it serves, and what runs on it."""
+"""A Ray cluster that a command starts for itself: whom it serves, what runs there, what its agent tells."""
 
+import json
 import os
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from braid.actors.config import parse_config
+from braid.dashboards.metrics import METRICS
+from braid.dashboards.metrics_feed import told_to_ray
 from braid.jobs import doors
 from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.prepare import prepare
+from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
 from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.own_process]
+pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(400)]
 
 
 def authentication() -> dict[str, str]:
@@ -30,6 +38,7 @@ def token() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in authentication():
             patch.delenv(name)
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with ray_session(parse_config({})):
             file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
             yield file
@@ -38,6 +47,7 @@ def token() -> Iterator[Path]:
 
 
 def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None:
+    assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"], "on loopback only"
     address = ray.get_runtime_context().gcs_address
     assert not doors._head_answers(address, doors._QUESTIONS[""])
     assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -49,11 +59,6 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
     assert processes_mentioning(secret) == []
     files = [path for path in token.parent.rglob("*") if path.is_file()]
     assert [path for path in files if secret.encode() in path.read_bytes()] == [token]
-
-
-@pytest.mark.usefixtures("token")
-def test_it_listens_on_loopback_only() -> None:
-    assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
 
 
 @pytest.mark.usefixtures("token")
@@ -92,3 +97,57 @@ def test_training_runs_inside_a_task(tmp_path: Path) -> None:
     task = Task.remote()
     assert ray.get(task.train.remote())
     ray.kill(task)
+
+
+def page() -> str:
+    """What the agent of the cluster's node serves."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+@pytest.mark.usefixtures("token")
+def test_ray_tells_names_labels_and_values_as_the_dashboards_expect_them(tmp_path: Path) -> None:
+    import ray.util.metrics
+
+    def write(name: str, line: dict[str, Any]) -> None:
+        with (tmp_path / name).open("a") as file:
+            file.write(json.dumps({**line, "time": time.time()}) + "\n")
+
+    def settled() -> bool:
+        lines = page().splitlines()
+        old = any('rank="3"' in line for line in lines if line.startswith("ray_braid_step_compute"))
+        return any("ray_braid_running" in line for line in lines) and not old
+
+    (tmp_path / "config.yaml").write_text("name: demo\nparallel: {pp: 2, tp: 2}\n")
+    (tmp_path / "predicted.json").write_text(json.dumps(PREDICTED))
+    with told_to_ray(tmp_path, ray.util.metrics, every_s=0.3):
+        for step in (1, 2):
+            write("metrics.jsonl", metrics_line(step, ranks=4))
+            write("ranks.jsonl", ranks_line(step, ranks=4))
+        write("ranks.jsonl", ranks_line(3, ranks=3))
+        for event in EVENTS:
+            write("events.jsonl", event)
+        deadline = time.monotonic() + 60
+        while not settled() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(5)  # more than two report intervals: what nobody repeats is gone
+        families = list(text_string_to_metric_families(page()))
+    samples = [sample for family in families for sample in family.samples]
+    kinds = {family.name: family.type for family in families}
+    for metric in METRICS.values():
+        name = f"ray_{metric.name}"
+        found = [s for s in samples if s.name == (f"{name}_sum" if metric.kind == "histogram" else name)]
+        assert kinds[name.removesuffix("_total") if metric.kind == "counter" else name] == metric.kind
+        left = metric.kind == "gauge" and metric.source == "ranks.jsonl"
+        assert len(found) == ((3 if left else 4) if metric.per_rank else 1), metric
+        assert all({"run"} <= set(metric.labels) <= s.labels.keys() for s in found)
+        assert {s.labels["run"] for s in found} == {"demo"}
+    values = {(s.name, s.labels.get("stage"), s.labels.get("rank")): s.value for s in samples}
+    expected = metrics_line(2, ranks=4)
+    assert values["ray_braid_loss_nats", None, None] == pytest.approx(expected["loss"])
+    assert values["ray_braid_tokens_total", None, None] == 2 * expected["tokens"]
+    assert values["ray_braid_peak_memory_bytes", "1", "2"] == expected["peak_bytes"][2]

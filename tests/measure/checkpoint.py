@@ -11,14 +11,11 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from braid.actors.config import CheckpointConfig, Config, parse_config
 from braid.actors.controller.group import WorkerGroup
@@ -35,10 +32,8 @@ from braid.jobs.benchmarks.cases import Spread, prepare_text
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.schedule_text import write
 
-ALONE, SYNCHRONOUS, ASYNCHRONOUS = "no save", "synchronous", "asynchronous"
+ALONE, SYNCHRONOUS, ASYNCHRONOUS = "alone", "synchronous", "asynchronous"
 _GENERATION = 1
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,72 +50,32 @@ Round = dict[str, Leg]
 """One leg of each kind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointBenchmark:
-    """Medians and quartiles over the rounds; seconds."""
-
-    checkpoint_bytes: int
-    rounds: int
-    steps: int
-    """Of a leg."""
-    alone: Spread
-    """A leg without a save."""
-    synchronous_stall: Spread
-    asynchronous_stall: Spread
-    stall_ratio: Spread
-    """Asynchronous over synchronous, round by round."""
-    synchronous_cost: Spread
-    """A leg with a save minus the same round's without one."""
-    asynchronous_cost: Spread
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain containers, for ``--json``."""
-        return asdict(self)
-
-
 def run(
-    *,
-    hidden: int = 512,
-    layers: int = 4,
-    rounds: int = 7,
-    steps: int = 4,
-    folder: Path | None = None,
-    progress: Progress = lambda text: None,
-) -> CheckpointBenchmark:
+    *, hidden: int = 512, layers: int = 4, rounds: int = 7, steps: int = 4, folder: Path | None = None
+) -> dict[str, Any]:
     """Measure. ``folder``: on the disk that checkpoints go to; by default a temporary one."""
     with (
         tempfile.TemporaryDirectory(prefix="braid-bench-", dir=folder) as name,
         _ranks(_config(Path(name), hidden, layers)) as legs,
     ):
         legs.leg(ASYNCHRONOUS, 2)  # warms up: files, memory, pages
-        found: list[Round] = []
-        for number in range(rounds):
-            progress(f"round {number + 1} of {rounds}")
-            order = random.sample([ALONE, SYNCHRONOUS, ASYNCHRONOUS], 3)
-            found.append({kind: legs.leg(kind, steps) for kind in order})
-        return summary(found, steps, legs.checkpoint_bytes)
+        kinds = [ALONE, SYNCHRONOUS, ASYNCHRONOUS]
+        found = [{kind: legs.leg(kind, steps) for kind in random.sample(kinds, 3)} for _ in range(rounds)]
+        return {"checkpoint_bytes": legs.checkpoint_bytes, "steps": steps, **summary(found)}
 
 
-def summary(rounds: list[Round], steps: int, checkpoint_bytes: int) -> CheckpointBenchmark:
-    """Sum up at least one round; each is compared within itself, as load comes and goes."""
-
-    def stalls(kind: str) -> list[float]:
-        return [one[kind].stalled for one in rounds]
-
-    def cost(kind: str) -> Spread:
-        return Spread.of([one[kind].seconds - one[ALONE].seconds for one in rounds])
-
-    return CheckpointBenchmark(
-        checkpoint_bytes=checkpoint_bytes,
-        rounds=len(rounds),
-        steps=steps,
-        alone=Spread.of([one[ALONE].seconds for one in rounds]),
-        synchronous_stall=Spread.of(stalls(SYNCHRONOUS)),
-        asynchronous_stall=Spread.of(stalls(ASYNCHRONOUS)),
-        stall_ratio=Spread.of_ratios(stalls(ASYNCHRONOUS), stalls(SYNCHRONOUS)),
-        synchronous_cost=cost(SYNCHRONOUS),
-        asynchronous_cost=cost(ASYNCHRONOUS),
-    )
+def summary(rounds: list[Round]) -> dict[str, Any]:
+    """Medians and quartiles over at least one round, seconds; each is compared within itself, as load comes
+    and goes: the cost of a save is its leg minus the same round's without one."""
+    stalls = {kind: [one[kind].stalled for one in rounds] for kind in (SYNCHRONOUS, ASYNCHRONOUS)}
+    costs = {kind: [one[kind].seconds - one[ALONE].seconds for one in rounds] for kind in stalls}
+    return {
+        "rounds": len(rounds),
+        "alone": asdict(Spread.of([one[ALONE].seconds for one in rounds])),
+        "stall": {kind: asdict(Spread.of(values)) for kind, values in stalls.items()},
+        "stall_ratio": asdict(Spread.of_ratios(stalls[ASYNCHRONOUS], stalls[SYNCHRONOUS])),
+        "cost": {kind: asdict(Spread.of(values)) for kind, values in costs.items()},
+    }
 
 
 def _config(runs: Path, hidden: int, layers: int) -> Config:
@@ -196,54 +151,15 @@ def _ranks(config: Config) -> Iterator[_Legs]:
         yield legs
 
 
-def show(console: Console, result: CheckpointBenchmark) -> None:
-    """Print the table."""
-    size, step_s = result.checkpoint_bytes / 2**20, result.alone.median / result.steps
-    title = (
-        f"a checkpoint of {size:.0f} MiB, two ranks on the CPU, {result.steps} steps of {step_s:.3f} s "
-        f"after it; medians (quartiles) of {result.rounds} rounds"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("seconds", SYNCHRONOUS, ASYNCHRONOUS, "ratio"):
-        table.add_column(name, justify="left" if name == "seconds" else "right")
-    ratio = result.stall_ratio
-    table.add_row(
-        "training waits",
-        _shown(result.synchronous_stall),
-        _shown(result.asynchronous_stall),
-        f"{ratio.median:.1%} ({ratio.low:.1%} to {ratio.high:.1%})",
-    )
-    table.add_row("steps take longer", _shown(result.synchronous_cost), _shown(result.asynchronous_cost), "")
-    console.print(table)
-
-
-def _shown(spread: Spread) -> str:
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
-
-
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure; JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=512, help="width of the model, a multiple of 16")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7, help="of each kind")
     parser.add_argument("--steps", type=int, default=4, help="after a save")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: /tmp)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    chosen = parser.parse_args()
-    says = Console(stderr=True)
-    result = run(
-        hidden=chosen.hidden,
-        layers=chosen.layers,
-        rounds=chosen.rounds,
-        steps=chosen.steps,
-        folder=chosen.folder,
-        progress=says.print,
-    )
-    if chosen.json:
-        print(json.dumps(result.as_json()))
-    else:
-        show(Console(width=max(Console().width, 110)), result)
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from braid.actors.config import Config, load_config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
@@ -43,74 +41,29 @@ from tests.spans import read_folder
 
 DEMO = ROOT / "jobs" / "recipes" / "demo.yaml"
 
-ON, OFF = "with telemetry", "without"
+ON, OFF = "with", "without"
 TURN = 5
 """Steps in a row with or without telemetry: longer than the stream waits before it sends a batch."""
 PER_STEP = 2000
 """Spans that a made-up step has."""
 
-Progress = Callable[[str], None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Price:
-    """Seconds per step of both sides, and their ratio step by step."""
-
-    case: str
-    steps: int
-    on: Spread
-    off: Spread
-    ratio: Spread
-    spans_per_step: float
-    """Of all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Spans per second that reached the files."""
-
-    ranks: int
-    asked_per_second: float | None
-    """By all ranks together; None: as many as they could."""
-    written_per_second: float
-    dropped: int
-    lost: int
-    grown_bytes: int
-    """Largest growth of a rank's resident memory while streaming."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TelemetryBenchmark:
-    """Everything."""
-
-    prices: tuple[Price, ...]
-    throughputs: tuple[Throughput, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain containers, for ``--json``."""
-        return asdict(self)
-
-
-def run(
-    config: Config, *, steps: int = 60, seconds: float = 5.0, progress: Progress = lambda text: None
-) -> TelemetryBenchmark:
+def run(config: Config, *, steps: int = 60, seconds: float = 5.0) -> dict[str, Any]:
     """Measure the price on a configuration and the stream's throughput."""
     with tempfile.TemporaryDirectory(prefix="braid-bench-") as name:
         folder = Path(name)
-        progress(f"{config.name}: {steps} steps {ON} and {OFF} by turns")
-        price = measure_price(config, folder, steps)
-        throughputs = []
-        for rate in (None, 200_000.0):
-            shown = "as fast as they can" if rate is None else f"{rate:,.0f} a second"
-            progress(f"two ranks push spans, {shown}, for {seconds:g} s")
-            throughputs.append(measure_throughput(folder, ranks=2, rate=rate, seconds=seconds))
-    return TelemetryBenchmark(prices=(price,), throughputs=tuple(throughputs))
+        return {
+            "price": measure_price(config, folder, steps),
+            "throughput": [
+                measure_throughput(folder, ranks=2, rate=rate, seconds=seconds) for rate in (None, 200_000.0)
+            ],
+        }
 
 
 # -- price -------------------------------------------------------------------------------------------------
 
 
-def measure_price(config: Config, folder: Path, steps: int) -> Price:
+def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     """One run whose ranks record and stream spans for `TURN` steps of every `2 x TURN`, drawn which.
 
     Both kinds of steps run in the same processes: two runs side by side differ by some percent for reasons of
@@ -137,14 +90,14 @@ def measure_price(config: Config, folder: Path, steps: int) -> Price:
                     if turn:
                         seconds[name].append(passed)
     traces = read_folder(folder / config.name)
-    return Price(
-        case=config.name,
-        steps=turns * TURN,
-        on=Spread.of(seconds[ON]),
-        off=Spread.of(seconds[OFF]),
-        ratio=Spread.of_ratios(seconds[ON], seconds[OFF]),
-        spans_per_step=sum(len(batch.records) for batch in traces.step(traces.newest)),
-    )
+    return {
+        "case": config.name,
+        "steps": turns * TURN,
+        "spans_per_step": sum(len(batch.records) for batch in traces.step(traces.newest)),
+        ON: asdict(Spread.of(seconds[ON])),
+        OFF: asdict(Spread.of(seconds[OFF])),
+        "ratio": asdict(Spread.of_ratios(seconds[ON], seconds[OFF])),
+    }
 
 
 class _KeepingLauncher(ProcessLauncher):
@@ -178,8 +131,11 @@ def _plan(config: Config, data: Path) -> RunPlan:
 # -- throughput --------------------------------------------------------------------------------------------
 
 
-def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> Throughput:
-    """Processes push made-up steps through ring, socket and collector into files."""
+def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> dict[str, Any]:
+    """Processes push made-up steps through ring, socket and collector into files; spans a second.
+
+    ``rate``: of all ranks together; None: as many as they can.
+    """
     files = SpanFiles(folder / f"stream-{rate}", 64 << 20)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -195,14 +151,14 @@ def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds:
         for process in processes:
             process.join()
     counts = files.counts()
-    return Throughput(
-        ranks=ranks,
-        asked_per_second=rate,
-        written_per_second=counts.written / max(took for took, _, _ in found),
-        dropped=sum(dropped for _, dropped, _ in found),
-        lost=counts.lost,
-        grown_bytes=max(grown for _, _, grown in found),
-    )
+    return {
+        "ranks": ranks,
+        "asked_per_second": rate,
+        "written_per_second": counts.written / max(took for took, _, _ in found),
+        "dropped": sum(dropped for _, dropped, _ in found),
+        "lost": counts.lost,
+        "grown_bytes": max(grown for _, _, grown in found),
+    }
 
 
 def _push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
@@ -230,51 +186,14 @@ def _push(rank: int, target: str, rate: float | None, seconds: float, results: A
     results.put((took, stream.dropped, grown))
 
 
-def show(console: Console, result: TelemetryBenchmark) -> None:
-    """Print both tables."""
-    table = Table(title="what telemetry costs: seconds from step to step", title_justify="left")
-    for name in ("run", "steps", "spans", ON, OFF, "ratio (quartiles)", "its median, 95 % sure"):
-        table.add_column(name, justify="left" if name == "run" else "right")
-    for price in result.prices:
-        table.add_row(
-            price.case,
-            str(price.steps),
-            f"{price.spans_per_step:.0f}",
-            f"{price.on.median:.4f}",
-            f"{price.off.median:.4f}",
-            f"{price.ratio.median:.4f} ({price.ratio.low:.4f} to {price.ratio.high:.4f})",
-            f"{price.ratio.median_from:.4f} to {price.ratio.median_to:.4f}",
-        )
-    console.print(table)
-    table = Table(title="the stream of spans, from ranks to files", title_justify="left")
-    for name in ("ranks", "asked a second", "written a second", "dropped", "lost", "memory grown, MiB"):
-        table.add_column(name, justify="right")
-    for one in result.throughputs:
-        table.add_row(
-            str(one.ranks),
-            "all they can" if one.asked_per_second is None else f"{one.asked_per_second:,.0f}",
-            f"{one.written_per_second:,.0f}",
-            f"{one.dropped:,}",
-            f"{one.lost:,}",
-            f"{one.grown_bytes / 2**20:.1f}",
-        )
-    console.print(table)
-
-
 def main() -> None:
-    """Measure, and print a table or JSON."""
+    """Measure; JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=DEMO, help="a run's YAML file")
     parser.add_argument("--steps", type=int, default=60, help="steps of each side")
     parser.add_argument("--seconds", type=float, default=5.0, help="for how long spans are pushed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     chosen = parser.parse_args()
-    says = Console(stderr=True)
-    result = run(load_config(chosen.config), steps=chosen.steps, seconds=chosen.seconds, progress=says.print)
-    if chosen.json:
-        print(json.dumps(result.as_json()))
-    else:
-        show(Console(width=max(Console().width, 110)), result)
+    print(json.dumps(run(load_config(chosen.config), steps=chosen.steps, seconds=chosen.seconds), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Optimizer steps under data parallelism and fully sharded data parallelism, as static orders of tasks.
 
 Every method (PyTorch DDP, ZeRO 1 to 3, out-of-order backpropagation, Centauri) gives tasks for the three
-streams of a rank; `simulate` runs any of them. No stream slows another down here: contention is the pair
+streams of a rank, which run in their order. No stream slows another down here: contention is the pair
 profile's business, and the same for every method.
 """
 
@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.layer import Priority
 from braid.scheduling.planner.operation import makespan_ns, run_in_order
-from braid.scheduling.trace import Span
 from tests.papers.methods import Choice, Method, Step, choices
 from tests.papers.step_builder import StepBuilder, StepTask, Use
 
@@ -25,15 +25,12 @@ class StepResult:
 
     method: Method
     choice: Choice
-    runner_up: Choice | None
-    runner_up_ns: int | None
     total_ns: int
     """Of all steps together, from the first start to the last end."""
     serial_ns: int
     """The same tasks one after the other."""
     communication_ns: int
     """Sum of the communication tasks."""
-    spans: tuple[Span, ...]
 
     @property
     def alpha(self) -> float:
@@ -42,24 +39,19 @@ class StepResult:
 
 
 def schedule_step(method: Method, step: Step, cluster: ClusterSpec, steps: int = 1) -> StepResult:
-    """The fastest schedule among a method's choices, with all of its spans, and the runner-up."""
-    options = list(choices(method, step))
-    timed = [
-        (makespan_ns(run_in_order(step_tasks(method, step, cluster, choice, steps))), n)
-        for n, choice in enumerate(options)
-    ]
-    (total, best), *others = sorted(timed)
-    tasks = step_tasks(method, step, cluster, options[best], steps)
-    second = min(others, default=None)
+    """The fastest schedule among a method's choices."""
+
+    def timed(choice: Choice) -> tuple[int, Choice, tuple[StepTask, ...]]:
+        tasks = step_tasks(method, step, cluster, choice, steps)
+        return makespan_ns(run_in_order(tasks)), choice, tasks
+
+    total, best, tasks = min(map(timed, choices(method, step)), key=itemgetter(0))
     return StepResult(
         method=method,
-        choice=options[best],
-        runner_up=options[second[1]] if second else None,
-        runner_up_ns=second[0] if second else None,
+        choice=best,
         total_ns=total,
         serial_ns=sum(task.ns for task in tasks),
         communication_ns=sum(task.ns for task in tasks if task.stream is not Stream.COMPUTE),
-        spans=simulate(tasks),
     )
 
 
@@ -74,29 +66,6 @@ def step_tasks(
         else:
             _replicated_step(builder, method, number, final=number == steps - 1)
     return tuple(task for queue in builder.queues.values() for task in queue)
-
-
-def simulate(tasks: Sequence[StepTask], rank: int = 0) -> tuple[Span, ...]:
-    """Run tasks in their static orders; spans by start, `ValueError` where the orders lock each other."""
-    times = run_in_order(tasks)
-    spans = (
-        Span(
-            rank=rank,
-            step=task.step,
-            strand="alpha",
-            micro_batch=task.micro_batch,
-            chunk=0,
-            layer=task.layer,
-            operator=task.operator,
-            stream=task.stream,
-            start_ns=times[task.name][0],
-            end_ns=times[task.name][1],
-            bytes=task.bytes,
-            flops=task.flops,
-        )
-        for task in tasks
-    )
-    return tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns, span.stream)))
 
 
 def serialised(tasks: Sequence[StepTask]) -> tuple[StepTask, ...]:

@@ -6,30 +6,19 @@ its text (figure 11 shows it in the picture only), `chosen_setting` says by whic
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.spec import ParallelLayout
-from tests.papers.rows import (
-    RATE_TOLERANCE,
-    Figure,
-    Row,
-    claim,
-    number,
-    percentages,
-)
-from tests.papers.steps import (
-    BASELINES,
-    OURS,
-    Steps,
-    axis_share,
-    chosen_setting,
-    setting_of,
-    steps,
-)
+from tests.papers import rows
+from tests.papers.rows import RATE_TOLERANCE, Figure, Row
+from tests.papers.steps import BASELINES, OURS, Steps, axis_share, chosen_setting, setting_of, steps
 
-PAPER: Final = "DHelix"
+percentages, number, claim = (
+    partial(kind, paper="DHelix") for kind in (rows.percentages, rows.number, rows.Row)
+)
 BATCH_TOKENS: Final = 8 * 2**20
 """Tokens of a step of Llama and GPT (section 6.2)."""
 PHI_BATCH: Final = 1600
@@ -100,9 +89,8 @@ def _dense_rows(dense: Mapping[str, Sequence[Steps]]) -> Iterator[Row]:
     for schedule, percent in HIDDEN.items():
         values = [run.hidden(schedule) for run in every]
         yield percentages(
-            PAPER,
-            "section 6.2.1",
-            f"communication that {BASELINES.get(schedule, 'DHelix')} hides, mean of the six models",
+            figure="section 6.2.1",
+            what=f"communication that {BASELINES.get(schedule, 'DHelix')} hides, mean of the six models",
             published=percent,
             simulated=[sum(values) / len(values)],
             note=f"{min(values):.0f} to {max(values):.0f} %; {_HIDDEN_NOTES[schedule]}",
@@ -130,7 +118,7 @@ def _gain_row(
 ) -> Row:
     gains = [run.gain(schedule, over) for run in runs]
     listed = "; ".join(f"{run.described} {gain:+.0f} %" for run, gain in zip(runs, gains, strict=True))
-    row = percentages(PAPER, figure, what, published=published, simulated=gains, note=listed)
+    row = percentages(figure=figure, what=what, published=published, simulated=gains, note=listed)
     if row.fits:
         return row
     reasons = [_outside(runs, gains, published)]
@@ -161,9 +149,8 @@ def our_rows(figure: str, what: str, runs: Sequence[Steps]) -> Iterator[Row]:
         gains = [run.gain(schedule, "dhelix") for run in there]
         over = [run.gain(schedule) for run in there]
         yield claim(
-            PAPER,
-            figure,
-            f"{what}: {schedule} over DHelix (not slower)",
+            figure=figure,
+            what=f"{what}: {schedule} over DHelix (not slower)",
             unit="%",
             simulated=(min(gains), max(gains)),
             fits=min(gains) >= -1e-6,
@@ -205,9 +192,8 @@ def _phi_rows(phi: Mapping[str, Steps]) -> Iterator[Row]:
     for name, figure, schedule, percent in published:
         run = phi[name]
         yield percentages(
-            PAPER,
-            figure,
-            f"{name} on {run.cluster.gpu.name}: {BASELINES.get(schedule, 'DHelix')} over Megatron-LM",
+            figure=figure,
+            what=f"{name} on {run.cluster.gpu.name}: {BASELINES.get(schedule, 'DHelix')} over Megatron-LM",
             published=percent,
             simulated=[run.gain(schedule)],
             note=_phi_note(run, schedule),
@@ -216,9 +202,8 @@ def _phi_rows(phi: Mapping[str, Steps]) -> Iterator[Row]:
     for schedule, rate in {"megatron": 59941.0, "wavelet": 62454.0, "dhelix": 75386.0}.items():
         simulated = run.outcomes[schedule].numbers.tokens_per_second
         row = number(
-            PAPER,
-            "table 6",
-            f"phi-31b: {BASELINES.get(schedule, 'DHelix')}",
+            figure="table 6",
+            what=f"phi-31b: {BASELINES.get(schedule, 'DHelix')}",
             unit="tokens/s",
             published=rate,
             simulated=simulated,
@@ -244,9 +229,8 @@ def _a800_rows(large: Mapping[int, Steps]) -> Iterator[Row]:
     for schedule, cp, tflops in (("megatron", 2, 186.0), ("megatron", 4, 160.9), ("dhelix", 4, 199.7)):
         run = large[cp]
         yield number(
-            PAPER,
-            "figure 13a",
-            f"Llama-66B on A800, context parallel {cp}: {BASELINES.get(schedule, 'DHelix')}",
+            figure="figure 13a",
+            what=f"Llama-66B on A800, context parallel {cp}: {BASELINES.get(schedule, 'DHelix')}",
             unit="TFLOP/s",
             published=tflops,
             simulated=run.tflops(schedule),
@@ -282,9 +266,8 @@ def _share_rows(llama_39b: Steps, llama_25b: Steps, phi: Steps, a800: Steps) -> 
     )
     for figure, run, axes, percent, what, note in cases:
         yield percentages(
-            PAPER,
-            figure,
-            f"{run.name}: share of Megatron-LM's time in {what}",
+            figure=figure,
+            what=f"{run.name}: share of Megatron-LM's time in {what}",
             published=percent,
             simulated=[axis_share(run, axes)],
             note=f"{run.described}{'; ' if note else ''}{note}",
@@ -314,9 +297,8 @@ def _bubble_row(runs: Sequence[Steps]) -> Row:
     ]
     listed = ", ".join(f"{run.name} {value:+.1f}" for run, value in zip(piped, points, strict=True))
     return percentages(
-        PAPER,
-        "section 4.1",
-        "bubble of DHelix less that of 1F1B (unchanged)",
+        figure="section 4.1",
+        what="bubble of DHelix less that of 1F1B (unchanged)",
         published=0.0,
         simulated=points,
         note=f"{listed}; the same W with less time in the blocks, and embedding and head on one stage",

@@ -27,15 +27,8 @@ from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters
-from tests.papers.dhelix import BATCH_TOKENS, PAPER
-from tests.papers.rows import (
-    FORMULA_TOLERANCE,
-    RATE_TOLERANCE,
-    Row,
-    claim,
-    number,
-    percentages,
-)
+from tests.papers.dhelix import BATCH_TOKENS, claim, number, percentages
+from tests.papers.rows import FORMULA_TOLERANCE, RATE_TOLERANCE, Row
 from tests.papers.steps import chosen_setting
 
 STEP_TOKENS: Final = 16 * 2**20
@@ -104,9 +97,8 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
             gib = getattr(found, level) / 2**30
             rate = links[level] / 1e9
             yield number(
-                PAPER,
-                "table 1",
-                where,
+                figure="table 1",
+                what=where,
                 unit="GiB",
                 published=size,
                 simulated=gib,
@@ -120,9 +112,8 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
                     f"row's rate is {gib / rate:.2f} s"
                 )
             yield number(
-                PAPER,
-                "table 1",
-                where,
+                figure="table 1",
+                what=where,
                 unit="s",
                 published=seconds,
                 simulated=gib / rate,
@@ -135,38 +126,29 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
 
 
 def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
-    published = {"megatron": 40.0, "dhelix": 39.0, "bidirectional": 32.0}
+    published = {"megatron": 40.0, "dhelix": 39.0}
     most = {schedule: _most_layers(cluster, schedule) for schedule in published}
     billions = {s: _layers_of_25b(layers).parameters() / 1e9 for s, layers in most.items()}
     for schedule, size in published.items():
         if schedule == "megatron":
             continue
         yield percentages(
-            PAPER,
-            "section 6.5",
-            f"largest model that fits, {schedule} of a single strand's",
+            figure="section 6.5",
+            what=f"largest model that fits, {schedule} of a single strand's",
             published=100 * size / published["megatron"],
             simulated=[100 * billions[schedule] / billions["megatron"]],
-            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2"
-            f"{_TWICE if schedule == 'bidirectional' else ''}",
+            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2",
         )
     for schedule, size in published.items():
         yield number(
-            PAPER,
-            "section 6.5",
-            f"largest model that fits, {'single strand' if schedule == 'megatron' else schedule}",
+            figure="section 6.5",
+            what=f"largest model that fits, {'single strand' if schedule == 'megatron' else schedule}",
             unit="B parameters",
             published=size,
             simulated=billions[schedule],
             tolerance=RATE_TOLERANCE,
             note=f"{most[schedule]} layers; {cluster.usable_bytes / 2**30:.1f} GiB of a GPU are usable",
         )
-
-
-_TWICE: Final = (
-    "; that 40B and, with model states twice, 32B fill one memory means activations three times as large as "
-    "model states, where with ZeRO 1 and 32-bit gradients both take about the same"
-)
 
 
 def _layers_of_25b(layers: int) -> ModelShape:
@@ -270,9 +252,8 @@ def _breakdown_rows(cluster: ClusterSpec, cp: int) -> Iterator[Row]:
     figure, where = f"figure 15{'ab'[cp // 4]}", f"Llama-39B, context parallel {cp}"
     described = f"{setting.layout.describe()}; percent over Megatron-LM: {listed}"
     yield claim(
-        PAPER,
-        figure,
-        f"{where}: each part adds to those before it (parts that do, of {len(PARTS)})",
+        figure=figure,
+        what=f"{where}: each part adds to those before it (parts that do, of {len(PARTS)})",
         unit="parts",
         simulated=float(sum(step > 0 for step in steps)),
         fits=all(step > 0 for step in steps),
@@ -280,9 +261,8 @@ def _breakdown_rows(cluster: ClusterSpec, cp: int) -> Iterator[Row]:
     )
     largest = max(range(len(PARTS)), key=steps.__getitem__)
     yield claim(
-        PAPER,
-        figure,
-        f"{where}: CP overlap is the largest part (its gain)",
+        figure=figure,
+        what=f"{where}: CP overlap is the largest part (its gain)",
         unit="%",
         simulated=steps[1],
         fits=largest == 1,

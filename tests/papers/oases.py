@@ -1,49 +1,30 @@
 """Schedules and plans of Oases beside what its paper published, on a profile of measured block costs.
 
 Published numbers are facts of Oases (Li et al.), tables II, III and V, for the cluster without NVLink. No
-constant here is fitted to them; what does not fit is shown as it is, and `NOTES` say why that may be.
+constant here is fitted to them; what does not fit is shown as it is, and `REASONS` say why that may be.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Final
 
 from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
 from braid.scheduling.planner.degree_problem import DegreeProblem, fully_recomputed, problem_from_profile
-from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
-from tests.papers.sub_batch import (
-    SubBatching,
-    layer_times,
-    simulate_step,
-    sub_batch_schedule,
-)
+from braid.scheduling.planner.tensor_degrees import describe_degrees, plan_degrees, strategy_cost
+from tests.papers.rows import RATE_TOLERANCE, Row, number
+from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns
 
 DEVICES: Final = 32
-"""8 nodes of 4 GPUs (section VI-A); `DeviceCount` shows that no smaller number can be meant."""
+"""8 nodes of 4 GPUs (section VI-A), whose tokens are counted together; `_premises` shows that fewer could not
+reach the published throughput."""
 
 USABLE_BYTES: Final = 24 * 2**30 * 95 // 100
 """What the paper's planner leaves to the model on a 24 GiB GPU, by the authors' public source."""
 
 PLANNER: Final = "planner"
 PLANNER_TABLE_II: Final = "planner, its degrees of table II"
-
-
-NOTES: Final = (
-    "32 GPUs, and tokens of all of them: fewer could not reach the published throughput if they did nothing "
-    "but compute.",
-    "LLaMA-65B has hidden size 8192, the profile ends at 4096. Extrapolated: blocks by their FLOPs, the "
-    "collective as that of the same message, buffers times four.",
-    "BERT-1.3B too slow below the planner: the profile's collectives take the same time at every degree, as "
-    "the public profiler calls the all-reduce without a group, that is on all 32 ranks. Groups of 4 stay in "
-    "a node, and Megatron's published step leaves each collective a third less. LLaMA-65B's groups of 8 "
-    "cross nodes; its Megatron row fits.",
-    "LLaMA-65B too fast where communication is hidden: computation beside a collective costs no more than "
-    "alone here. On GPUs both share memory bandwidth and processors.",
-    "Plans: equation 5 has no gradient all-reduce between replicas, and a group of one has no collective, so "
-    "small degrees win wherever they fit; the public planner charges degree 1 a collective too. For "
-    "LLaMA-7B, where memory decides, the plan is table II's with other counts. Table II gives BERT-1.3B "
-    "43.9 -> 50.9 ktokens/s, table V 42.5 -> 44.7, so they are not of the same runs.",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,98 +75,99 @@ PUBLISHED: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyRow:
-    """One strategy under the objective of the planner."""
+REASONS: Final[Mapping[str, str]] = {
+    "BERT-1.3B": "the public profile times every group's collective on all 32 ranks, but groups of 4 stay in "
+    "a node, and Megatron's published step leaves each collective a third less; small degrees, which have no "
+    "or little collective in equation 5, win too much; tables II and V are not of the same runs (43.9 -> "
+    "50.9 and 42.5 -> 44.7 ktokens/s)",
+    "LLaMA-65B": "hidden 8192 is extrapolated from 4096, and computation costs no more beside a collective, "
+    "though on GPUs both share memory bandwidth and processors; its Megatron row fits",
+}
+"""Why rows of a model may not fit."""
 
-    model: str
-    origin: str
-    degrees: tuple[int, ...]
-    cost_ns: int
-    ktokens_per_s: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblationRow:
-    """A cell of table V beside the simulation."""
-
-    model: str
-    method: str
-    published: float
-    simulated: float
-    relative_error: float
-    """Of the simulated throughput."""
+row: Final = partial(Row, paper="Oases")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceCount:
-    """Thousands of tokens per second if ``devices`` computed all the time, beside the best published."""
-
-    model: str
-    devices: int
-    ceiling: float
-    published: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImpliedCollective:
-    """The time of a collective that a published serial step leaves to it, beside the profile's."""
-
-    model: str
-    degree: int
-    implied_ns: int
-    profiled_ns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Everything that is set beside the paper."""
-
-    strategies: tuple[StrategyRow, ...]
-    ablation: tuple[AblationRow, ...]
-    device_counts: tuple[DeviceCount, ...]
-    implied: tuple[ImpliedCollective, ...]
-    notes: tuple[str, ...]
-
-
-def compare(profile: BlockProfile) -> Comparison:
+def oases_rows(profile: BlockProfile) -> Iterator[Row]:
     """Plan and simulate the published models."""
-    strategies: list[StrategyRow] = []
-    ablation: list[AblationRow] = []
-    counts: list[DeviceCount] = []
-    implied: list[ImpliedCollective] = []
     measured = {size.hidden for size in profile.measured}
     for model in PUBLISHED:
         costs = profile if model.hidden in measured else at_twice_the_hidden(profile, model.hidden // 2)
-        rows = _strategies(model, costs)
-        strategies += rows
-        if not model.ktokens_per_s:
-            continue
-        steps = {kind.value: _step_ns(model, costs, kind, model.degree) for kind in SubBatching}
+        free = _problem(model, costs)
         if model.strategy:
-            steps[PLANNER_TABLE_II] = _planned_ns(model, costs, rows, model.strategy)
-        steps[PLANNER] = _planned_ns(model, costs, rows, rows[-1].degrees)
-        for method, step_ns in steps.items():
-            shown = model.ktokens_per_s[PLANNER if method == PLANNER_TABLE_II else method]
-            found = _ktokens(model, costs, step_ns)
-            ablation.append(
-                AblationRow(
-                    model=model.name,
-                    method=method,
-                    published=shown,
-                    simulated=found,
-                    relative_error=found / shown - 1,
-                )
-            )
-        counts += _device_counts(model, costs)
-        implied.append(_implied(model, costs))
-    return Comparison(
-        strategies=tuple(strategies),
-        ablation=tuple(ablation),
-        device_counts=tuple(counts),
-        implied=tuple(implied),
-        notes=NOTES,
+            planned = plan_degrees(_problem(model, costs, sorted(set(model.strategy)))).degrees
+            yield strategy_row(model, planned, lambda degrees, free=free: _cost_ns(free, degrees))
+        if model.ktokens_per_s:
+            yield from ablation_rows(model, _ablation(model, costs, free))
+            yield from _premises(model, costs)
+
+
+def ablation_rows(model: PublishedModel, simulated: Mapping[str, float]) -> Iterator[Row]:
+    """Table V: thousands of tokens per second by method, and whether each part adds to the one before."""
+    for method, found in simulated.items():
+        published = model.ktokens_per_s[PLANNER if method == PLANNER_TABLE_II else method]
+        judged = number(
+            paper="Oases",
+            figure="table V",
+            what=f"{model.name}: {method}",
+            unit="ktokens/s",
+            published=published,
+            simulated=found,
+            tolerance=RATE_TOLERANCE,
+        )
+        yield judged if judged.fits else replace(judged, note=REASONS[model.name])
+    rising = [simulated[method] for method in METHODS]
+    yield row(
+        figure="table V",
+        what=f"{model.name}: every part of the ablation adds to the one before",
+        unit="ktokens/s",
+        simulated=(rising[0], rising[-1]),
+        fits=all(a <= b for a, b in pairwise(rising)),
+        note=", ".join(f"{method} {simulated[method]:.1f}" for method in METHODS),
+    )
+
+
+def strategy_row(
+    model: PublishedModel, ours: tuple[int, ...], cost_ns: Callable[[tuple[int, ...]], int]
+) -> Row:
+    """Table II: the plan, of the same degrees, is not slower than the published strategy, by equation 5."""
+    assert model.strategy is not None
+    degrees = (ours, model.strategy, (model.degree,) * model.layers)
+    shown, (own_ns, published_ns, single_ns) = [*map(describe_degrees, degrees)], map(cost_ns, degrees)
+    return row(
+        figure="table II",
+        what=f"{model.name}: our plan over the published one, same degrees (not slower)",
+        unit="%",
+        simulated=100 * (published_ns / own_ns - 1),
+        fits=own_ns <= published_ns,
+        note=f"ours {shown[0]}, published {shown[1]}; over {shown[2]}: {single_ns / own_ns - 1:+.0%} and "
+        f"{single_ns / published_ns - 1:+.0%}",
+    )
+
+
+def _premises(model: PublishedModel, profile: BlockProfile) -> Iterator[Row]:
+    """What the published numbers say of the devices and of the collective, for information."""
+    per_device = max(
+        size.batch * profile.sequence / size.degree / (model.layers * _compute_ns(costs)) * 1e6
+        for size, costs in profile.measured.items()
+        if size.hidden == model.hidden
+    )
+    yield row(
+        figure="table V",
+        what=f"{model.name}: 16 GPUs if they only computed, of the best published (below 100: there were 32)",
+        unit="%",
+        simulated=100 * 16 * per_device / max(model.ktokens_per_s.values()),
+        fits=None,
+    )
+    costs = profile.costs(model.hidden, model.degree, model.global_batch * model.degree // DEVICES)
+    step_ns = model.global_batch * profile.sequence / model.ktokens_per_s[SubBatching.MEGATRON] * 1e6
+    left_ns = step_ns - model.layers * _compute_ns(costs)
+    yield row(
+        figure="table V",
+        what=f"{model.name}: a collective as Megatron's published step leaves it, of the profile's",
+        unit="%",
+        simulated=100 * left_ns / (3 * len(costs.forward_ns) * model.layers) / costs.collective_ns,
+        fits=None,
     )
 
 
@@ -200,49 +182,37 @@ def _step_ns(model: PublishedModel, profile: BlockProfile, kind: SubBatching, de
     layer = layer_times(
         profile, hidden=model.hidden, degree=degree, batch=batch, sub_batches=kind.sub_batches
     )
-    return simulate_step(sub_batch_schedule(kind, model.layers), layer * model.layers).total_ns
+    return total_ns(simulate_step(sub_batch_schedule(kind, model.layers), layer * model.layers))
 
 
-def _planned_ns(
-    model: PublishedModel, profile: BlockProfile, rows: Sequence[StrategyRow], degrees: tuple[int, ...]
-) -> int:
-    """A step of a strategy: simulated where its degrees are equal, else equation 5, which is never below."""
-    if len(set(degrees)) == 1 and model.global_batch * degrees[0] >= 2 * DEVICES:
-        return _step_ns(model, profile, SubBatching.FINE, degrees[0])
-    return next(row.cost_ns for row in rows if row.degrees == degrees)
+def _problem(
+    model: PublishedModel, profile: BlockProfile, degrees: Sequence[int] | None = None
+) -> DegreeProblem:
+    return problem_from_profile(
+        profile,
+        hidden=model.hidden,
+        layers=model.layers,
+        devices=DEVICES,
+        global_batch=model.global_batch,
+        memory_limit_bytes=USABLE_BYTES,
+        degrees=degrees,
+    )
 
 
-def _strategies(model: PublishedModel, profile: BlockProfile) -> list[StrategyRow]:
-    """The degree of table III, the degrees of table II, the plan among those degrees, and the plan."""
+def _cost_ns(problem: DegreeProblem, degrees: tuple[int, ...]) -> int:
+    return strategy_cost(problem, fully_recomputed(degrees))
 
-    def problem(degrees: Sequence[int] | None) -> DegreeProblem:
-        return problem_from_profile(
-            profile,
-            hidden=model.hidden,
-            layers=model.layers,
-            devices=DEVICES,
-            global_batch=model.global_batch,
-            memory_limit_bytes=USABLE_BYTES,
-            degrees=degrees,
-        )
 
-    free = problem(None)
-    given = {"without planner (table III)": (model.degree,) * model.layers}
-    if model.strategy:
-        given["published (table II)"] = model.strategy
-        given["planned, degrees of table II"] = plan_degrees(problem(sorted(set(model.strategy)))).degrees
-    given["planned, all degrees"] = plan_degrees(free).degrees
-    return [
-        StrategyRow(
-            model=model.name,
-            origin=origin,
-            degrees=degrees,
-            cost_ns=strategy_cost(free, fully_recomputed(degrees)),
-            ktokens_per_s=_ktokens(model, profile, strategy_cost(free, fully_recomputed(degrees))),
-            memory_bytes=strategy_memory_bytes(free, fully_recomputed(degrees)),
-        )
-        for origin, degrees in given.items()
-    ]
+def _ablation(model: PublishedModel, profile: BlockProfile, free: DegreeProblem) -> dict[str, float]:
+    """Simulated throughput by method; with planned degrees that differ it is equation 5, never below."""
+    steps = {kind.value: _step_ns(model, profile, kind, model.degree) for kind in SubBatching}
+    planned = {PLANNER_TABLE_II: model.strategy} if model.strategy else {}
+    for method, degrees in {**planned, PLANNER: plan_degrees(free).degrees}.items():
+        if len(set(degrees)) == 1 and model.global_batch * degrees[0] >= 2 * DEVICES:
+            steps[method] = _step_ns(model, profile, SubBatching.FINE, degrees[0])
+        else:
+            steps[method] = _cost_ns(free, degrees)
+    return {method: _ktokens(model, profile, step_ns) for method, step_ns in steps.items()}
 
 
 def at_twice_the_hidden(profile: BlockProfile, hidden: int) -> BlockProfile:
@@ -275,31 +245,3 @@ def at_twice_the_hidden(profile: BlockProfile, hidden: int) -> BlockProfile:
 def _compute_ns(costs: BlockCosts) -> int:
     """Computation of one layer and step: forward, recomputation, backward."""
     return 2 * sum(costs.forward_ns) + sum(costs.backward_ns)
-
-
-def _device_counts(model: PublishedModel, profile: BlockProfile) -> list[DeviceCount]:
-    """The throughput of pure computation, at the best of all measured degrees and batches."""
-    per_device = max(
-        size.batch * profile.sequence / size.degree / (model.layers * _compute_ns(costs)) * 1e6
-        for size, costs in profile.measured.items()
-        if size.hidden == model.hidden
-    )
-    best = max(model.ktokens_per_s.values())
-    return [
-        DeviceCount(model=model.name, devices=count, ceiling=count * per_device, published=best)
-        for count in (1, 4, 8, 16, 32)
-    ]
-
-
-def _implied(model: PublishedModel, profile: BlockProfile) -> ImpliedCollective:
-    """What the published serial step leaves for each of its collectives, three per block."""
-    costs = profile.costs(model.hidden, model.degree, model.global_batch * model.degree // DEVICES)
-    tokens = model.global_batch * profile.sequence
-    step_ns = tokens / model.ktokens_per_s[SubBatching.MEGATRON] * 1e6
-    left_ns = step_ns - model.layers * _compute_ns(costs)
-    return ImpliedCollective(
-        model=model.name,
-        degree=model.degree,
-        implied_ns=round(left_ns / (3 * len(costs.forward_ns) * model.layers)),
-        profiled_ns=costs.collective_ns,
-    )

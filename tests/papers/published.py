@@ -6,9 +6,9 @@ Every row is computed when it is asked for. What does not fit is shown with the 
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +18,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from braid.scheduling.block_profile import read_block_profile
-from braid.scheduling.planner.tensor_degrees import describe_degrees
 from braid.scheduling.presets.library import cluster_preset
-from tests.papers import centauri
+from tests.papers.centauri import centauri_rows
 from tests.papers.dhelix import dhelix_rows
 from tests.papers.dhelix_parts import part_rows
-from tests.papers.oases import METHODS, Comparison, compare
-from tests.papers.rows import RATE_TOLERANCE, Figure, Row, claim, number
+from tests.papers.oases import oases_rows
+from tests.papers.rows import Figure, Row
 
 WITHOUT_PROFILE: Final = (
     "Oases: its rows need a profile of measured block costs (the authors publish one of an RTX 3090 as CSV); "
@@ -70,86 +69,11 @@ def run(profile_path: Path | None, progress: Callable[[str], None] = lambda text
     profile = None if profile_path is None else read_block_profile(profile_path)
     rows = [*dhelix_rows(progress), *part_rows(progress)]
     progress("Centauri: partitions and tiers")
-    rows += centauri_rows()
+    rows += centauri_rows(cluster_preset("centauri_a"), cluster_preset("centauri_b"))
     if profile is not None:
         progress("Oases: degrees and sub-batches")
-        rows += oases_rows(compare(profile))
+        rows += oases_rows(profile)
     return PapersReport(rows=tuple(rows), left_out=() if profile is not None else (WITHOUT_PROFILE,))
-
-
-def centauri_rows() -> Iterator[Row]:
-    """Centauri's rows as `tests.papers.centauri` computes and judges them."""
-    for row in centauri.rows({name: cluster_preset(name) for name in ("centauri_a", "centauri_b")}):
-        low, high = row.published if isinstance(row.published, tuple) else (row.published, row.published)
-        nearest = min(max(row.simulated, low), high)
-        section, _, what = row.figure.partition(": ")
-        yield Row(
-            paper="Centauri",
-            figure=section,
-            what=what,
-            unit="",
-            published=row.published,
-            simulated=row.simulated,
-            distance=row.simulated / nearest - 1 if nearest else row.simulated,
-            fits=row.fits,
-            note=row.note,
-        )
-
-
-def oases_rows(comparison: Comparison) -> Iterator[Row]:
-    """Oases' ablation (table V), its published strategies under our costs, and the gain of its schedules."""
-    for cell in comparison.ablation:
-        yield number(
-            "Oases",
-            "table V",
-            f"{cell.model}: {cell.method}",
-            unit="ktokens/s",
-            published=cell.published,
-            simulated=cell.simulated,
-            tolerance=RATE_TOLERANCE,
-            note=_OASES_NOTES.get(cell.model, "") if abs(cell.relative_error) > RATE_TOLERANCE else "",
-        )
-    for model in dict.fromkeys(cell.model for cell in comparison.ablation):
-        rates = {c.method: c.simulated for c in comparison.ablation if c.model == model}
-        rising = [rates[method] for method in METHODS]
-        yield claim(
-            "Oases",
-            "table V",
-            f"{model}: every part of the ablation adds to the one before",
-            unit="ktokens/s",
-            simulated=(rising[0], rising[-1]),
-            fits=all(a <= b for a, b in pairwise(rising)),
-            note=", ".join(f"{method} {rates[method]:.1f}" for method in METHODS),
-        )
-    yield from _strategy_rows(comparison)
-
-
-_OASES_NOTES: Final[Mapping[str, str]] = {
-    "BERT-1.3B": "the public profile times every group's collective on all 32 ranks, but groups of 4 stay in "
-    "a node; small degrees, which have no or little collective in equation 5, win too much",
-    "LLaMA-65B": "hidden 8192 is extrapolated from 4096, and computation costs no more beside a collective",
-}
-
-
-def _strategy_rows(comparison: Comparison) -> Iterator[Row]:
-    """Table II: the planner's strategy is not slower than one degree for all, by equation 5."""
-    for model in dict.fromkeys(row.model for row in comparison.strategies):
-        known = {row.origin: row for row in comparison.strategies if row.model == model}
-        published, single = known.get("published (table II)"), known["without planner (table III)"]
-        if published is None:
-            continue
-        ours = known["planned, degrees of table II"]
-        yield claim(
-            "Oases",
-            "table II",
-            f"{model}: our plan over the published one, same degrees (not slower)",
-            unit="%",
-            simulated=100 * (published.cost_ns / ours.cost_ns - 1),
-            fits=ours.cost_ns <= published.cost_ns,
-            note=f"ours {describe_degrees(ours.degrees)}, published {describe_degrees(published.degrees)}; "
-            f"over {describe_degrees(single.degrees)}: {single.cost_ns / ours.cost_ns - 1:+.0%} and "
-            f"{single.cost_ns / published.cost_ns - 1:+.0%}",
-        )
 
 
 # -- printing ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 Figure = float | tuple[float, float]
 """A number, or the least and the most of several."""
@@ -25,85 +25,29 @@ class Row:
     figure: str
     """Figure, table or section of the paper."""
     what: str
-    unit: str
-    published: Figure | None
+    unit: str = ""
+    published: Figure | None = None
     """None where the paper has no figure: the row is a claim of ours, or an order that the text states."""
     simulated: Figure
-    distance: float
+    distance: float = 0.0
     """How far outside: a share of a published number; percentage points from a published range."""
     fits: bool | None
     """None: for information, as the paper does not say enough to judge."""
     note: str = ""
 
 
-def number(
-    paper: str,
-    figure: str,
-    what: str,
-    *,
-    unit: str,
-    published: float,
-    simulated: float,
-    tolerance: float,
-    note: str = "",
-) -> Row:
-    """A number that fits within a share ``tolerance`` of the published one."""
+def number(*, published: float, simulated: float, tolerance: float, **more: Any) -> Row:
+    """A number that fits within a share ``tolerance`` of the published one; ``more``: other fields."""
     distance = simulated / published - 1
-    return Row(
-        paper=paper,
-        figure=figure,
-        what=what,
-        unit=unit,
-        published=published,
-        simulated=simulated,
-        distance=distance,
-        fits=abs(distance) <= tolerance,
-        note=note,
-    )
+    fits = abs(distance) <= tolerance
+    return Row(published=published, simulated=simulated, distance=distance, fits=fits, **more)
 
 
-def percentages(
-    paper: str,
-    figure: str,
-    what: str,
-    *,
-    published: Figure,
-    simulated: Sequence[float],
-    note: str = "",
-) -> Row:
+def percentages(*, published: Figure, simulated: Sequence[float], **more: Any) -> Row:
     """Percentages that fit where all of them lie in the published range or within `POINTS` of it."""
     low, high = published if isinstance(published, tuple) else (published, published)
     distance = max(0.0, low - min(simulated), max(simulated) - high)
+    found = simulated[0] if len(simulated) == 1 else (min(simulated), max(simulated))
     return Row(
-        paper=paper,
-        figure=figure,
-        what=what,
-        unit="%",
-        published=published,
-        simulated=span(simulated),
-        distance=distance,
-        fits=distance <= POINTS,
-        note=note,
+        unit="%", published=published, simulated=found, distance=distance, fits=distance <= POINTS, **more
     )
-
-
-def claim(
-    paper: str, figure: str, what: str, *, unit: str, simulated: Figure, fits: bool | None, note: str = ""
-) -> Row:
-    """What the paper states without a figure, or what we claim beside its figures."""
-    return Row(
-        paper=paper,
-        figure=figure,
-        what=what,
-        unit=unit,
-        published=None,
-        simulated=simulated,
-        distance=0.0,
-        fits=fits,
-        note=note,
-    )
-
-
-def span(values: Sequence[float]) -> Figure:
-    """The least and the most; of a single value itself."""
-    return values[0] if len(values) == 1 else (min(values), max(values))

@@ -11,7 +11,7 @@ from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 
-OURS: Final = ("braid_w", "braid_v")
+OURS: Final = ("braid:w", "braid:v")
 """Pipelines of ours, each by itself: the W is DHelix's."""
 BASELINES: Final[Mapping[str, str]] = {
     "megatron": "Megatron-LM",
@@ -66,7 +66,7 @@ def steps(
         try:
             outcomes[schedule] = evaluate(with_schedule(setting, schedule), cluster)
         except ValueError:
-            continue  # braid_v wants at least two micro-batches a stage
+            continue  # v wants at least two micro-batches a stage
     return Steps(name, setting, cluster, outcomes)
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from braid.scheduling.block_profile import BLOCKS, BlockProfile
 from braid.scheduling.operators import Stream
 from braid.scheduling.physics import run_in_order
-from braid.scheduling.trace import Span
 
 
 class SubBatching(StrEnum):
@@ -86,26 +85,8 @@ class BlockTimes:
         return (self.backward_ns if backward else self.forward_ns)[operation.sub_batch]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTimeline:
-    """When everything ran, in the order of its start."""
-
-    spans: tuple[Span, ...]
-
-    @property
-    def total_ns(self) -> int:
-        """Length of the step."""
-        return max((span.end_ns for span in self.spans), default=0)
-
-    def busy_ns(self, stream: Stream) -> int:
-        """Time that a stream's operations take together."""
-        return sum(span.end_ns - span.start_ns for span in self.spans if span.stream is stream)
-
-
 def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
     """The schedule of a step: forward through all layers, then recomputation and backward from the last."""
-    if layers < 1:
-        raise ValueError(f"layers={layers} must be at least 1")
     fine = kind is SubBatching.FINE
     passes = list(_fine_passes(layers) if fine else _layer_passes(layers, kind.sub_batches))
     compute = [operation for order in passes for operation in order]
@@ -166,35 +147,25 @@ def _inputs(operation: Operation, blocks: int, fine: bool) -> Iterator[Operation
             yield Operation(Phase.FORWARD if last else Phase.BACKWARD, block + (not last), part).reduced
 
 
-def simulate_step(schedule: SubBatchSchedule, times: Sequence[BlockTimes]) -> StepTimeline:
-    """Run both streams in their orders; ``times`` holds all blocks, in the order of the forward pass.
+def simulate_step(
+    schedule: SubBatchSchedule, times: Sequence[BlockTimes]
+) -> dict[Operation, tuple[int, int]]:
+    """When every operation begins and ends, in nanoseconds, as both streams run in their orders.
 
-    Raises `ValueError` if the streams wait for each other for ever, naming what they wait for.
+    ``times`` holds all blocks, in the order of the forward pass. Raises `ValueError` if the streams wait for
+    each other for ever, naming what they wait for.
     """
     orders = {Stream.COMPUTE: schedule.compute, Stream.INTRA: schedule.communication}
     found, stuck = run_in_order(orders, schedule.after.__getitem__, lambda op: times[op.block].of(op))
     if stuck:
         heads = "; ".join(str(orders[stream][place]) for stream, place in stuck.items())
         raise ValueError(f"the schedule waits for ever at: {heads}; order producers first")
-    spans = [_span(op, stream, *found[op]) for stream, order in orders.items() for op in order]
-    return StepTimeline(spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.end_ns))))
+    return found
 
 
-def _span(operation: Operation, stream: Stream, start_ns: int, end_ns: int) -> Span:
-    layer, place = divmod(operation.block, len(BLOCKS))
-    kind = ".all_reduce" if operation.collective else ""
-    return Span(
-        rank=0,
-        step=0,
-        strand=str(operation.sub_batch),
-        micro_batch=operation.sub_batch,
-        chunk=0,
-        layer=layer,
-        operator=f"{BLOCKS[place]}.{operation.phase}{kind}",
-        stream=stream,
-        start_ns=start_ns,
-        end_ns=end_ns,
-    )
+def total_ns(times: Mapping[Operation, tuple[int, int]]) -> int:
+    """Length of a step."""
+    return max(end_ns for _, end_ns in times.values())
 
 
 def layer_times(

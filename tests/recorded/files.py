@@ -9,21 +9,20 @@ from typing import Any, Final
 
 SCHEDULES: Final = (
     "megatron",
-    "eager",
-    "folded",
+    "megatron:eager_1f1b",
+    "megatron:folded",
     "interleaved",
     "intra_batch",
     "wavelet",
-    "bidirectional",
     "dhelix",
     "braid",
-    "braid_eager",
-    "braid_twins",
-    "braid_v",
+    "braid:eager_w",
+    "braid:twins",
+    "braid:v",
     "dualpipev",
     "zbv",
 )
-"""The values of ``overlap.schedule`` that are recorded; written out, as the code's own list may change."""
+"""The schedules (`ScheduleName`) that are recorded; written out, as the code's own list may change."""
 
 REFUSED: Final = "refused"
 """Key of the message where a case was refused; such a case has no other key."""

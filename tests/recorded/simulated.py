@@ -8,8 +8,7 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot. ``--as-before``
-records with the costs and names of `tests.recorded.before`, to be compared with a record from before them.
+`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +24,7 @@ from typing import Any, Final
 from typer.testing import CliRunner
 
 from braid.jobs.cli import app
-from tests.recorded.before import FORMER, former_costs
+from braid.scheduling.lowering.named import ScheduleName
 from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, read_cases, write_cases
 from tests.recorded.units import unit_cases
 
@@ -71,6 +69,7 @@ class Situation:
 
     def arguments(self, schedule: str, recompute: str, zero: int) -> list[str]:
         """Of ``braid``."""
+        named = ScheduleName.parse(schedule)
         samples = self.micro_batches * self.micro_batch * int(self.parallel.get("dp", 1))
         replicas = int(self.parallel.get("dp", 1)) * int(self.parallel.get("cp", 1))  # one has no shares
         keys = {
@@ -78,7 +77,8 @@ class Situation:
             "train.global_batch": samples,
             "train.micro_batch": self.micro_batch,
             "train.recompute": recompute,
-            "overlap.schedule": schedule,
+            "overlap.schedule": named.schedule,
+            "overlap.pipeline": named.pipeline or "null",
             **{f"model.{key}": value for key, value in self.model_keys.items()},
         }
         sets = [text for key, value in keys.items() for text in ("--set", f"{key}={value}")]
@@ -88,13 +88,13 @@ class Situation:
 
 ALL: Final = (("none", 0), ("full", 0), ("none", 1))
 FOLDED: Final = (
-    "folded",
+    "megatron:folded",
     "wavelet",
     "dhelix",
     "braid",
-    "braid_eager",
-    "braid_twins",
-    "braid_v",
+    "braid:eager_w",
+    "braid:twins",
+    "braid:v",
     "dualpipev",
     "zbv",
 )
@@ -184,11 +184,8 @@ SITUATIONS: Final = (
 )
 
 
-def cli_cases(called: Mapping[str, str]) -> dict[str, Callable[[], Case]]:
-    """Names of the cases that ``braid simulate`` can do, and how to record them.
-
-    ``called``: other names of schedules, by which they are simulated.
-    """
+def cli_cases() -> dict[str, Callable[[], Case]]:
+    """Names of the cases that ``braid simulate`` can do, and how to record them."""
     runner = CliRunner()
 
     def recorded(arguments: Sequence[str]) -> Callable[[], Case]:
@@ -196,7 +193,7 @@ def cli_cases(called: Mapping[str, str]) -> dict[str, Callable[[], Case]]:
 
     return {
         f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}": recorded(
-            situation.arguments(called.get(schedule, schedule), recompute, zero)
+            situation.arguments(schedule, recompute, zero)
         )
         for situation in SITUATIONS
         for recompute, zero in situation.variants
@@ -221,16 +218,14 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
     return {**found, **{f"{level}_bytes": links[level]["bytes_per_gpu"] for level in ("intra", "inter")}}
 
 
-def record(pattern: str | None, tell: Callable[[str], None], *, as_before: bool = False) -> dict[str, Case]:
-    """All cases whose names hold the pattern; ``as_before``: see `tests.recorded.before`."""
-    called = FORMER if as_before else {}
-    cases = {**cli_cases(called), **unit_cases(numbers_of, called)}
+def record(pattern: str | None, tell: Callable[[str], None]) -> dict[str, Case]:
+    """All cases whose names hold the pattern."""
+    cases = {**cli_cases(), **unit_cases(numbers_of)}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):
         begin = time.perf_counter()
-        with former_costs() if as_before else nullcontext():
-            found[name] = cases[name]()
+        found[name] = cases[name]()
         shown = found[name].get(REFUSED) or f"{found[name]['step_seconds']:.6f} s"
         tell(f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)")
     return found
@@ -281,14 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--out", type=Path, help="record to this file")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
     parser.add_argument("--only", help="only cases whose names hold this pattern")
-    parser.add_argument("--as-before", action="store_true", help="with former costs and names")
     given = parser.parse_args(arguments)
     if given.out is not None:
-        found = record(
-            given.only,
-            lambda line: print(line, file=sys.stderr, flush=True),
-            as_before=given.as_before,
-        )
+        found = record(given.only, lambda line: print(line, file=sys.stderr, flush=True))
         write_cases(given.out, found)
         return 0
     old, new = (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, overlap_of
 from tests.recorded.files import SCHEDULES
 
 MICRO_BATCH: Final = 2
@@ -50,7 +50,7 @@ LAYOUTS: Final[Mapping[str, Mapping[str, int]]] = {
     "dp2 pp2": {"dp": 2, "pp": 2},
 }
 
-SEARCHED: Final = ("dhelix", "braid", "braid_eager", "braid_twins", "braid_v", "auto")
+SEARCHED: Final = ("dhelix", "braid", "braid:eager_w", "braid:twins", "braid:v", "auto")
 """Schedules that need costs or a plan."""
 
 
@@ -96,7 +96,7 @@ class Training:
             dtype=self.dtype, recompute=self.recompute, global_batch=MICRO_BATCHES * MICRO_BATCH * replicas
         )
         sections["parallel"] = dict(LAYOUTS[self.layout])
-        sections["overlap"] = {"schedule": self.schedule}
+        sections["overlap"] = overlap_of(self.schedule)
         for key, value in self.keys.items():
             section, _, last = key.partition(".")
             sections[section][last] = value
@@ -109,53 +109,64 @@ def training_cases() -> dict[str, Training]:
 
 
 def _cases() -> Iterator[Training]:
-    executable = [name for name in SCHEDULES if name != "bidirectional"]
-    pipelines = [name for name in executable if name != "intra_batch"]
-    yield from _runs("llama", "tp2", [name for name in executable if name not in ("eager", "interleaved")])
+    pipelines = [name for name in SCHEDULES if name != "intra_batch"]
+    yield from _runs(
+        "llama", "tp2", [name for name in SCHEDULES if name not in ("megatron:eager_1f1b", "interleaved")]
+    )
     yield from _runs("llama", "pp2", pipelines)
-    yield from _runs("llama", "tp2 pp2", executable)
-    yield from _runs("llama", "one rank", ("megatron", "folded", "wavelet", "braid", "braid_twins", "zbv"))
-    yield from _runs("llama", "dp2", ("megatron", "braid", "braid_twins"))
-    some = ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid_twins", "braid_v")
+    yield from _runs("llama", "tp2 pp2", SCHEDULES)
+    yield from _runs(
+        "llama", "one rank", ("megatron", "megatron:folded", "wavelet", "braid", "braid:twins", "zbv")
+    )
+    yield from _runs("llama", "dp2", ("megatron", "braid", "braid:twins"))
+    some = ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid:twins", "braid:v")
     yield from _runs("llama", "dp2 tp2", some)
-    others = ("megatron", "eager", "interleaved", "dhelix", "braid", "braid_eager", "braid_v", "zbv")
+    others = (
+        "megatron",
+        "megatron:eager_1f1b",
+        "interleaved",
+        "dhelix",
+        "braid",
+        "braid:eager_w",
+        "braid:v",
+        "zbv",
+    )
     yield from _runs("llama", "dp2 pp2", others)
 
-    yield from _runs("gpt", "tp2", ("megatron", "intra_batch", "braid", "braid_twins"))
+    yield from _runs("gpt", "tp2", ("megatron", "intra_batch", "braid", "braid:twins"))
     yield from _runs("gpt", "tp4", ("intra_batch",))
-    yield from _runs("gpt", "pp2", ("megatron", "interleaved", "braid_eager", "zbv"))
-    yield from _runs("gpt", "tp2 pp2", ("dhelix", "braid", "braid_v", "dualpipev"))
-    yield from _runs("tied gpt", "pp2", ("megatron", "folded", "braid", "braid_v", "zbv"))
+    yield from _runs("gpt", "pp2", ("megatron", "interleaved", "braid:eager_w", "zbv"))
+    yield from _runs("gpt", "tp2 pp2", ("dhelix", "braid", "braid:v", "dualpipev"))
+    yield from _runs("tied gpt", "pp2", ("megatron", "megatron:folded", "braid", "braid:v", "zbv"))
     yield from _runs("tied gpt", "tp2 pp2", ("braid",))
     yield from _runs("llama of 8", "tp2", ("braid",))
-    yield from _runs("llama of 8", "pp2", ("megatron", "interleaved", "braid_eager"))
+    yield from _runs("llama of 8", "pp2", ("megatron", "interleaved", "braid:eager_w"))
 
     yield from _runs("llama", "tp2", ("megatron", "braid"), recompute="selective")
     yield from _runs("llama", "tp2", ("megatron", "dhelix"), recompute="fine")
-    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "wavelet", "braid_twins"), recompute="full")
-    yield from _runs("llama", "pp2", ("folded", "braid", "braid_eager", "zbv"), recompute="full")
-    yield from _runs("llama", "tp2 pp2", ("interleaved", "braid_v"), recompute="full")
+    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "wavelet", "braid:twins"), recompute="full")
+    yield from _runs("llama", "pp2", ("megatron:folded", "braid", "braid:eager_w", "zbv"), recompute="full")
+    yield from _runs("llama", "tp2 pp2", ("interleaved", "braid:v"), recompute="full")
     yield from _runs("llama", "tp2 pp2", ("braid", "dualpipev"), recompute="fine")
-    yield from _runs("llama", "pp2", ("braid_v",), recompute="selective")
+    yield from _runs("llama", "pp2", ("braid:v",), recompute="selective")
 
-    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "braid", "braid_twins"), dtype="fp32")
-    yield from _runs("llama", "pp2", ("folded", "zbv"), dtype="fp32")
-    yield from _runs("llama", "tp2 pp2", ("braid_v",), dtype="fp32")
+    yield from _runs("llama", "tp2", ("megatron", "intra_batch", "braid", "braid:twins"), dtype="fp32")
+    yield from _runs("llama", "pp2", ("megatron:folded", "zbv"), dtype="fp32")
+    yield from _runs("llama", "tp2 pp2", ("braid:v",), dtype="fp32")
 
     yield from _runs("llama", "tp2", ("intra_batch",), costs="profile")
-    yield from _runs("llama", "tp2", ("dhelix", "braid", "braid_twins"), costs="plan")
-    yield from _runs("llama", "tp2 pp2", ("braid", "braid_eager"), costs="plan")
+    yield from _runs("llama", "tp2", ("dhelix", "braid", "braid:twins"), costs="plan")
+    yield from _runs("llama", "tp2 pp2", ("braid", "braid:eager_w"), costs="plan")
     yield from _runs("llama", "tp2", ("auto",))
     yield from _runs("llama", "tp2 pp2", ("braid",), keys={"overlap.memory_slack": 0.02})
     yield from _runs("llama", "dp2 tp2", ("braid",), keys={"train.deterministic_reduction": True})
 
     yield from _runs("own layer", "tp2", ("megatron", "braid"))
     yield from _runs("own layer", "tp2", ("intra_batch",), recompute="full")
-    yield from _runs("own layer", "tp2 pp2", ("braid_eager",))
+    yield from _runs("own layer", "tp2 pp2", ("braid:eager_w",))
 
     # refused
-    yield from _runs("llama", "pp2", ("bidirectional",))
-    yield from _runs("llama", "pp2", ("interleaved", "braid_v"), keys={"train.global_batch": 3 * MICRO_BATCH})
+    yield from _runs("llama", "pp2", ("interleaved", "braid:v"), keys={"train.global_batch": 3 * MICRO_BATCH})
     yield from _runs("llama", "tp2", ("intra_batch",), keys={"model.sequence": 31})
 
 

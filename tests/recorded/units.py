@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.planner.decide import anything, modelled, outcome_of
 from braid.scheduling.planner.orders import Bench, decisions
 from braid.scheduling.presets.library import cluster_preset, model_preset
@@ -21,7 +21,7 @@ from tests.recorded.files import Case
 
 Numbers = Callable[[Mapping[str, Any]], Case]
 
-FUSED: Final = ("braid", "braid_eager", "braid_twins", "braid_v")
+FUSED: Final = ("braid", "braid:eager_w", "braid:twins", "braid:v")
 PRESETS: Final = (("a40", "llama-8b", 4), ("h100", "gpt-6.7b", 2))
 """Cluster, model and tensor-parallel degree."""
 LAYERS_PER_STAGE: Final = 8
@@ -40,13 +40,12 @@ SLOWDOWNS: Final = {
 """Made up: what a measured profile says of classes, each side by itself."""
 
 
-def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dict[str, Callable[[], Case]]:
+def unit_cases(numbers: Numbers) -> dict[str, Callable[[], Case]]:
     """Names of the cases, and how to record them.
 
     Units of two and four layers, on one stage and two; and costs by which starting a collective and going on
     after it take time, as in measured profiles, for units of layers and (on one cluster) for every schedule
-    layer by layer. ``numbers`` picks what is recorded; ``called``: other names of schedules, by which
-    they are simulated.
+    layer by layer. ``numbers`` picks what is recorded.
     """
     cases: dict[str, Callable[[], Case]] = {}
     for (cluster, model, tp), pp in product(PRESETS, (1, 2)):
@@ -58,8 +57,7 @@ def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dic
         for handled, schedule, unit_layers in kinds:
             costs = "handled" if handled else "modelled"
             title = f"{model} on {cluster}, tp {tp} pp {pp}, {costs} costs, unit {unit_layers}: {schedule}"
-            name = (called or {}).get(schedule, schedule)
-            cases[title] = _case(cluster, model, tp, pp, name, unit_layers, handled, numbers)
+            cases[title] = _case(cluster, model, tp, pp, schedule, unit_layers, handled, numbers)
     return cases
 
 
@@ -78,10 +76,9 @@ def _case(
         spec = replace(preset, nodes=1, gpus_per_node=tp * pp)
         shape = replace(model_preset(model), layers=LAYERS_PER_STAGE * pp)
         setting = _setting(shape, tp, pp, schedule, unit_layers)
-        benches = [
-            modelled(spec)(replace(setting, pipeline=name))
-            for name in setting.kind.pipelines_on(setting.layout) or (setting.pipeline,)
-        ]
+        kind, named = setting.kind, setting.pipeline
+        pipelines = (named,) if named else kind.pipelines_on(setting.layout) or kind.pipelines[:1]
+        benches = [modelled(spec)(replace(setting, pipeline=name)) for name in pipelines]
         if handled:
             benches = [replace(bench, profile=with_handling(bench)) for bench in benches]
         return _fastest(benches, numbers)
@@ -90,13 +87,13 @@ def _case(
 
 
 def _setting(shape: ModelShape, tp: int, pp: int, schedule: str, unit_layers: int) -> Setting:
-    placement = SCHEDULES[schedule].placement_on(pp)
+    named = ScheduleName.parse(schedule)
     return Setting(
         model=shape,
-        layout=ParallelLayout(tp=tp, pp=pp, placement=placement),
+        layout=ParallelLayout(tp=tp, pp=pp, placement=named.placement_on(pp)),
         workload=Workload(global_batch=MICRO_BATCHES, micro_batch=1),
-        schedule=schedule,
         unit_layers=unit_layers,
+        **named._asdict(),
     )
 
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule, with_update
-from braid.scheduling.lowering.named import PIPELINES, SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import (
+    PIPELINES,
+    SCHEDULES,
+    PairMethod,
+    Pipeline,
+    ScheduleKind,
+    ScheduleName,
+)
 from braid.scheduling.lowering.programs import Order, graph_of
 from braid.scheduling.operators import Part
 from braid.scheduling.operators import Pass as Phase
@@ -55,17 +62,37 @@ QWEN = replace(LLAMA, qkv_bias=True, head_norm=True)
 MICRO_BATCH = 2
 TOKENS = MICRO_BATCH * LLAMA.sequence
 
-LOWERED = tuple(name for name in SCHEDULES if name not in ("braid_whole", "braid_in_order"))
-"""Schedules that differ in how they are lowered; these two differ from braid in what is searched for."""
-UNPAIRED = tuple(name for name in LOWERED if SCHEDULES[name].pairs is None)
-PAIRED = tuple(
-    name for name in LOWERED if SCHEDULES[name].pairs is not None and not SCHEDULES[name].long_units
+LOWERED = tuple(
+    name if pipeline == kind.pipelines[0] else f"{name}:{pipeline}"
+    for name, kind in SCHEDULES.items()
+    for pipeline in kind.nameable
+    if pipeline not in ("together_2", "together_8")
 )
-SUB_BATCHES = ("merak", "oases", "oases_folded", "braid_sub_batches", "braid_sub_batches_folded")
-PAIRED_W = ("wavelet", "dhelix", "braid", "braid_w")
-SPLIT = ("braid_v", "dualpipev", "zbv", "ooo_backprop")
+"""All schedules with every pipeline that they may have; the three numbers of layers together are one case."""
+
+
+def kind_of(name: str) -> ScheduleKind:
+    """Of a schedule, perhaps with a pipeline."""
+    return SCHEDULES[ScheduleName.parse(name).schedule]
+
+
+def pipeline_of(name: str) -> Pipeline:
+    """That is named, else the schedule's first."""
+    return PIPELINES[ScheduleName.parse(name).pipeline or kind_of(name).pipelines[0]]
+
+
+def pairs_of(name: str) -> PairMethod | None:
+    """`Setting.pairs`."""
+    return kind_of(name).pairs if pipeline_of(name).pairs or not kind_of(name).searched else None
+
+
+UNPAIRED = tuple(name for name in LOWERED if pairs_of(name) is None)
+PAIRED = tuple(name for name in LOWERED if pipeline_of(name).pairs)
+SUB_BATCHES = ("merak", "oases", "oases:folded_sub_batches", "braid:sub_batches", "braid:folded_sub_batches")
+PAIRED_W = ("wavelet", "dhelix", "braid")
+SPLIT = ("braid:v", "dualpipev", "zbv")
 """Schedules that put weight gradients off."""
-SEARCHED = tuple(name for name in LOWERED if SCHEDULES[name].searched)
+SEARCHED = tuple(name for name in LOWERED if kind_of(name).searched)
 STAGES = pytest.mark.parametrize("p", range(1, 7))
 HOPS = pytest.mark.parametrize("hop", PIPELINES["eager_w"].hops)
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
@@ -77,7 +104,7 @@ def exists(name: str, stages: int, micro_batches: int) -> bool:
     match name:
         case "interleaved":
             return micro_batches % stages == 0
-        case "dualpipev" | "braid_v":
+        case "dualpipev" | "braid:v":
             return micro_batches >= 2 * stages
         case _:
             return True
@@ -105,22 +132,19 @@ def model_parts(
     return built_in_parts(part_sizes(shape, layout, MICRO_BATCH, context=context, recompute=recompute))
 
 
-ON_ONE_STAGE = ("braid_twins", "two_beside_one")
-
-
 def layout_for(name: str, stages: int, tp: int = 1, dp: int = 1, zero: int = 0) -> ParallelLayout:
     """The layout that a named schedule runs on.
 
-    One stage is folded too, but for those that differ from others only where nothing folds.
+    One stage is folded too, but for braid:twins, which differs from others only where nothing folds.
     """
-    own = PIPELINES[SCHEDULES[name].pipelines[0]]
-    placement = own.placement_on(stages) if name in ON_ONE_STAGE else own.placement
+    own = pipeline_of(name)
+    placement = own.placement_on(stages) if name == "braid:twins" else own.placement
     return ParallelLayout(pp=stages, tp=tp, dp=dp, placement=placement, zero=zero)
 
 
 def model_for(layout: ParallelLayout, shape: ModelShape = LLAMA) -> ModelShape:
     """The model, with a layer for every chunk at least."""
-    return replace(shape, layers=max(shape.layers, layout.chunks_per_copy))
+    return replace(shape, layers=max(shape.layers, layout.chunks))
 
 
 def setting_for(name: str, layout: ParallelLayout, micro_batches: int, **more: object) -> Setting:
@@ -128,7 +152,8 @@ def setting_for(name: str, layout: ParallelLayout, micro_batches: int, **more: o
     shape = more.pop("model", LLAMA)
     assert isinstance(shape, ModelShape)
     workload = Workload(global_batch=micro_batches * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH)
-    known = {"model": model_for(layout, shape), "layout": layout, "workload": workload, "schedule": name}
+    known = {"model": model_for(layout, shape), "layout": layout, "workload": workload}
+    known |= ScheduleName.parse(name)._asdict()
     return Setting(**known, **more)  # type: ignore[arg-type]
 
 
@@ -184,7 +209,7 @@ def _serial(layer: Part, sides: str) -> Order:
 
 def choices_for(setting: Setting, *, ends: bool = False) -> Choices:
     """Decisions of a setting that need no profile (`in_turn`), for single layers or for the longest unit."""
-    method, parts = setting.kind.pairs, parts_for(setting)
+    method, parts = setting.pairs, parts_for(setting)
     if method is None:
         return Choices()
     units = [part for name, part in parts.items() if "layer" in name]
@@ -208,7 +233,7 @@ def named_schedule(
     ``zero``: over two replicas at least. ``ends``: see `in_turn`.
     """
     layout = layout_for(name, stages, tp, max(dp, 1 + bool(zero)), zero)
-    setting = setting_for(name, layout, micro_batches, recompute=recompute, hop=hop)
+    setting = setting_for(f"{name}/{hop}" if hop else name, layout, micro_batches, recompute=recompute)
     return training_schedule(setting, parts_for(setting), choices_for(setting, ends=ends))
 
 
@@ -330,13 +355,13 @@ def valid_schedules(
 
     Strands change places (micro-batches that nothing is paired with are on either), some receives are asked
     for early, gradients are reduced early, parameters are gathered, in the step before or not, backward
-    passes leave ends. Two copies of the model are not run with gradients in shares.
+    passes leave ends.
     """
     zero = draw(st.integers(0, 3)) if zero is None else zero
-    name = draw(st.sampled_from([one for one in names if zero < 2 or one != "bidirectional"]))
+    name = draw(st.sampled_from(names))
     stages = draw(st.integers(min_stages, max_stages))
     micro_batches = draw(st.sampled_from([m for m in range(1, 2 * stages + 3) if exists(name, stages, m)]))
-    ends = (draw(st.booleans()) if ends is None else ends) and SCHEDULES[name].pairs is PairMethod.ORDER
+    ends = (draw(st.booleans()) if ends is None else ends) and pairs_of(name) is PairMethod.ORDER
     dp = 1 + (bool(zero) or draw(st.booleans()))
     schedule = named_schedule(name, stages, micro_batches, 2, zero=zero, dp=dp, ends=ends)
     layout = layout_for(name, stages, 2, dp, zero)

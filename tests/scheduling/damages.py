@@ -246,13 +246,6 @@ def run_a_block_of_another_chunk(at: Place) -> None:
     at.list[n] = block_of(only(at.list[n])._replace(chunk=at.foreign_chunk()))
 
 
-@damage("goes through the model's other copy elsewhere", ("bidirectional",), zero=(0, 1))
-def run_a_block_of_the_other_copy(at: Place) -> None:
-    n = at.single()
-    chunks = [c for c in at.layout.chunks_of(at.stage) if c != only(at.list[n]).chunk]
-    at.list[n] = block_of(only(at.list[n])._replace(chunk=chunks[0]))
-
-
 @damage("does not run on this stage: .*micro-batches 0 to")
 def run_a_micro_batch_that_does_not_exist(at: Place) -> None:
     n = at.single()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import assume
 
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.schedule import (
     Await,
     Block,
@@ -19,7 +19,7 @@ from braid.scheduling.schedule import (
     passes_in,
     sums_in,
 )
-from tests.scheduling.cases import PAIRED, SPLIT
+from tests.scheduling.cases import PAIRED, SPLIT, pairs_of
 from tests.scheduling.damages import (
     NOT_GATHERED,
     NOT_HERE,
@@ -33,9 +33,9 @@ from tests.scheduling.damages import (
 )
 
 PAIRED_AND_SPLIT = tuple(name for name in PAIRED if name in SPLIT)
-ORDERED = tuple(name for name in PAIRED if SCHEDULES[name].pairs is PairMethod.ORDER)
+ORDERED = tuple(name for name in PAIRED if pairs_of(name) is PairMethod.ORDER)
 """Schedules that may leave ends."""
-TWINS = ("braid_twins",)
+TWINS = ("braid:twins",)
 PAIRS = tuple(name for name in PAIRED if name not in TWINS)
 
 

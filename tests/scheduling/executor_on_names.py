@@ -70,12 +70,9 @@ class Rank:
         self.begun = set(begun)
         self.ran: list[Pass] = []
         self.messages: dict[Transfer, tuple[Channel, int]] = {}
-        axes = {"tp": layout.tp, "copies": layout.copies, "dp": layout.dp}
+        axes = {"tp": layout.tp, "dp": layout.dp}
         self.unsummed = {Reduce(c, axis) for c in chunks for axis, degree in axes.items() if degree > 1}
         self.left_to_sum = set(self.unsummed)
-        if layout.zero > 1:  # what no pass goes through has no sums in blocks
-            used = {one.chunk for one in schedule.passes[stage]}
-            self.unsummed -= {r for r in self.unsummed if r.chunk not in used and r.axis != "copies"}
         differing = ("tp", "pp", "dp") if layout.zero else ("tp", "pp")
         self.norm = {Reduce(None, axis) for axis in differing if layout.degree(axis) > 1}
         self.under_way: set[Reduce] = set()
@@ -218,8 +215,8 @@ class Rank:
         self.slots ^= {slot}
         if one.kind is PassKind.INPUT:
             self.owed.add(one.whole)
-        size = self.layout.chunks_per_copy
-        place, step = (one.chunk % size, 1) if one.forward else (size - 1 - one.chunk % size, -1)
+        size = self.layout.chunks
+        place, step = (one.chunk, 1) if one.forward else (size - 1 - one.chunk, -1)
         if place > 0:
             demand(one.whole in self.inputs, "no input")
             self.inputs.remove(one.whole)
@@ -291,10 +288,10 @@ def begun_at_first(schedule: Schedule, stage: int, layout: ParallelLayout) -> se
 
 
 def demand_all_passes(ran: list[Pass], schedule: Schedule, layout: ParallelLayout) -> None:
-    """Every micro-batch goes forward and backward through all chunks of one copy of the model, once."""
-    size = layout.chunks_per_copy
+    """Every micro-batch goes forward and backward through all chunks, once."""
+    size = layout.chunks
     demand(len(set(ran)) == len(ran) == 2 * size * schedule.micro_batches, "too few passes, or too many")
     for m in range(schedule.micro_batches):
         here = [one for one in ran if one.micro_batch == m]
         demand(len(here) == 2 * size, "too few passes of a micro-batch")
-        demand(len({(one.strand, one.chunk // size) for one in here}) == 1, "on two strands or copies")
+        demand(len({one.strand for one in here}) == 1, "on two strands")

@@ -6,7 +6,7 @@ from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, L
 from braid.scheduling.code import Compute, Node, Start
 from braid.scheduling.draw_simulation import moving
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.planner.decide import Outcome, anything, outcome_of
 from braid.scheduling.planner.orders import Bench, decisions
 from braid.scheduling.profile import Profile
@@ -77,10 +77,12 @@ def setting(
     **more: object,
 ) -> Setting:
     """A setting of the small model."""
-    layout = ParallelLayout(tp=tp, pp=pp, dp=dp, ep=ep, placement=SCHEDULES[schedule].placement_on(pp))
+    layout = ParallelLayout(
+        tp=tp, pp=pp, dp=dp, ep=ep, placement=ScheduleName.parse(schedule).placement_on(pp)
+    )
     workload = Workload(global_batch=micro_batches * dp, micro_batch=1)
     return replace(
-        Setting(model=model, layout=layout, workload=workload, schedule=schedule),
+        Setting(model=model, layout=layout, workload=workload, **ScheduleName.parse(schedule)._asdict()),
         **more,  # type: ignore[arg-type]
     )
 

@@ -43,8 +43,8 @@ def test_bubble_of_1f1b(p: int, m: int, forward: int, backward: int) -> None:
 @STAGES
 @DURATIONS
 def test_running_further_ahead_costs_no_bubble_but_memory(p: int, forward: int, backward: int) -> None:
-    for m in sizes_of("eager", p):
-        eager, plain = (named_schedule(name, p, m) for name in ("eager", "megatron"))
+    for m in sizes_of("megatron:eager_1f1b", p):
+        eager, plain = (named_schedule(name, p, m) for name in ("megatron:eager_1f1b", "megatron"))
         assert (
             unit_timeline(eager, forward, backward).length == unit_timeline(plain, forward, backward).length
         )
@@ -82,7 +82,7 @@ def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backwa
     """(p-1)(f+b) once there are micro-batches for all journeys that are under way."""
     under_way = hop * (p - 1) + 1
     for m in range(under_way, under_way + 5):
-        slots = idle(unit_timeline(named_schedule("braid_eager", p, m, hop=hop), forward, backward))
+        slots = idle(unit_timeline(named_schedule("braid:eager_w", p, m, hop=hop), forward, backward))
         assert slots == (p - 1) * (forward + backward)
 
 
@@ -91,8 +91,8 @@ def test_bubble_of_the_eager_w_is_half_that_of_1f1b(p: int, forward: int, backwa
 def test_receives_are_started_when_their_message_may_come(p: int, hop: int) -> None:
     """As many blocks ahead as the message has slots: it travels once both sides have asked for it."""
     m = 4 * hop * p
-    schedule = named_schedule("braid_eager", p, m, hop=hop)
-    code_of(schedule, layout_for("braid_eager", p))
+    schedule = named_schedule("braid:eager_w", p, m, hop=hop)
+    code_of(schedule, layout_for("braid:eager_w", p))
     for stage in schedule.stages:
         asked: dict[Pass, int] = {}
         blocks = 0
@@ -110,7 +110,7 @@ def test_receives_are_started_when_their_message_may_come(p: int, hop: int) -> N
 @pytest.mark.parametrize("p", range(2, 6))
 @pytest.mark.parametrize(
     ("name", "hop", "visits"),
-    [("braid", 0, 0), ("braid_eager", 0, 1), ("braid_eager", 3, 2), ("braid_eager", 4, 3)],
+    [("braid", 0, 0), ("braid:eager_w", 0, 1), ("braid:eager_w", 3, 2), ("braid:eager_w", 4, 3)],
 )
 def test_how_long_a_message_of_the_w_may_take(name: str, hop: int, visits: int, p: int) -> None:
     """From the pair that ends with it to the one that begins with it: nothing, or pairs' times (mean)."""
@@ -135,7 +135,7 @@ def test_how_long_a_message_of_the_w_may_take(name: str, hop: int, visits: int, 
 @DURATIONS
 def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int, forward: int, backward: int) -> None:
     """By the forwards that move up beside those of others: 2f(min(p, m) - 1)."""
-    folded = unit_timeline(named_schedule("folded", p, m), forward, backward)
+    folded = unit_timeline(named_schedule("megatron:folded", p, m), forward, backward)
     unfolded = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
     saved = 2 * forward * (min(p, m) - 1)
     assert unfolded.length - folded.length == saved
@@ -147,7 +147,7 @@ def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int, forward: int, 
 
 @STAGES
 @DURATIONS
-@pytest.mark.parametrize("name", ["dualpipev", "braid_v"])
+@pytest.mark.parametrize("name", ["dualpipev", "braid:v"])
 def test_bubble_of_dual_pipe_v(name: str, p: int, forward: int, backward: int) -> None:
     """(p-1)(f + 2b - 3w), the published (PP-1)(F&B + B - 3W) with F&B = f + b; less than 1F1B's."""
     weights = backward - (backward + 1) // 2
@@ -165,13 +165,3 @@ def test_bubble_of_zero_bubble_v(p: int) -> None:
         assert slots < 6 * (p - 1) or p == 1
         if m % p == 0:
             assert slots == p - 1
-
-
-@STAGES
-@DURATIONS
-def test_bubble_of_the_bidirectional_pipeline(p: int, forward: int, backward: int) -> None:
-    """1F1B's for one wave of micro-batches; more waves meet others' and wait, at most as long again."""
-    for m in sizes_of("bidirectional", p):
-        slots = idle(unit_timeline(named_schedule("bidirectional", p, m), forward, backward))
-        least = (p - 1) * (forward + backward)
-        assert slots == least if m <= p else least <= slots <= 2 * least

@@ -4,19 +4,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from braid.scheduling.draw_simulation import (
-    COLOURS,
-    EXPOSED,
-    MOVES,
-    link_shares,
     moving,
-    pair_bars,
+    pair_pieces,
     pair_svg,
     pair_text,
     paired_run,
-    pipeline_bars,
+    pipeline_rows,
     pipeline_svg,
 )
 from braid.scheduling.operators import Stream
@@ -24,6 +21,8 @@ from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.schedule import PassKind, on_side
 from braid.scheduling.simulate import Simulation
+from braid.scheduling.svg import EXPOSED, MOVES
+from braid.scheduling.trace_arrays import length, shares
 from tests.scheduling.plans import SMALL, paired_runs, setting
 
 WIDE = replace(
@@ -33,7 +32,7 @@ WIDE = replace(
 
 @pytest.mark.parametrize("unit_layers", [0, 2])
 def test_what_was_left_is_marked(unit_layers: int) -> None:
-    own = setting("braid_w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
+    own = setting("braid:w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
     found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
     programs = found.code.schedule.programs
     late = [
@@ -47,16 +46,16 @@ def test_what_was_left_is_marked(unit_layers: int) -> None:
     run = paired_run(found)
     assert names
     assert run is not None
-    bars, _ = pair_bars(found, run)
-    marked = sorted(bar.label for bar in bars if bar.kind == "L")
+    pieces, _ = pair_pieces(found, run)
+    marked = sorted(one.label for one in pieces if one.kind == "L")
     assert marked == sorted(f"L:{name}" for name in names)
-    assert all(not bar.label.startswith("L:") for bar in bars if bar.kind != "L")
-    assert pair_svg(found, run, "a pair").count(f'fill="{COLOURS["L"]}"') == len(marked)
+    assert all(not one.label.startswith("L:") for one in pieces if one.kind != "L")
+    assert pair_svg(found, run, "a pair").count("<title>L:") == len(marked)
     assert {kind for _, pieces in pair_text(found, run) for _, kind in pieces} == {"F", "B", "L", ""}
 
 
 def test_a_picture_without_ends_does_not_speak_of_them() -> None:
-    with_ends, without = (pair_picture(name) for name in ("braid_w", "wavelet"))
+    with_ends, without = (pair_picture(name) for name in ("braid:w", "wavelet"))
     assert "pale with L: what the layer or the block before has left" in with_ends
     assert "pale" not in without
 
@@ -73,26 +72,20 @@ def simulated(schedule: str, tp: int = 2) -> Simulation:
     return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
 
 
-@pytest.mark.parametrize("schedule", ["megatron", "braid_w", "braid_twins"])
+@pytest.mark.parametrize("schedule", ["megatron", "braid:w", "braid:twins"])
 def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
     """Passes that run at the same time share the height; ends are part of the block that takes them up."""
-    bars = pipeline_bars(simulated(schedule))
-    halves = {"^": "_", "_": "^", "": ""}
-    assert sorted((bar.kind[0], int(bar.label)) for bar in bars) == [
-        (kind, n) for kind in "BF" for n in range(6)
-    ]
+    ((*bars,),) = (row.bars for row in pipeline_rows(simulated(schedule)))
+    assert sorted(int(bar.label) for bar in bars) == sorted([*range(6)] * 2)
     for bar in bars:
-        beside = [
-            (other.kind[0], other.kind[1:]) for other in bars if other.begin == bar.begin and other is not bar
-        ]
-        assert len(beside) == bool(bar.kind[1:])
-        assert all(half == halves[bar.kind[1:]] for _, half in beside)
-    twins = [bar.label for bar in sorted(bars, key=lambda bar: (bar.begin, bar.kind)) if bar.kind == "F^"][:1]
-    assert (twins == ["0"]) is (schedule == "braid_twins")
+        beside = [other.half for other in bars if other.begin == bar.begin and other is not bar]
+        assert beside == {"": [], "^": ["_"], "_": ["^"]}[bar.half]
+    first = min(bars, key=lambda bar: (bar.begin, bar.half == "_"))
+    assert (first.half == "^") is (schedule == "braid:twins")
 
 
 def test_pieces_are_told_without_colours() -> None:
-    found = simulated("braid_w")
+    found = simulated("braid:w")
     run = paired_run(found)
     assert run is not None
     for width in (30, 120):
@@ -111,15 +104,18 @@ def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:
     for place, value, _ in marks:
         assert (float(place) - 90) / 1290 == pytest.approx(float(value) * 1e6 / found.step_ns, abs=1e-4)
     numbers = found.numbers(1)
-    links = link_shares(found)
-    assert len(links) == len(found.ranks)
-    for shares, wanted in (
-        ([link.moves.mean() for link in links], numbers.communication_seconds),
-        ([link.exposed.mean() for link in links], numbers.exposed_seconds),
-    ):
-        assert sum(shares) / len(links) * found.step_ns / 1e9 == pytest.approx(wanted, rel=1e-3)
-    for colour in (MOVES, EXPOSED):
-        assert picture.count(f'fill="{colour}"') == len(links)
+    strips = [dict(row.strips) for row in pipeline_rows(found)]
+    for colour, wanted in ((MOVES, numbers.communication_seconds), (EXPOSED, numbers.exposed_seconds)):
+        assert picture.count(f'fill="{colour}"') == len(found.ranks) == len(strips)
+        assert sum(length(own[colour]) for own in strips) / len(strips) / 1e9 == pytest.approx(
+            wanted, rel=1e-3
+        )
+
+
+def test_columns_are_as_full_as_intervals_fill_them() -> None:
+    disjoint = np.array([[0, 5], [10, 30], [35, 36]])
+    assert shares(disjoint, np.array([0.0, 10, 20, 30, 40])).tolist() == pytest.approx([0.5, 1, 1, 0.1])
+    assert shares(disjoint[:0], np.array([0.0, 10, 20])).tolist() == [0, 0]
 
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "paired-block.svg"
@@ -127,17 +123,17 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "paired-block.svg"
 
 def test_the_picture_of_the_readme_is_what_is_drawn_today(update_golden: bool) -> None:
     """As `braid simulate ... --svg` draws it; to renew it: pytest THIS_FILE --update-golden."""
-    found = simulated("braid_w", tp=4)
+    found = simulated("braid:w", tp=4)
     run = paired_run(found)
     assert run is not None
-    drawn = pair_svg(found, run, "braid_w: a paired block of two Llama layers on four A40s (simulated)")
+    drawn = pair_svg(found, run, "braid:w: a paired block of two Llama layers on four A40s (simulated)")
     if update_golden:
         PICTURE.write_text(drawn, encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == drawn
 
 
 def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
-    found = simulated("braid_w")
+    found = simulated("braid:w")
     run = paired_run(found)
     assert run is not None
     assert run in paired_runs(found)[0]

@@ -36,7 +36,7 @@ def bench(
 ) -> Bench:
     """A model in units of four layers, on links on which it communicates almost as long as it computes."""
     model = replace(SMALL, layers=layers, hidden=2048, ffn=5440, heads=32, kv_heads=32, sequence=256)
-    own = setting("braid_w", tp=2, pp=pp, micro_batches=micro_batches, model=model, unit_layers=4)
+    own = setting("braid:w", tp=2, pp=pp, micro_batches=micro_batches, model=model, unit_layers=4)
     return modelled(cluster(gpus=2 * pp, intra=rate))(own)
 
 
@@ -259,7 +259,7 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-ALONE = modelled(cluster(gpus=2))(setting("braid_w", tp=2))
+ALONE = modelled(cluster(gpus=2))(setting("braid:w", tp=2))
 
 
 def refused(steps: Iterable[str]) -> str:

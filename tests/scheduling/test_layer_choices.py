@@ -31,7 +31,8 @@ SETTING = Setting(
     model=replace(LLAMA, hidden=1024, ffn=4096, sequence=2048, layers=LAYERS),
     layout=ParallelLayout(tp=TP),
     workload=Workload(global_batch=16, micro_batch=4),
-    schedule="braid_w",
+    schedule="braid",
+    pipeline="w",
 )
 CHOICES = st.builds(LayerChoice, st.sampled_from((1, 2, 4)), st.sampled_from(RECOMPUTE_POLICIES))
 

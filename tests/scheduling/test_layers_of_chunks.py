@@ -9,7 +9,7 @@ from braid.scheduling.spec import ParallelLayout, Placement
 
 def counts(layout: ParallelLayout, layers: int) -> list[int]:
     """Layers of every chunk of the first copy."""
-    return [len(layout.layers_of(chunk, layers)) for chunk in range(layout.chunks_per_copy)]
+    return [len(layout.layers_of(chunk, layers)) for chunk in range(layout.chunks)]
 
 
 @given(
@@ -20,7 +20,7 @@ def counts(layout: ParallelLayout, layers: int) -> list[int]:
 )
 def test_every_layer_is_held_once_in_order(pp: int, layers: int, placement: Placement, head: int) -> None:
     layout = ParallelLayout(pp=pp, placement=placement, head_layers=head)
-    held = [layer for chunk in range(layout.chunks_per_copy) for layer in layout.layers_of(chunk, layers)]
+    held = [layer for chunk in range(layout.chunks) for layer in layout.layers_of(chunk, layers)]
     assert held == list(range(layers))
     found = counts(layout, layers)
     found[-1] += head

@@ -40,7 +40,7 @@ from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.beside import operators_beside
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
@@ -297,24 +297,23 @@ OF_KINDS = tuple(
 CASES = (
     Case("megatron", 1, 1),
     Case("megatron", 2, 2),
-    Case("eager", 2, 1, unit_layers=2),
-    Case("folded", 2, 2),
+    Case("megatron:eager_1f1b", 2, 1, unit_layers=2),
+    Case("megatron:folded", 2, 2),
     Case("interleaved", 2, 1),
     Case("intra_batch", 1, 2, partitions=mega_scale(2)),
     Case("intra_batch", 2, 2, partitions=mega_scale(4)),
     Case("megatron", 1, 4, partitions=STAGED),
-    Case("braid_w", 1, 4, partitions=OF_KINDS),
+    Case("braid:w", 1, 4, partitions=OF_KINDS),
     Case("zbv", 2, 4, partitions=OF_KINDS),
     Case("wavelet", 2, 1),
     Case("dhelix", 2, 2),
     Case("dualpipev", 2, 1),
     Case("zbv", 2, 2),
-    Case("braid_w", 1, 2, unit_layers=2),
-    Case("braid_w", 2, 1),
-    Case("braid_twins", 1, 2),
-    Case("two_beside_one", 1, 2),
-    Case("braid_eager", 2, 2),
-    Case("braid_v", 2, 2),
+    Case("braid:w", 1, 2, unit_layers=2),
+    Case("braid:w", 2, 1),
+    Case("braid:twins", 1, 2),
+    Case("braid:eager_w", 2, 2),
+    Case("braid:v", 2, 2),
 )
 SHAPED = [
     pytest.param((LLAMA, GPT)[(n + k) % 2], case, policy, id=f"{case.name}-{case.stages}-{case.tp}-{policy}")
@@ -327,13 +326,13 @@ SHAPED = [
 
 def codes(shape: ModelShape, case: Case, policy: str) -> list[Code]:
     """Of every decision for a schedule of six micro-batches, on links so slow that much is overlapped."""
-    kind, stages = SCHEDULES[case.name], case.stages
-    layout = ParallelLayout(tp=case.tp, pp=stages, placement=kind.placement_on(stages))
+    named, stages = ScheduleName.parse(case.name), case.stages
+    layout = ParallelLayout(tp=case.tp, pp=stages, placement=named.placement_on(stages))
     setting = Setting(
         model=shape,
         layout=layout,
         workload=Workload(global_batch=6 * MICRO_BATCH, micro_batch=MICRO_BATCH),
-        schedule=case.name,
+        **named._asdict(),
         recompute=policy,
         unit_layers=case.unit_layers,
         partitions=case.partitions,
@@ -394,12 +393,14 @@ def test_activations_of_spread_tokens_are_counted_to_the_byte(
     """Over ranks that have some of a sample's tokens, those that have some experts of one capacity, and those
     that layers are cut over in degrees of their own."""
     shape = replace(shape, layers=4)
-    layout = ParallelLayout(**degrees, placement=SCHEDULES[schedule].placement_on(degrees.get("pp", 1)))
+    layout = ParallelLayout(
+        **degrees, placement=ScheduleName.parse(schedule).placement_on(degrees.get("pp", 1))
+    )
     setting = Setting(
         model=shape,
         layout=layout,
         workload=Workload(global_batch=4 * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH),
-        schedule=schedule,
+        **ScheduleName.parse(schedule)._asdict(),
         recompute=policy,
         context=context,
     )
@@ -411,7 +412,7 @@ def test_activations_of_spread_tokens_are_counted_to_the_byte(
         assert_exact(shape, code, dtype, context)
 
 
-@given(st.data(), st.sampled_from(["megatron", "wavelet", "zbv", "braid_w"]), st.sampled_from([LLAMA, GPT]))
+@given(st.data(), st.sampled_from(["megatron", "wavelet", "zbv", "braid:w"]), st.sampled_from([LLAMA, GPT]))
 @settings(max_examples=12)
 @pytest.mark.slow
 def test_activations_of_any_cut_are_counted_to_the_byte(
@@ -449,7 +450,7 @@ def described(setting: Setting) -> tuple[ParallelLayout, tuple[str, ...], dict[s
     return setting.layout, setting.kinds, parts_for(setting)
 
 
-@pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid_w", 2, 2)])
+@pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid:w", 2, 2)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_whole_buckets_of_what_ranks_hold_in_shares_are_counted_to_the_byte(
@@ -492,7 +493,7 @@ ROUNDED: list[tuple[str, ModelShape, dict[str, Any]]] = [
     ("ddp", GPT, {"dp": 4, "shards": 2}),
     ("ddp", MIXTURE, {"dp": 4, "ep": 2}),
     ("ddp", LLAMA, {"dp": 2, "cp": 2}),
-    ("folded", GPT, {"pp": 2, "dp": 2}),
+    ("megatron:folded", GPT, {"pp": 2, "dp": 2}),
     ("megatron", LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}),
 ]
 
@@ -506,9 +507,9 @@ def test_gradients_that_are_rounded_for_the_way_are_counted_to_the_byte(
     shape, known = replace(shape, layers=4), {**degrees, "zero": zero}
     if not zero:
         known.pop("shards", None)
-    layout = ParallelLayout(**known, placement=SCHEDULES[name].placement_on(known.get("pp", 1)))
+    layout = ParallelLayout(**known, placement=ScheduleName.parse(name).placement_on(known.get("pp", 1)))
     workload = Workload(global_batch=4 * MICRO_BATCH * layout.dp, micro_batch=MICRO_BATCH)
-    setting = Setting(model=shape, layout=layout, workload=workload, schedule=name)
+    setting = Setting(model=shape, layout=layout, workload=workload, **ScheduleName.parse(name)._asdict())
     parts = graphs(shape, layout)
     bench = measured(parts, analytic_profile(cluster(gpus=layout.ranks), layout, parts))(setting)
     with patch.object(buckets, "LEAST_ELEMENTS", 5000):

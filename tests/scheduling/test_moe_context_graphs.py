@@ -301,7 +301,7 @@ def test_schedules_of_these_layers_are_valid(name: str, shape: ModelShape, ep: i
     placement = Placement.LINEAR if name == "megatron" else Placement.FOLDED
     layout = ParallelLayout(dp=4, tp=2, cp=4, pp=2, ep=ep, placement=placement)
     setting = setting_for(name, layout, 4, model=shape, context=context)
-    method = setting.kind.pairs
+    method = setting.pairs
     choices = Choices(orders=in_turn(parts["layer"], method) if method else {})
     schedule = training_schedule(setting, parts, choices)
     code = linked(schedule, layout, shape.kinds, parts)

@@ -148,7 +148,8 @@ def bench_of(model: str = "llama-25b", cluster: str = "a40", layers: int = 4, pp
         model=replace(model_preset(model), layers=layers),
         layout=layout,
         workload=Workload(global_batch=6, micro_batch=1),
-        schedule="braid_w",
+        schedule="braid",
+        pipeline="w",
     )
     return modelled(spec)(setting)
 
@@ -232,7 +233,7 @@ def test_list_schedule_is_near_the_best_order() -> None:
 @pytest.mark.parametrize("rate", [1e9, 4e9, 2e10])
 def test_a_layer_is_paired_nearly_as_well_as_can_be(rate: float) -> None:
     """The search against branch and bound on a whole layer, weight gradients put off in both."""
-    bench = modelled(cluster(nodes=2, gpus=1, inter=rate))(setting("braid_w", tp=2))
+    bench = modelled(cluster(nodes=2, gpus=1, inter=rate))(setting("braid:w", tp=2))
     problem = layer_pair(bench)
     *exact, best_ns = exact_pairing(problem)
     *found, note = decide_pairing(problem, PairMethod.ORDER)

@@ -160,7 +160,7 @@ def test_all_of_a_kind_are_cut_alike(case: Case) -> None:
                 assert op.name in cut_of(after)
 
 
-LOWERED = ("megatron", "intra_batch", "wavelet", "dhelix", "zbv", "braid_w", "braid_twins")
+LOWERED = ("megatron", "intra_batch", "wavelet", "dhelix", "zbv", "braid:w", "braid:twins")
 
 
 @given(cases(), st.sampled_from(LOWERED), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0, 2]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.memory import model_flops
 from braid.scheduling.pattern import is_layer, kinds_of, pattern_of
 from braid.scheduling.planner.candidates import Search, candidates
@@ -23,7 +23,7 @@ from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters, chunk_parts
-from tests.scheduling.cases import LLAMA, SUB_BATCHES, exists, layout_for
+from tests.scheduling.cases import LLAMA, PAIRED, exists, layout_for
 from tests.scheduling.plans import cluster
 
 MOE = replace(LLAMA, family="moe", experts=4, top_k=2, pattern="dense 3*layer")
@@ -112,15 +112,14 @@ def outcome_of(
     """A schedule of the model on slow links, two ranks a tensor-parallel group."""
     layout = layout_for(name, pp, tp=2)
     workload = Workload(global_batch=2 * micro_batches, micro_batch=2)
-    setting = Setting(model=shape, layout=layout, workload=workload, schedule=name, unit_layers=unit_layers)
+    named = ScheduleName.parse(name)._asdict()
+    setting = Setting(model=shape, layout=layout, workload=workload, unit_layers=unit_layers, **named)
     spec = cluster(gpus=layout.ranks, intra=1e8)
     return decide([setting], modelled(spec), within(spec.usable_bytes), PART_BY_PART)[0]
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize(
-    "name", [name for name, kind in SCHEDULES.items() if kind.pairs is not None and name not in SUB_BATCHES]
-)
+@pytest.mark.parametrize("name", PAIRED)
 def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) -> None:
     """In a paired block a layer goes by itself only where the other pass has none left."""
     assert exists(name, pp, 8)
@@ -142,7 +141,7 @@ def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) 
     assert paired == met, "and no program is there for nothing"
 
 
-@pytest.mark.parametrize("name", ["megatron", "dhelix", "braid_whole", "zbv"])
+@pytest.mark.parametrize("name", ["megatron", "dhelix", "braid", "zbv"])
 def test_runs_of_mixed_layers_are_faster_and_hold_every_kind(name: str) -> None:
     unit_layers = 0 if name == "dhelix" else 2
     outcome = outcome_of(name, 2, unit_layers)
@@ -151,7 +150,7 @@ def test_runs_of_mixed_layers_are_faster_and_hold_every_kind(name: str) -> None:
         assert units == {"embedding+dense+layer", "2*layer", "dense+layer", "2*layer+head"}
     serial = outcome_of("megatron", 2)
     assert outcome.step_ns <= serial.step_ns * 1.1
-    if name in ("dhelix", "braid_whole"):
+    if name in ("dhelix", "braid"):
         assert outcome.step_ns < 0.9 * serial.step_ns
 
 
@@ -177,7 +176,7 @@ def test_plans_of_mixed_models_price_every_kind() -> None:
     for shape in (sparse, mixed, dense):
         found = {
             (repr(one.setting.layout), one.setting.workload.micro_batch, one.setting.recompute): one
-            for one in candidates(Search(model=shape, global_batch=16, schedule="braid"), spec)
+            for one in candidates(Search(model=shape, global_batch=16, schedule=ScheduleName("braid")), spec)
         }
         steps.append(found)
     assert steps[0].keys() == steps[1].keys() == steps[2].keys()

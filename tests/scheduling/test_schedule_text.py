@@ -206,7 +206,7 @@ def stage_lines(schedule: Schedule, stage: int) -> list[str]:
 
 
 def test_the_text_reads_like_this() -> None:
-    assert stage_lines(named_schedule("folded", 2, 1, 2, dp=2), 1) == [
+    assert stage_lines(named_schedule("megatron:folded", 2, 1, 2, dp=2), 1) == [
         "  RECV(F0.1<0) WAIT(RECV F0.1<0) F0.1",
         "  RECV(B0.2<0) F0.2 SEND(F0.3>0)",
         "  WAIT(RECV B0.2<0) WAIT(SEND F0.3>0) B0.2",

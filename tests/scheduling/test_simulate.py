@@ -109,11 +109,10 @@ EXPERTS = replace(SMALL, family="moe", ffn=1408, experts=4, top_k=2)
         ("megatron", SMALL, {"dp": 2}),
         ("megatron", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
         ("ddp", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
-        ("braid_w", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
+        ("braid:w", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
         ("megatron", TIED, {"pp": 2, "dp": 2}),
         ("megatron", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
-        ("bidirectional", SMALL, {"pp": 2, "dp": 2}),
-        ("braid_w", SMALL, {"tp": 2, "pp": 2}),
+        ("braid:w", SMALL, {"tp": 2, "pp": 2}),
     ],
 )
 @pytest.mark.parametrize("zero", range(4))
@@ -126,14 +125,14 @@ def test_every_sum_and_the_update_have_their_price(
     the update that gathers for the next step follow.
     """
     own = setting(schedule, model=model, **degrees)
-    if zero and (own.layout.dp == 1 or (zero > 1 and own.layout.copies > 1)):
-        pytest.skip("one replica has no shares, and copies are not run with them")
+    if zero and own.layout.dp == 1:
+        pytest.skip("one replica has no shares")
     own = replace(own, layout=replace(own.layout, zero=zero))
     gpus = own.layout.ranks
     bench = modelled(cluster(nodes=2, gpus=gpus // 2) if gpus > 1 else cluster(gpus=1))(own)
     result, layout, profile = fastest(bench).simulation, own.layout, bench.profile
     table = model.vocabulary // layout.tp * model.hidden
-    in_blocks = zero > 1 or (layout.dp > 1 and SCHEDULES[schedule].early_sums)
+    in_blocks = zero > 1 or (layout.dp > 1 and own.kind.early_sums)
     for stage, rank in enumerate(result.ranks):
         expected: dict[str, float] = {}
         for chunk in layout.chunks_of(stage):
@@ -149,10 +148,6 @@ def test_every_sum_and_the_update_have_their_price(
                 ways = layout.dp if zero > 1 else 1
                 name = f"gradients.{chunk} ends"
                 expected[name] = profile.transfer_ns("pp", Kind.ALL_REDUCE, table // ways * 4)
-            if layout.copies > 1:
-                expected[f"gradients.{chunk} copies"] = profile.transfer_ns(
-                    "pp", Kind.ALL_REDUCE, held.total * 4
-                )
             for suffix, one in summed.items():
                 for axis, count in (("dp", one.dense), ("edp", one.experts)):
                     if layout.dp > 1 and count:
@@ -173,7 +168,7 @@ def test_every_sum_and_the_update_have_their_price(
         )
         share = most / (layout.dp if zero else 1)
         expected["norm"] = profile.norm_ns_per_parameter * share
-        early = zero in (1, 2) and SCHEDULES[schedule].early_sums
+        early = zero in (1, 2) and own.kind.early_sums
         if early:
             expected["clip"] = 0.0
             for chunk in layout.chunks_of(stage):
@@ -388,8 +383,7 @@ def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str
             len(bench.setting.layout.layers_of(c, model.layers))
             for c in bench.setting.layout.chunks_of(stage)
         )
-        passes = 4 * held // bench.setting.layout.copies
-        assert len(layers) == passes * count
+        assert len(layers) == 4 * held * count
         assert len({(s.micro_batch, s.chunk, s.layer, s.operator) for s in layers}) == len(layers)
         compute = merge((s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE)
         ordered = sorted((s.start_ns, s.end_ns) for s in own if s.stream is Stream.COMPUTE)

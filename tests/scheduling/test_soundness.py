@@ -202,7 +202,7 @@ def test_accepted_is_what_runs(case: tuple[Schedule, ParallelLayout], data: st.D
 
 ALL_PROGRAMS: dict[Sides, Program] = {
     **named_schedule("dualpipev", 1, 2, 2).programs,
-    **named_schedule("braid_twins", 1, 4, 2).programs,
+    **named_schedule("braid:twins", 1, 4, 2).programs,
     **named_schedule("braid", 2, 4, 2, ends=True).programs,
 }
 

@@ -212,7 +212,7 @@ def test_a_bucket_that_does_not_divide_is_summed_with_zeros_behind_it(
 DP, MESH = 4, (2, 2)
 MICRO_BATCHES = 4
 DISTANCES = ((0, 0), (1, 0), (3, 7), (1000, 1000))
-NAMES = ("megatron", "ddp", "zbv", "interleaved", "braid_w", "braid_twins", "braid_together_2")
+NAMES = ("megatron", "ddp", "zbv", "interleaved", "braid:w", "braid:twins", "braid:together_2")
 
 
 def partitions_of(zero: int, order: tuple[int, ...]) -> tuple[Partition, ...]:

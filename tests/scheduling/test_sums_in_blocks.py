@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from braid.scheduling import buckets
 from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.planner.decide import anything, modelled, outcome_of
 from braid.scheduling.planner.orders import decisions
 from braid.scheduling.schedule import Await, Block, Norm, Reduce, Schedule
@@ -25,6 +24,7 @@ from tests.scheduling.cases import (
     LOWERED,
     choices_for,
     code_of,
+    kind_of,
     layout_for,
     model_parts,
     named_schedule,
@@ -35,7 +35,7 @@ from tests.scheduling.cases import (
 from tests.scheduling.plans import cluster, setting
 
 BEHIND = "behind the passes stand gathers of parameters and then sums of gradients"
-EARLY = tuple(name for name in LOWERED if SCHEDULES[name].early_sums)
+EARLY = tuple(name for name in LOWERED if kind_of(name).early_sums)
 
 
 def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:
@@ -61,9 +61,9 @@ def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:
 def test_every_bucket_is_summed_once_right_behind_its_last_gradient(
     name: str, p: int, m: int, tp: int, ends: bool, zero: int, least: int
 ) -> None:
-    if name in ("braid_v",):
+    if name in ("braid:v",):
         m += 2 * p
-    ends = ends and SCHEDULES[name].searched
+    ends = ends and kind_of(name).searched
     layout = layout_for(name, p, tp, 2, zero)
     with patch.object(buckets, "LEAST_ELEMENTS", least):
         code = code_of(named_schedule(name, p, m, tp, dp=2, zero=zero, ends=ends), layout)
@@ -116,8 +116,8 @@ def code_block(code: Code, stage: int, number: int) -> int:
 
 def test_passes_together_go_layer_by_layer() -> None:
     """A layer's gradients are summed while all passes still have the layers before it to go through."""
-    layout = layout_for("braid_together_4", 1, 1, 2)
-    code = code_of(named_schedule("braid_together_4", 1, 6, dp=2), layout)
+    layout = layout_for("braid:together_4", 1, 1, 2)
+    code = code_of(named_schedule("braid:together_4", 1, 6, dp=2), layout)
     first, block = (s for s in code.stages[0] if len(s.block_passes) == 4)
     parts = [one.what.part for one in first.operations if isinstance(one, Compute)]
     assert parts == sorted(parts), "and so do the first ones, whose parameters are needed one by one"
@@ -132,7 +132,7 @@ def test_passes_together_go_layer_by_layer() -> None:
     assert seen == [*reversed(range(LLAMA.layers + 2))]
 
 
-@pytest.mark.parametrize("name", ["ddp", "braid_w", "braid_together_2"])
+@pytest.mark.parametrize("name", ["ddp", "braid:w", "braid:together_2"])
 def test_text_round_trips(name: str) -> None:
     schedule = named_schedule(name, 1, 3, 2, dp=2)
     text = write(schedule)
@@ -231,7 +231,7 @@ def simulated(name: str, m: int = 6) -> Simulation:
 
 def test_what_is_summed_in_blocks_is_hidden_there() -> None:
     """Nothing is sent twice or left out, a step takes no longer than without, and more is hidden."""
-    plain, ddp, together = (simulated(name) for name in ("megatron", "ddp", "braid_together_4"))
+    plain, ddp, together = (simulated(name) for name in ("megatron", "ddp", "braid:together_4"))
     sent = [
         sum(span.bytes for span in one.spans() if span.operator == "gradients.0 dp")
         for one in (plain, ddp, together)
@@ -270,8 +270,8 @@ def test_sums_are_simulated_where_the_code_has_them() -> None:
 
 def test_units_of_several_layers_are_summed_layer_by_layer() -> None:
     """Joined layers keep the parameters of each."""
-    layout = layout_for("braid_w", 1, 1, 2)
-    own = setting_for("braid_w", layout, 4, unit_layers=4)
+    layout = layout_for("braid:w", 1, 1, 2)
+    own = setting_for("braid:w", layout, 4, unit_layers=4)
     parts = parts_for(own)
     assert any(part.members for part in parts.values())
     code = linked(training_schedule(own, parts, choices_for(own)), layout, own.model.kinds, parts)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braid.jobs.benchmarks.overlap_case import WithoutTier
 from braid.scheduling.lowering.beside import operators_beside
 from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
@@ -15,7 +16,6 @@ from braid.scheduling.partition import ABOUT_OWN, Partition
 from braid.scheduling.planner.decide import evaluate, measured, modelled
 from braid.scheduling.planner.orders import Bench
 from braid.scheduling.planner.tiers import (
-    TIERS,
     cuts,
     node_mesh,
     operation_tier,
@@ -254,11 +254,8 @@ def test_of_few_tokens_no_more_pieces_are_tried_than_there_are(shape: ModelShape
 def test_a_step_is_shorter_for_the_operation_tier(inter: float, gain: float, micro_batches: int) -> None:
     """Over slow links between nodes less goes in stages; whole collectives are one of its choices."""
     spec = cluster(nodes=2, gpus=2, inter=inter)
-    model = replace(SMALL, layers=2)
-    own, whole = (
-        evaluate(setting(name, tp=4, micro_batches=micro_batches, model=model), spec)
-        for name in ("braid", "braid_whole")
-    )
+    asked = setting("braid", tp=4, micro_batches=micro_batches, model=replace(SMALL, layers=2))
+    own, whole = (evaluate(one, spec) for one in (asked, WithoutTier(**vars(asked), tier="partitions")))
     assert not whole.setting.partitions
     assert own.step_ns <= (1 - gain) * whole.step_ns
     assert bool(own.setting.partitions) >= bool(gain)
@@ -356,15 +353,12 @@ def test_cuts_are_of_layers_of_what_replicas_share_and_of_both() -> None:
         assert (cut.members != bench.members) == bool(set(way) & set(layers))
 
 
-@pytest.mark.parametrize("tier", ["layer", "model"])
+@pytest.mark.parametrize("tier", ["reorders", "early_sums"])
 def test_a_tier_that_is_left_out_decides_nothing(tier: str) -> None:
     """The operation tier has a test of its own."""
     spec = cluster(nodes=2, gpus=4, intra=5e8, inter=5e8)
-    model = replace(SMALL, layers=2)
-    every, without = (
-        evaluate(setting(name, tp=4, dp=2, micro_batches=2, model=model), spec)
-        for name in ("braid", TIERS[tier])
-    )
+    own = setting("braid", tp=4, dp=2, micro_batches=2, model=replace(SMALL, layers=2))
+    every, without = (evaluate(one, spec) for one in (own, WithoutTier(**vars(own), tier=tier)))
     alone = [[sides for sides in one.choices.orders if "|" not in sides] for one in (every, without)]
     begun = [
         sum(len(i.sums) for stage in one.code.schedule.stages for i in stage if isinstance(i, Block))
@@ -373,7 +367,7 @@ def test_a_tier_that_is_left_out_decides_nothing(tier: str) -> None:
     assert alone[0]
     assert begun[0]
     assert every.setting.pipeline.startswith("together")
-    if tier == "layer":
+    if tier == "reorders":
         assert not alone[1]
         assert begun[1]
     else:

@@ -1,4 +1,4 @@
-"""Twins: the same pass of two micro-batches side by side, what `braid_twins` begins and ends a step with."""
+"""Twins: the same pass of two micro-batches side by side, begin and end of a step of ``braid:twins``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,12 +53,12 @@ def both(names: list[str]) -> tuple[str, ...]:
 
 
 def schedule_of(micro_batches: int) -> Schedule:
-    """`braid_twins` with orders that need no profile."""
+    """``braid:twins`` with orders that need no profile."""
     layer = PARTS["layer"]
     names = {"F": layer.forward.operators, "B": layer.backward.operators}
     twins = {f"{key}:layer|{key}:layer": both([op.name for op in ops]) for key, ops in names.items()}
     choices = Choices(orders={**in_turn(layer, PairMethod.ORDER), **twins})
-    return training_schedule(setting_for("braid_twins", LAYOUT, micro_batches), PARTS, choices)
+    return training_schedule(setting_for("braid:twins", LAYOUT, micro_batches), PARTS, choices)
 
 
 def twin_places(schedule: Schedule) -> list[int]:
@@ -202,7 +202,7 @@ def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, 
     """The simulator runs them as the machine of the search does."""
     small = replace(setting().model, layers=2)
     case = setting(
-        "braid_twins", tp=2, micro_batches=m, model=small, recompute=recompute, unit_layers=unit_layers
+        "braid:twins", tp=2, micro_batches=m, model=small, recompute=recompute, unit_layers=unit_layers
     )
     bench = modelled(cluster(gpus=2, intra=intra))(case)
     found = fastest(bench)
@@ -236,7 +236,7 @@ def alone_ns(profile: Profile, graph: Graph) -> float:
 
 
 def test_weight_gradients_keep_their_order() -> None:
-    bench = modelled(cluster(gpus=2, intra=4e9))(setting("braid_twins", tp=2, micro_batches=4))
+    bench = modelled(cluster(gpus=2, intra=4e9))(setting("braid:twins", tp=2, micro_batches=4))
     order = fastest(bench).choices.orders["B:layer|B:layer"]
     weights = [
         op.name for op in bench.members["layer"].backward.operators if op.phase is Phase.WEIGHT_GRADIENT

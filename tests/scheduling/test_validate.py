@@ -109,10 +109,10 @@ def test_there_are_many_damages() -> None:
     ],
 )
 def test_messages(old: str, new: str, fault: str) -> None:
-    text = write(named_schedule("folded", 2, 1, 2))
+    text = write(named_schedule("megatron:folded", 2, 1, 2))
     assert old in text
-    message = message_of(parse(text.replace(old, new, 1)), layout_for("folded", 2, 2))
-    assert message.splitlines()[0].startswith(f"schedule folded, {fault}")
+    message = message_of(parse(text.replace(old, new, 1)), layout_for("megatron:folded", 2, 2))
+    assert message.splitlines()[0].startswith(f"schedule megatron:folded, {fault}")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_end_that_is_not_named_runs_where_it_is_left(ends: bool) -> None:
 # -- whole schedules ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["megatron", "folded"])
+@pytest.mark.parametrize("name", ["megatron", "megatron:folded"])
 def test_another_layout_is_refused(name: str) -> None:
     schedule, layout = named_schedule(name, 2, 2, 2), layout_for(name, 2, 2)
     for other in (
@@ -194,7 +194,7 @@ def test_the_number_of_micro_batches_must_be_right() -> None:
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_what_runs_side_by_side_is_on_different_strands(name: str) -> None:
-    stages, m = (1, 6) if name == "braid_twins" else (2, 6)
+    stages, m = (1, 6) if name == "braid:twins" else (2, 6)
     schedule = on_strands(named_schedule(name, stages, m, 2), frozenset(range(6)))
     assert "both directions are on strand beta" in message_of(schedule, layout_for(name, stages, 2))
 
@@ -296,14 +296,3 @@ def test_the_message_shows_a_fault_at_the_end() -> None:
         "schedule megatron, stage 0, at the end: the STEP is missing",
         "* stage 0 | NORM  REDUCE(norm tp)  WAIT(REDUCE norm tp)  >>end<<",
     ]
-
-
-def test_two_stages_sum_their_copies_in_one_order() -> None:
-    schedule, layout = named_schedule("bidirectional", 2, 4), layout_for("bidirectional", 2)
-    stage = list(schedule.stages[0])
-    places = [n for n, i in enumerate(stage) if isinstance(i, Reduce) and i.axis == "copies"]
-    assert len(places) == 2
-    first, second = places
-    stage[first], stage[second] = stage[second], stage[first]
-    text = message_of(replace(schedule, stages=(tuple(stage), schedule.stages[1])), layout)
-    assert "stage 0, at the end: copies are not summed in the order of stage 1" in text
