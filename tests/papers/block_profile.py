@@ -1,0 +1,270 @@
+"""Measured costs of a transformer layer's two blocks under tensor parallelism, read from somebody's CSV.
+
+A row holds what one size costs: forward and backward of the attention and the MLP block, one tensor-parallel
+all-reduce of a block's output, and the memory that running a layer takes. A size that was not run is an
+error when it is asked for, never zero.
+"""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, PassCosts
+
+HEADER: Final = (
+    "hidden_size",
+    "tp_degree",
+    "batch_size",
+    "attn_fp",
+    "attn_bp",
+    "mlp_fp",
+    "mlp_bp",
+    "comm",
+    "runtime_memory",
+)
+"""Columns of the file: a size, five times in milliseconds, memory in MiB."""
+
+BLOCKS: Final = ("attention", "mlp")
+"""Blocks of a layer in the order of the forward pass; each ends in a collective in every pass."""
+
+SIZES: Final = 3
+"""The first columns are the size; the others were measured."""
+
+NOT_RUN: Final = -1.0
+"""What stands in every measured column of a size that was not run (out of memory, or not possible)."""
+
+
+class BlockSize(NamedTuple):
+    """What a row was measured for; ``batch`` is that of one tensor-parallel group."""
+
+    hidden: int
+    degree: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"hidden {self.hidden}, degree {self.degree}, batch {self.batch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """Costs of one layer on one rank, times of blocks in the order of `BLOCKS`."""
+
+    forward_ns: tuple[int, int]
+    backward_ns: tuple[int, int]
+    """Without recomputation."""
+    collective_ns: int
+    """Of one block in one pass."""
+    runtime_bytes: int
+
+
+_NOTHING: Final = BlockCosts(forward_ns=(0, 0), backward_ns=(0, 0), collective_ns=0, runtime_bytes=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceFit:
+    """Time of an all-reduce over the bytes of the reduced tensor: latency + bytes x rate."""
+
+    latency_ns: float
+    ns_per_byte: float
+    worst_relative_error: float
+    """Largest distance from a measured time, as a share of it."""
+
+    def all_gather_ns(self, received_bytes: int) -> int:
+        """Time of an all-gather in which every rank receives that many bytes; none takes none.
+
+        A ring all-reduce moves every byte twice (reduce-scatter, then all-gather), hence half the rate.
+        """
+        return round(self.latency_ns + received_bytes * self.ns_per_byte / 2) if received_bytes else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """All rows of a profile. ``measured`` leaves out the sizes of ``not_run``."""
+
+    source: str
+    sequence: int
+    activation_bytes: int
+    measured: Mapping[BlockSize, BlockCosts]
+    not_run: frozenset[BlockSize] = frozenset()
+
+    def costs(self, hidden: int, degree: int, batch: int) -> BlockCosts:
+        """Costs of a size; `ValueError` names one that is missing."""
+        size = BlockSize(hidden, degree, batch)
+        if size not in self.measured:
+            raise ValueError(f"{self.source}: {size} is not in the file")
+        return self.measured[size]
+
+    def split(self, hidden: int, degree: int, batch: int, *, parts: int) -> tuple[BlockCosts, ...]:
+        """Costs of the sub-batches of a batch, the larger ones first; one without samples costs nothing."""
+        sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
+        return tuple(self.costs(hidden, degree, size) if size else _NOTHING for size in sizes)
+
+    def activation_size_bytes(self, hidden: int, batch: int) -> int:
+        """Bytes of a block's input or output, which is also the message of its collective."""
+        return batch * self.sequence * hidden * self.activation_bytes
+
+    def fit_all_reduce(self) -> AllReduceFit:
+        """The collectives of all groups of two and more as latency + bytes x rate, neither below zero.
+
+        Relative errors are minimised: milliseconds at 2 MB count as much as at 200. Raises `ValueError` if
+        fewer than two message sizes were measured.
+        """
+        points = [
+            (self.activation_size_bytes(size.hidden, size.batch), costs.collective_ns)
+            for size, costs in self.measured.items()
+            if size.degree > 1
+        ]
+        if len({size for size, _ in points}) < 2:
+            raise ValueError(
+                f"{self.source}: a latency and a bandwidth need collectives of two message sizes, "
+                f"found {len({size for size, _ in points})}; measure another batch of a degree above 1"
+            )
+        payload, time = np.array(points, dtype=float).T
+        design = np.stack([1 / time, payload / time], axis=1)
+        scale = design.max(axis=0)
+        solution, _ = nnls(design / scale, np.ones(len(time)))
+        latency, rate = solution / scale
+        error = np.abs(design @ (latency, rate) - 1).max()
+        return AllReduceFit(
+            latency_ns=float(latency), ns_per_byte=float(rate), worst_relative_error=float(error)
+        )
+
+
+def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: int = 4) -> BlockProfile:
+    """Read a CSV with the columns of `HEADER`; `ValueError` for another header or no measured row.
+
+    ``sequence`` and ``activation_bytes`` (per element) are those of the measurement, which the file does not
+    say: the public RTX 3090 profile was taken at 1024 tokens in 32-bit floats.
+
+    A group of one has nobody to reduce with, so its collective costs nothing, whatever the file says: the
+    profiler that wrote the public file calls the all-reduce without a group, that is on all ranks, and has
+    a time for every degree.
+    """
+    header, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines(), strict=True)
+    if tuple(header) != HEADER:
+        raise ValueError(f"{path}, line 1: header {','.join(header)!r} must be {','.join(HEADER)!r}")
+    measured: dict[BlockSize, BlockCosts] = {}
+    not_run: set[BlockSize] = set()
+    for cells in lines:
+        size = BlockSize(*map(int, cells[:SIZES]))
+        values = dict(zip(HEADER[SIZES:], map(float, cells[SIZES:]), strict=True))
+        if NOT_RUN in values.values():
+            not_run.add(size)
+            continue
+        ns = {column: max(1, round(value * 1e6)) for column, value in values.items()}
+        measured[size] = BlockCosts(
+            forward_ns=(ns["attn_fp"], ns["mlp_fp"]),
+            backward_ns=(ns["attn_bp"], ns["mlp_bp"]),
+            collective_ns=ns["comm"] if size.degree > 1 else 0,
+            runtime_bytes=math.ceil(values["runtime_memory"] * 2**20),
+        )
+    if not measured:
+        raise ValueError(f"{path}: no measured row; give a profile with rows of {', '.join(HEADER)}")
+    return BlockProfile(
+        source=str(path),
+        sequence=sequence,
+        activation_bytes=activation_bytes,
+        measured=measured,
+        not_run=frozenset(not_run),
+    )
+
+
+# -- the choice of degrees (Oases) ---------------------------------------------------------------------------
+
+PARAMETER_STATE_BYTES: Final = 16
+"""Bytes of a parameter's states with Adam: weight, gradient and two moments in 32 bits, or 16-bit weight
+and gradient beside a 32-bit weight and moments."""
+
+
+def problem_from_profile(
+    profile: BlockProfile,
+    *,
+    hidden: int,
+    layers: int,
+    devices: int,
+    global_batch: int,
+    memory_limit_bytes: int,
+    degrees: Sequence[int] | None = None,
+    parameter_state_bytes: int = PARAMETER_STATE_BYTES,
+) -> DegreeProblem:
+    """The problem of equal layers with 12 hidden^2 weights on ``devices`` ranks.
+
+    Degree t leaves ``devices / t`` replicas of ``global_batch x t / devices`` samples. That number must be
+    whole. Two or more samples are split in two sub-batches, the first the larger; one sample is one
+    sub-batch. The buffers are those of the whole batch of a replica, an upper bound.
+
+    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed, and
+    keeps the reasons for the others; degrees that are named must be available, else `ValueError`.
+
+    The all-gather between degrees i < j moves the samples of a replica of degree j that a rank has not got,
+    ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces.
+    """
+    for name, value in (("hidden", hidden), ("devices", devices), ("global_batch", global_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    wanted = [2**n for n in range(devices.bit_length())] if degrees is None else sorted(set(degrees))
+    options, left_out = [], {}
+    for degree in wanted:
+        try:
+            batch = replica_batch(degree, devices, global_batch)
+            options.append(_degree_costs(profile, hidden, degree, batch, parameter_state_bytes))
+        except ValueError as error:
+            if degrees is not None:
+                raise ValueError(f"degree {degree}: {error}") from None
+            left_out[degree] = str(error)
+    gathers = {}
+    if len(options) > 1:
+        fit = profile.fit_all_reduce()
+        for low, high in product([option.degree for option in options], repeat=2):
+            if low < high:
+                batch = replica_batch(high, devices, global_batch)
+                whole = profile.activation_size_bytes(hidden, batch)
+                gathers[low, high] = fit.all_gather_ns(whole - whole * low // high)
+    return DegreeProblem(
+        layers=layers,
+        options=tuple(options),
+        gather_ns=gathers,
+        memory_limit_bytes=memory_limit_bytes,
+        left_out=left_out,
+    )
+
+
+def replica_batch(degree: int, devices: int, global_batch: int) -> int:
+    """Samples of a replica at a degree; `ValueError` where degree or batch do not divide."""
+    if degree < 1 or degree & (degree - 1) or devices % degree:
+        raise ValueError(f"the degree must be a power of two that divides devices={devices}")
+    batch, rest = divmod(global_batch * degree, devices)
+    if rest:
+        raise ValueError(
+            f"global_batch={global_batch} does not divide over {devices // degree} replicas; "
+            f"use a multiple of {devices // degree}"
+        )
+    return batch
+
+
+def _degree_costs(
+    profile: BlockProfile, hidden: int, degree: int, batch: int, parameter_state_bytes: int
+) -> DegreeCosts:
+    first, second = profile.split(hidden, degree, batch, parts=2)
+    forward = tuple(zip(first.forward_ns, second.forward_ns, strict=True))
+    backward = tuple(zip(first.backward_ns, second.backward_ns, strict=True))
+    collective = (first.collective_ns, second.collective_ns)
+    weights = 12 * hidden * hidden
+    return DegreeCosts(
+        degree=degree,
+        forward=tuple(PassCosts(compute_ns=f, collective_ns=collective) for f in forward),
+        backward=tuple(
+            PassCosts(compute_ns=(f[0] + b[0], f[1] + b[1]), collective_ns=collective)
+            for f, b in zip(forward, backward, strict=True)
+        ),
+        state_bytes=-(-weights * parameter_state_bytes // degree),
+        saved_bytes=2 * profile.activation_size_bytes(hidden, batch),
+        runtime_bytes=profile.costs(hidden, degree, batch).runtime_bytes,
+    )
