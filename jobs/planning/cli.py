@@ -197,7 +197,7 @@ def compare(
 
 
 def _is_trace(reference: str) -> bool:
-    return reference.endswith(".arrows") or Path(reference).is_dir()
+    return reference.endswith((".arrows", ".json")) or Path(reference).is_dir()
 
 
 def _trace(path: Path) -> "list[Batch]":

@@ -84,7 +84,7 @@ def all_of(*hooks: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-# -- R1: whose checkpoints they are --------------------------------------------------------------------------
+# -- whose checkpoints they are ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["setup", "open_log", "data_facts"])
@@ -127,7 +127,7 @@ def test_checkpoints_of_another_run_are_no_homes(tmp_path: Path) -> None:
         homes.newest_of(shape)
 
 
-# -- R2: a home that is away ---------------------------------------------------------------------------------
+# -- a home that is away -------------------------------------------------------------------------------------
 
 
 class HomeGone:
@@ -207,21 +207,44 @@ def test_a_run_without_a_checkpoint_yet_begins_again(tmp_path: Path) -> None:
     assert sum(isinstance(event, StepDone) for event in events) == 3 + 12
 
 
-# -- R3: ends that are not wanted ----------------------------------------------------------------------------
+# -- ends that are not wanted --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failure", [{"max_restarts": 0}, {"max_restarts": 1}], ids=["no budget", "spent"])
-def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, failure: Any) -> None:
-    """Of a fixed size: 9 steps are done, the newest checkpoint is of step 5."""
+def no_room(rank: int) -> Exception:
+    return NoRoomError(f"there is no room to start rank {rank}")
+
+
+def mistaken(rank: int) -> WorkerError:
+    return WorkerError(rank, "index.json is not JSON; prepare it again", user_error=True)
+
+
+ENDS: dict[str, tuple[dict[str, int], str, Callable[[int], Exception], str]] = {
+    "no budget": ({"max_restarts": 0}, "train_step", died, DIED),
+    "a spent budget": ({"max_restarts": 1}, "train_step", died, DIED),
+    **{
+        f"no {method}": ({"max_restarts": 1}, method, mistaken, "not JSON")
+        for method in ("setup", "data_facts", "open_log")
+    },
+    "a lost node": ({}, "replace", no_room, "no room to start"),
+}
+
+
+@pytest.mark.parametrize(("failure", "method", "error", "ends"), ENDS.values(), ids=ENDS)
+def test_a_run_that_a_failure_ends_leaves_what_copies_hold(
+    tmp_path: Path, failure: dict[str, int], method: str, error: Callable[[int], Exception], ends: str
+) -> None:
+    """9 steps are done, the newest checkpoint is of step 5; a rank dies, and then something fails as often
+    as it is tried."""
     config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure=failure)
+    dying = Once("train_step", 10, died)
 
-    def dies(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "train_step" and rank == 1 and arguments[0] >= 9:
-            raise died(rank)
+    def hook(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        dying(name, rank, arguments)
+        if dying.done and name == method and (rank == 1 or method == "data_facts"):  # of rank 0 alone
+            raise error(rank)
 
-    events: list[Event] = []
-    with pytest.raises(WorkerError, match=DIED):
-        events.extend(controller_of(config, StandInLauncher(dies)).run())
+    with pytest.raises((WorkerError, NoRoomError), match=ends):
+        run(config, StandInLauncher(hook))
     store = CheckpointStore(config.run_directory / "checkpoints")
     assert store.steps()[-1] == 9
     assert (store.directory / "step-9" / "state").read_text() == repr(states(9)[-1])
@@ -229,41 +252,7 @@ def test_a_run_that_ends_by_a_failure_leaves_what_copies_hold(tmp_path: Path, fa
     assert losses(again) == states(12)[9:]
 
 
-@pytest.mark.parametrize("method", ["setup", "data_facts", "open_log"])
-def test_a_recovery_that_fails_for_good_leaves_what_copies_hold(tmp_path: Path, method: str) -> None:
-    """The ranks never set up again: their data are unreadable, say."""
-    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure={"max_restarts": 1})
-    dying = Once("train_step", 10, died)
-
-    def then(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dying(name, rank, arguments)
-        if dying.done and name == method:
-            raise mistaken(rank)
-
-    with pytest.raises(WorkerError, match="not JSON"):
-        run(config, StandInLauncher(then))
-    assert CheckpointStore(config.run_directory / "checkpoints").steps()[-1] == 9
-    again = run(config, StandInLauncher(), RunOptions(resume=True))
-    assert losses(again) == states(12)[9:]
-
-
-def test_a_fixed_run_whose_node_is_lost_leaves_what_copies_hold(tmp_path: Path) -> None:
-    config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1})
-
-    def no_room(rank: int) -> Exception:
-        return NoRoomError("there is no room to start rank 1")
-
-    hook = all_of(Once("train_step", 10, died), Once("replace", 1, no_room))
-    with pytest.raises(NoRoomError):
-        run(config, StandInLauncher(hook))
-    assert CheckpointStore(config.run_directory / "checkpoints").steps()[-1] == 9
-
-
-# -- R4: whose mistake it is ---------------------------------------------------------------------------------
-
-
-def mistaken(rank: int) -> WorkerError:
-    return WorkerError(rank, "index.json is not JSON; prepare it again", user_error=True)
+# -- whose mistake it is -------------------------------------------------------------------------------------
 
 
 def test_what_ranks_raise_is_the_user_s_mistake_until_a_step_is_done(tmp_path: Path) -> None:
@@ -308,7 +297,7 @@ def test_a_controller_that_takes_over_has_no_user_to_blame(tmp_path: Path) -> No
     assert odd.done
 
 
-# -- R5: starting and planning are parts of a recovery -------------------------------------------------------
+# -- starting and planning are parts of a recovery -----------------------------------------------------------
 
 
 def test_a_group_that_does_not_start_is_tried_again(tmp_path: Path) -> None:
@@ -392,7 +381,7 @@ def test_whether_a_layout_fits_is_asked_of_the_planner(tmp_path: Path) -> None:
     assert not follows._fits(four)
 
 
-# -- R13: who keeps whose copies -----------------------------------------------------------------------------
+# -- who keeps whose copies ----------------------------------------------------------------------------------
 
 
 def test_copies_change_partners_after_the_state_is_restored(tmp_path: Path) -> None:
@@ -429,7 +418,7 @@ def test_copies_change_partners_after_the_state_is_restored(tmp_path: Path) -> N
     assert shifts == [1], "on hosts a b a b the next rank is on the other host"
 
 
-# -- B: stopping ---------------------------------------------------------------------------------------------
+# -- stopping ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_stopped_before_it_begins_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -463,7 +452,7 @@ def test_a_run_that_is_stopped_in_a_recovery_leaves_its_newest_state(tmp_path: P
     assert losses(again) == states(12)[5:]
 
 
-# -- B11: the run's folder is removed ------------------------------------------------------------------------
+# -- the run's folder is removed -----------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> None:
@@ -481,7 +470,7 @@ def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> Non
     assert CheckpointStore(config.run_directory / "checkpoints").steps() == [12]
 
 
-# -- R9: every call ends -------------------------------------------------------------------------------------
+# -- every call ends -----------------------------------------------------------------------------------------
 
 
 def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,161 +104,148 @@ def serve(rank: int, address: str) -> Rank:
     return Rank(rank)
 
 
-def test_an_answer_that_nobody_waits_for_is_no_others(tmp_path: Path) -> None:
-    group = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts so many ranks, by a configuration with some sections; they end with the test."""
+    groups: list[Any] = []
+
+    def made(ranks: int, **sections: Any) -> Any:
+        groups.append(ProcessLauncher(small_config(tmp_path, **sections), serve=serve).start(ranks))
+        return groups[-1]
+
+    yield made
+    for one in groups:
+        one.shutdown()
+
+
+def test_an_answer_that_nobody_waits_for_is_no_others(start: Start, tmp_path: Path) -> None:
+    group = start(2)
     gate = tmp_path / "gate"
-    try:
-        assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
-        with pytest.raises(WorkerError, match="rank 0: RuntimeError: out of luck"):
+    assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
+    with pytest.raises(WorkerError, match="rank 0: RuntimeError: out of luck"):
+        group.call_all(Rank.one_fails, str(gate))
+    gate.touch()
+    assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
+    gate.unlink()
+    for _ in range(2):
+        with pytest.raises(WorkerError):
             group.call_all(Rank.one_fails, str(gate))
-        gate.touch()
-        assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
-        gate.unlink()
-        for _ in range(2):
-            with pytest.raises(WorkerError):
-                group.call_all(Rank.one_fails, str(gate))
-        gate.touch()
-        assert group.call(1, Rank.echo, "third") == "third 1"
-        assert group.interrupt(1) == [], "nobody is busy"
-    finally:
-        group.shutdown()
+    gate.touch()
+    assert group.call(1, Rank.echo, "third") == "third 1"
+    assert group.interrupt(1) == [], "nobody is busy"
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_answers_that_come_together_all_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+    start: Start, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """The death is what is told, and who survived it is kept."""
-    group = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    group = start(2)
     poll = group._poll
 
     def late(waiting: Collection[int], timeout_s: float) -> Any:
         time.sleep(0.5)  # until all have answered
         return poll(waiting, timeout_s)
 
-    try:
-        assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
-        monkeypatch.setattr(group, "_poll", late)
-        with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
-            group.call_all(Rank.both_fail, first)
-        assert caught.value.died
-        assert group.interrupt(1) == [first]
-        group.replace([first])
-        assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
-    finally:
-        group.shutdown()
+    assert group.call_all(Rank.echo, "first") == ["first 0", "first 1"]
+    monkeypatch.setattr(group, "_poll", late)
+    with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
+        group.call_all(Rank.both_fail, first)
+    assert caught.value.died
+    assert group.interrupt(1) == [first]
+    group.replace([first])
+    assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
 
 
-def test_an_end_that_takes_long_is_told_before_it_is_over(tmp_path: Path) -> None:
-    group = ProcessLauncher(small_config(tmp_path), serve=serve).start(1)
-    try:
-        assert group.call(0, Rank.echo, "first") == "first 0"
-        with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
-            group.call(0, Rank.closes)
-        assert caught.value.died
-        assert group.interrupt(1) == [0]
-        group.replace([0])
-        assert group.call(0, Rank.echo, "second") == "second 0"
-    finally:
-        group.shutdown()
+def test_an_end_that_takes_long_is_told_before_it_is_over(start: Start) -> None:
+    group = start(1)
+    assert group.call(0, Rank.echo, "first") == "first 0"
+    with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
+        group.call(0, Rank.closes)
+    assert caught.value.died
+    assert group.interrupt(1) == [0]
+    group.replace([0])
+    assert group.call(0, Rank.echo, "second") == "second 0"
 
 
-def test_a_large_answer_that_is_read_makes_no_rank_silent(tmp_path: Path) -> None:
-    config = small_config(tmp_path, failure={"silence_s": 1.5})
-    group = ProcessLauncher(config, serve=serve).start(2)
-    try:
-        group.call_all(Rank.echo, "awake")
-        while group._awake != {0, 1}:  # type: ignore[attr-defined]
-            group.call_all(Rank.takes_long_to_read, 0.1)
-        assert [one.seconds for one in group.call_all(Rank.takes_long_to_read, 4.0)] == [4.0, 0.0]
-    finally:
-        group.shutdown()
+def test_a_large_answer_that_is_read_makes_no_rank_silent(start: Start) -> None:
+    group = start(2, failure={"silence_s": 1.5})
+    group.call_all(Rank.echo, "awake")
+    while group._awake != {0, 1}:
+        group.call_all(Rank.takes_long_to_read, 0.1)
+    assert [one.seconds for one in group.call_all(Rank.takes_long_to_read, 4.0)] == [4.0, 0.0]
 
 
-def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(tmp_path: Path) -> None:
+def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(start: Start) -> None:
     """A call larger than any pipe: who is stopped never takes it, and is given up for its silence."""
-    config = small_config(tmp_path, failure={"silence_s": 1.5})
-    group = ProcessLauncher(config, serve=serve).start(2)
-    try:
-        large = bytes(32 << 20)
-        assert group.call_all(Rank.size, large) == [32 << 20] * 2
-        while group._awake != {0, 1}:  # type: ignore[attr-defined]
-            group.call_all(Rank.takes_long_to_read, 0.1)
-        child = group._children[1].process  # type: ignore[attr-defined]
-        os.kill(child.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match="rank 1: has not answered"):
-            group.call_all(Rank.size, large)
-        assert group.interrupt(1) == [1]
-        group.replace([1])
-        assert group.call_all(Rank.size, large) == [32 << 20] * 2
-    finally:
-        group.shutdown()
+    group = start(2, failure={"silence_s": 1.5})
+    large = bytes(32 << 20)
+    assert group.call_all(Rank.size, large) == [32 << 20] * 2
+    while group._awake != {0, 1}:
+        group.call_all(Rank.takes_long_to_read, 0.1)
+    child = group._children[1].process
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="rank 1: has not answered"):
+        group.call_all(Rank.size, large)
+    assert group.interrupt(1) == [1]
+    group.replace([1])
+    assert group.call_all(Rank.size, large) == [32 << 20] * 2
 
 
 def test_a_call_that_hangs_ends_though_the_rank_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_CALL_SECONDS", 2.0)
-    config = small_config(tmp_path, cluster={"group_timeout_s": 1.0})
-    ranks = ProcessLauncher(config, serve=serve).start(2)
-    try:
-        while ranks._awake != {0, 1}:  # type: ignore[attr-defined]
-            ranks.call_all(Rank.takes_long_to_read, 0.1)
-        text = r"rank 1: has not finished within 2 s, though it answers \(hangs\)"
-        with pytest.raises(WorkerError, match=text) as caught:
-            ranks.call_all(Rank.hangs, str(tmp_path / "never"))
-        assert not caught.value.died
-        assert ranks.interrupt(1) == [1], "it does not drop what it is at"
-        ranks.replace([1])
-        assert ranks.call_all(Rank.echo, "second") == ["second 0", "second 1"]
-    finally:
-        ranks.shutdown()
+    ranks = start(2, cluster={"group_timeout_s": 1.0})
+    while ranks._awake != {0, 1}:
+        ranks.call_all(Rank.takes_long_to_read, 0.1)
+    text = r"rank 1: has not finished within 2 s, though it answers \(hangs\)"
+    with pytest.raises(WorkerError, match=text) as caught:
+        ranks.call_all(Rank.hangs, str(tmp_path / "never"))
+    assert not caught.value.died
+    assert ranks.interrupt(1) == [1], "it does not drop what it is at"
+    ranks.replace([1])
+    assert ranks.call_all(Rank.echo, "second") == ["second 0", "second 1"]
 
 
-def test_a_wish_to_stop_is_heard_while_ranks_are_waited_for(tmp_path: Path) -> None:
-    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+def test_a_wish_to_stop_is_heard_while_ranks_are_waited_for(start: Start, tmp_path: Path) -> None:
+    ranks = start(2)
     gate, stop = tmp_path / "gate", threading.Event()
-    try:
-        ranks.call_all(Rank.echo, "awake")
-        timer = threading.Timer(1.0, stop.set)
-        timer.start()
-        with ranks.heeding(stop.is_set), pytest.raises(StoppedError):
-            ranks.call_all(Rank.hangs, str(gate))
-        gate.touch()
-        assert ranks.call_all(Rank.echo, "last") == ["last 0", "last 1"], "what is to be saved still is"
-    finally:
-        ranks.shutdown()
+    ranks.call_all(Rank.echo, "awake")
+    timer = threading.Timer(1.0, stop.set)
+    timer.start()
+    with ranks.heeding(stop.is_set), pytest.raises(StoppedError):
+        ranks.call_all(Rank.hangs, str(gate))
+    gate.touch()
+    assert ranks.call_all(Rank.echo, "last") == ["last 0", "last 1"], "what is to be saved still is"
 
 
-def test_an_interrupt_names_its_generation_and_is_over_when_it_returns(tmp_path: Path) -> None:
+def test_an_interrupt_names_its_generation_and_is_over_when_it_returns(start: Start, tmp_path: Path) -> None:
     """Though the rank's call ends long before: an abort must not hit the next generation."""
-    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
+    ranks = start(2)
     gate = tmp_path / "gate"
-    try:
-        ranks.call_all(Rank.echo, "awake")
-        with pytest.raises(WorkerError, match="out of luck"):
-            ranks.call_all(Rank.waits, str(gate))
-        assert ranks.interrupt(7) == []
-        assert (tmp_path / "gate.7").exists()
-    finally:
-        ranks.shutdown()
+    ranks.call_all(Rank.echo, "awake")
+    with pytest.raises(WorkerError, match="out of luck"):
+        ranks.call_all(Rank.waits, str(gate))
+    assert ranks.interrupt(7) == []
+    assert (tmp_path / "gate.7").exists()
 
 
-def test_signals_to_all_processes_of_a_run_end_no_rank(tmp_path: Path) -> None:
+def test_signals_to_all_processes_of_a_run_end_no_rank(start: Start) -> None:
     """As systemd and ``scancel`` send them, the fork server between command and ranks included."""
-    ranks = ProcessLauncher(small_config(tmp_path), serve=serve).start(2)
-    try:
-        ranks.call_all(Rank.echo, "awake")
-        server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-        children = [child.process.pid for child in ranks._children]  # type: ignore[attr-defined]
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            for process in (server, tracker, *children):
-                os.kill(process, number)
-        assert ranks.call_all(Rank.echo, "well") == ["well 0", "well 1"]
-        assert ranks.interrupt(1) == []
-        ranks._kill(1)  # type: ignore[attr-defined]
-        ranks.replace([1])
-        assert ranks.call_all(Rank.echo, "again") == ["again 0", "again 1"], "the fork server lives"
-    finally:
-        ranks.shutdown()
+    ranks = start(2)
+    ranks.call_all(Rank.echo, "awake")
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    children = [child.process.pid for child in ranks._children]
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        for process in (server, tracker, *children):
+            os.kill(process, number)
+    assert ranks.call_all(Rank.echo, "well") == ["well 0", "well 1"]
+    assert ranks.interrupt(1) == []
+    ranks._kill(1)
+    ranks.replace([1])
+    assert ranks.call_all(Rank.echo, "again") == ["again 0", "again 1"], "the fork server lives"

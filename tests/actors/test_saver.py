@@ -4,7 +4,7 @@ import errno
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,31 @@ class Run:
         self.directory.close()
 
 
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a run that keeps checkpoints so; it is closed with the test."""
+    runs: list[Run] = []
+
+    def made(**keeping: Any) -> Run:
+        runs.append(Run(tmp_path, **keeping))
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which a test sets."""
+    now = [5000.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    return now
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies to the mirror wait for it."""
@@ -107,26 +132,23 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path, every=1, keep=1, mirror=f"memory://{uuid.uuid4()}/copies")
-    yield run
-    run.close()
+def mirrored(start: Start) -> Run:
+    return start(every=1, keep=1, mirror=f"memory://{uuid.uuid4()}/copies")
 
 
 @pytest.mark.parametrize(("bound", "beside"), [(2, 0), (3, 1)])
-def test_training_waits_rather_than_risk_more_steps(tmp_path: Path, bound: int, beside: int) -> None:
+def test_training_waits_rather_than_risk_more_steps(start: Start, bound: int, beside: int) -> None:
     """Saves that end only when they are waited for: so many steps are done beside each of them."""
-    run = Run(tmp_path, every=2, lose_at_most=bound)
+    run = start(every=2, lose_at_most=bound)
     run.ranks.may_write = False
     for step in range(1, 7):
         run.step(step)
         assert step - (run.saved[-1] if run.saved else 0) < bound
         assert (2 in run.saved) == (step >= 2 + beside)
-    run.close()
 
 
-def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=1, keep=2)
+def test_a_save_waits_for_the_one_before_it(start: Start) -> None:
+    run = start(every=1, keep=2)
     run.ranks.may_write = False
     for step in range(1, 7):
         run.step(step)
@@ -135,15 +157,14 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
     assert run.saved == [1, 2, 3, 4, 5, 6]
     names = sorted(path.name for path in run.homes.store.directory.iterdir())
     assert names == ["latest", "step-5", "step-6"]
-    run.close()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["in the background", "at once"])
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_save_that_fails_is_tried_three_times_with_the_same_state(
-    tmp_path: Path, times: int, asynchronous: bool
+    start: Start, times: int, asynchronous: bool
 ) -> None:
-    run = Run(tmp_path, every=3, asynchronous=asynchronous)
+    run = start(every=3, asynchronous=asynchronous)
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * times
     for step in range(1, 7):
         run.step(step)
@@ -158,7 +179,6 @@ def test_a_save_that_fails_is_tried_three_times_with_the_same_state(
     assert run.ranks.again == [False, *([asynchronous] * 2), False]
     kinds = [line["kind"] for line in read_lines(run.directory.path / "events.jsonl")]
     assert kinds.count("save-failed") == times
-    run.close()
 
 
 def test_neither_training_nor_recovery_waits_for_the_mirror(mirrored: Run, gate: threading.Event) -> None:
@@ -222,9 +242,9 @@ def test_a_mirror_that_fails_is_told_and_changes_nothing_else(
 
 
 def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path, every=1, keep=5)
+    run = start(every=1, keep=5)
     may, publish = threading.Event(), saving.CheckpointStore.publish
 
     def slowly(*arguments: Any, **named: Any) -> Path:
@@ -245,32 +265,25 @@ def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
     run.told += run.saver.look(group)
     assert run.saved == [1]
     assert [path.name for path in run.homes.store.directory.glob("step-*")] == ["step-1"]
-    run.close()
 
 
-def test_a_late_publication_leaves_what_later_ranks_write(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=1, keep=1)
+def test_a_late_publication_leaves_what_later_ranks_write(start: Start) -> None:
+    run = start(every=1, keep=1)
     run.begin(1)
     later = run.homes.store.begin(2, generation=2)
     run.finish()
     assert later.is_dir()
     run.homes.store.collect(keep=1, generation=2)
     assert not later.exists()
-    run.close()
 
 
-def test_checkpoints_are_due_by_time_where_no_steps_are_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [5000.0]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    run = Run(tmp_path)
+def test_checkpoints_are_due_by_time_where_no_steps_are_given(start: Start, clock: list[float]) -> None:
+    run = start()
     for step in range(1, 41):
-        now[0] += 60.0
+        clock[0] += 60.0
         run.step(step)
     run.finish()
     assert run.saved == [16, 32], "every 15 minutes"
-    run.close()
 
 
 @pytest.mark.parametrize(
@@ -304,8 +317,8 @@ def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
     assert not disk_is_full(tmp_path / "gone", "rank 0: [Errno 116] Stale file handle")
 
 
-def test_a_full_disk_is_not_tried_again_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=2)
+def test_a_full_disk_is_not_tried_again_at_once(start: Start) -> None:
+    run = start(every=2)
     run.ranks.failures = ["rank 0: [Errno 122] Disk quota exceeded"]
     for step in range(1, 7):
         run.step(step)
@@ -313,19 +326,14 @@ def test_a_full_disk_is_not_tried_again_at_once(tmp_path: Path) -> None:
     assert run.saved == [4, 6]
     (told,) = [event.text for event in run.told if isinstance(event, Incident)]
     assert told == "the checkpoint of step 2 does not fit on the disk; training goes on"
-    run.close()
 
 
-def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [5000.0]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    run = Run(tmp_path, every=1)
+def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(start: Start, clock: list[float]) -> None:
+    run = start(every=1)
     full = "rank 0: [Errno 122] Disk quota exceeded"
     run.ranks.failures = [full] * 190
     for step in range(1, 191):
-        now[0] += 7.0
+        clock[0] += 7.0
         run.step(step)
     run.finish()
     told = [event.step for event in run.told if isinstance(event, Incident)]
@@ -342,31 +350,25 @@ def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(
     run.finish()
     told = [event.step for event in run.told if isinstance(event, Incident)]
     assert told[-1] == 194, "full once more, after a save that fitted"
-    run.close()
 
 
-def test_after_a_save_that_failed_the_next_one_is_due_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [5000.0]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    run = Run(tmp_path, every=1000)
+def test_after_a_save_that_failed_the_next_one_is_due_soon(start: Start, clock: list[float]) -> None:
+    run = start(every=1000)
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * 3
     for step in range(1000, 1020):
-        now[0] += 7.0
+        clock[0] += 7.0
         run.step(step)
     run.finish()
     assert run.saved == [1012], "a minute after the third try, not a thousand steps"
-    run.close()
 
 
-def test_the_controller_reads_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_reads_no_checkpoint(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks hash what they write and verify what is there, each its share; here that would take hours."""
 
     def hashed(*_: Any) -> str:
         raise AssertionError("the controller hashes")
 
-    run = Run(tmp_path, every=1)
+    run = start(every=1)
     with monkeypatch.context() as patch:
         patch.setattr(stage_digests, "_sha256", hashed)
         run.begin(1)
@@ -383,14 +385,13 @@ def test_the_controller_reads_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
         found = [stage_digests.damage_in_share(path, rank, 2) for rank in range(2)]
         assert [text for text in found if text] == [f"the checksum of file {name} is wrong"], "one share"
         (path / name).write_bytes(good)
-    run.close()
 
 
 def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS keeps what somebody has open: the new checkpoints are as good as ever."""
-    run = Run(tmp_path, every=1, keep=1)
+    run = start(every=1, keep=1)
     remove = manifest.shutil.rmtree
 
     def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
@@ -406,11 +407,10 @@ def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
     (told,) = [event for event in run.told if isinstance(event, Incident)]
     assert "step-1.tmp-old cannot be removed: Device or resource busy" in told.text
     assert run.homes.store.steps() == [4]
-    run.close()
 
 
-def test_a_save_that_nobody_will_finish_is_removed_at_the_end(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=1)
+def test_a_save_that_nobody_will_finish_is_removed_at_the_end(start: Start) -> None:
+    run = start(every=1)
     run.ranks.may_write = False
     run.begin(1)
     folder = run.homes.store.directory

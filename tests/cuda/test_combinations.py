@@ -9,7 +9,7 @@ validation, checkpoints.
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -48,8 +48,8 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
-    "gpt, tied": {"family": "gpt", "tied_head": True},
-    "qwen": {"family": "llama", "head_norm": True, "qkv_bias": True},
+    "gpt": {"family": "gpt"},
+    "tied qwen": {"family": "llama", "head_norm": True, "qkv_bias": True, "tied_head": True},
     "moe": {"family": "moe", "experts": 4, "top_k": 2, "ffn": 32, "balance_loss": 0.02},
 }
 RECOMPUTE = {"none": "none", "selective": "selective", "full": "full", "fine": "fine", "mixed": "full none"}
@@ -89,7 +89,7 @@ class Case:
     def name(self) -> str:
         """For people: what is not usual."""
         usual = {"whole", "none", "all_gather", "", 0}
-        said = {key: value for key, value in asdict(self).items() if value not in usual}
+        said = {key: value for key, value in vars(self).items() if value not in usual}
         return ", ".join(key if value is True else f"{value}" for key, value in said.items())
 
     @property
@@ -130,7 +130,7 @@ class Case:
             },
             "data": {
                 "document_mask": self.documents,
-                "restart_positions": self.documents and self.model != "gpt, tied",
+                "restart_positions": self.documents and self.model != "gpt",
             },
             "train": {
                 "dtype": self.dtype,
@@ -174,12 +174,12 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 def pairs_of(case: Case) -> set[Pair]:
     """Pairs of choices that a case has."""
-    return set(combinations(sorted(asdict(case).items()), 2))
+    return set(combinations(sorted(vars(case).items()), 2))
 
 
 def drawn(generator: random.Random, given: Mapping[str, Any]) -> Case | None:
     """A possible case with some choices given; None where none is found."""
-    for _ in range(40):
+    for _ in range(300):
         chosen = {name: generator.choice(levels) for name, levels in FACTORS.items()} | dict(given)
         if "pipeline" not in given and "schedule" in given:
             chosen["pipeline"] = generator.choice(PIPELINES.get(chosen["schedule"], ("",)))
@@ -191,26 +191,35 @@ def drawn(generator: random.Random, given: Mapping[str, Any]) -> Case | None:
     return None
 
 
+def improved(case: Case, given: Mapping[str, Any], wanted: set[Pair], generator: random.Random) -> Case:
+    """The case with the choices that are not given changed, each in turn, for most new pairs."""
+
+    def worth(one: Case) -> int:
+        return len(pairs_of(one) & wanted) - 4 * ("2 " in one.layout)  # four ranks take twice as long
+
+    free = [name for name in FACTORS if name not in given]
+    for name in generator.sample(free, len(free)):
+        tried = [replace(case, **{name: level}) for level in FACTORS[name]]
+        case = max((one for one in (case, *tried) if one.possible), key=worth)
+    return case
+
+
 @cache
 def cases() -> tuple[Case, ...]:
-    """Cases that have every possible pair: greedily, the one that has most new pairs of some that are drawn.
-
-    Four in five cases are on two ranks, as far as pairs allow. All schedules go with all stages of ZeRO.
-    """
+    """Cases that have every possible pair, greedily; the same ones in every process and run."""
     generator = random.Random(48)
-    names = sorted(FACTORS)
     wanted: set[Pair] = {
-        ((a, x), (b, y)) for a, b in combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]
+        ((a, x), (b, y)) for a, b in combinations(sorted(FACTORS), 2) for x in FACTORS[a] for y in FACTORS[b]
     }
     found: list[Case] = []
     for pair in sorted(wanted, key=str):
         if pair not in wanted:
             continue
-        tried = [one for _ in range(12) if (one := drawn(generator, dict(pair))) is not None]
-        if not tried:
+        given = dict(pair)
+        if (first := drawn(generator, given)) is None:
             wanted.discard(pair)  # impossible
             continue
-        best = max(tried, key=lambda one: len(pairs_of(one) & wanted) - 6 * (len(one.layout) > 5))
+        best = improved(first, given, wanted, generator)
         found.append(best)
         wanted -= pairs_of(best)
     return tuple(found)
@@ -261,11 +270,12 @@ def test_a_combination(runs: Combined, case: Case) -> None:
     if case.dtype == "bf16":
         return
     assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=tolerance, abs=0)
-    if case.dtype == "fp64":
+    if case.dtype == "fp64" and case.model != "moe":  # AdamW blows up the rounding of gradients that are zero
         trained = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
         found = {name: tensor for name, tensor in run.parameters().items() if name in trained}
         torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
-    if case.zero < 2:  # in shares, replicas' gradients are summed more often, in another order
+    # Gradients in shares are summed more often; the ends of a tied model add to one table as they come.
+    if case.zero < 2 and "tied" not in case.model:
         assert_same_bits(run, runs.serial(case))
 
 

@@ -103,7 +103,7 @@ def test_every_layout_finds_the_loss_that_transformers_finds(
 
 
 def test_documents_change_nothing_of_that(tmp_path: Path, data: Path) -> None:
-    """Which loss is right with them: `tests.end_to_end.test_documents`."""
+    """Which loss is right with them: `tests.cuda.test_combinations`."""
     by_transformers(tmp_path, data, "llama")
     found = in_layouts(tmp_path, data, MASKED, {"data": {"document_mask": True}})
     assert found == pytest.approx(found[:1] * len(found), rel=1e-12, abs=0)

@@ -1,0 +1,214 @@
+"""A dozen runs on real ranks: gloo's streams, the reader, validation, reports; losses of plain PyTorch.
+
+Every pair of choices is in `tests.cuda.test_combinations`, on a model of the CUDA machine. Inputs are fresh
+in every session: the seed stands in the tests' names, and BRAID_TEST_SEED sets it.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.processes import Place, ProcessLauncher
+from braid.actors.controller.routing import ExpertNumbers
+from braid.actors.stage.messages import RunPlan
+from braid.jobs.planning.work import Request, fixed_setting
+from braid.scheduling.operators import Stream
+from braid.scheduling.partition import parse_partition
+from braid.scheduling.planner.cluster import plan_of
+from braid.scheduling.planner.decide import evaluate
+from braid.scheduling.schedule_text import write
+from tests.end_to_end.runs import (
+    BYTES_VOCABULARY,
+    PlainRun,
+    Run,
+    planned,
+    prepare_text,
+    run_layout,
+    run_plain,
+    small_config,
+)
+from tests.scheduling.plans import cluster
+from tests.spans import read_folder, spans_of
+
+pytestmark = pytest.mark.slow
+
+SEED = int(os.environ["BRAID_TEST_SEED"])
+STEPS = 6
+TOLERANCE = {"fp64": 1e-9, "fp32": 5e-5}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"family": "llama"},
+    "tied gpt": {"family": "gpt", "kv_heads": 4, "tied_head": True},
+    "qwen": {"family": "llama", "head_norm": True, "qkv_bias": True, "head_dim": 24},
+}
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", "megatron", {}, {}),
+    ("llama", "braid:w", {"tp": 2}, {"dtype": "fp32"}),
+    ("tied gpt", "megatron:folded", {"pp": 2}, {}),
+    ("tied gpt", "ddp", {"dp": 2, "zero": 3}, {}),
+    ("qwen", "braid:together_2", {"dp": 2, "zero": 1}, {}),
+    ("llama", "dhelix", {"tp": 2, "pp": 2}, {"recompute": "full"}),
+    ("llama", "wavelet", {"cp": 2, "context": "ring"}, {}),
+    ("llama", "oases", {"tp": 2, "tensor_degrees": "2 1 1 2"}, {}),
+    ("qwen", "intra_batch", {"tp": 2, "dp": 2}, {}),
+]
+"""Model, schedule, layout, and what else of the section ``train``."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_text(tmp_path_factory.mktemp("text"), SEED)
+
+
+def content(schedule: str, parallel: Mapping[str, Any], **more: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a run's configuration."""
+    schedule, _, pipeline = schedule.partition(":")
+    train = {"dtype": "fp64", "seed": SEED, "steps": STEPS, "validation_samples": 7, **more.get("train", {})}
+    overlap = {"schedule": schedule, "pipeline": pipeline or None}
+    cpus = {"cpus_per_rank": 0.1}
+    return {**more, "train": train, "parallel": parallel, "overlap": overlap, "cluster": cpus}
+
+
+def trained(folder: Path, data: Path, sections: Mapping[str, Mapping[str, Any]]) -> tuple[Run, PlainRun]:
+    """A run, and the same by plain PyTorch."""
+    overlap = planned(folder / "plans", sections)
+    run = run_layout(folder / "run", data, **{**sections, "overlap": overlap})
+    return run, run_plain(run.config, data)
+
+
+def assert_alike(run: Run, plain: PlainRun, tolerance: float) -> None:
+    """Losses, norms, learning rates, and what the report says of validation."""
+    assert len(run.losses) == len(plain.losses)
+    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
+    assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=5 * tolerance, abs=0)
+    assert [record.lr for record in run.records] == pytest.approx(plain.lr, rel=1e-12)
+    assert run.report["validation"] == pytest.approx(plain.validation, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "parallel", "train"), CASES, ids=[f"{m}, {s}, {p}" for m, s, p, _ in CASES]
+)
+def test_ranks_train_as_plain_pytorch_does(
+    tmp_path: Path, data: Path, model: str, schedule: str, parallel: dict[str, Any], train: dict[str, Any]
+) -> None:
+    run, plain = trained(tmp_path, data, content(schedule, parallel, model=MODELS[model], train=train))
+    assert_alike(run, plain, TOLERANCE[run.config.train.dtype])
+    assert max(plain.gradient_norms) > run.config.train.clip_norm, "nothing was clipped: too easy a test"
+    if run.config.train.dtype == "fp64":  # in fp32, Adam blows up the rounding of gradients that are zero
+        ours = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
+        torch.testing.assert_close(run.parameters(), ours, rtol=1e-8, atol=1e-10)
+
+
+def test_partitions_run_inside_hosts_and_between_them(tmp_path: Path, data: Path) -> None:
+    """Over four ranks of two hosts, from a plan; stages are on streams of their own."""
+    partitions = (
+        "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+        "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1",
+    )
+    sections = content("braid:w", {"tp": 4}, model={"kv_heads": 4})
+    config, spec = small_config(tmp_path / "plans", **sections), cluster(nodes=2, gpus=2)
+    setting = replace(
+        fixed_setting(Request(config, config.model.shape(BYTES_VOCABULARY), spec)),
+        partitions=tuple(map(parse_partition, partitions)),
+    )
+    file = tmp_path / "plan.yaml"
+    file.write_text(plan_of(evaluate(setting, spec), spec).to_yaml(), encoding="utf-8")
+    overlap = {**sections["overlap"], "plan": str(file)}
+    config = small_config(tmp_path / "runs", **{**sections, "overlap": overlap})
+    shape = config.check(BYTES_VOCABULARY)
+    text = write(build_schedule(config, shape))
+    assert all(f"\npartition {one}\n" in text for one in partitions)
+    launcher = ProcessLauncher(config, [Place(machine=host) for host in "aabb"])
+    plan = RunPlan(config=config, shape=shape, schedule=text, data=str(data))
+    events = tuple(Controller(plan, launcher, RunOptions()).run())
+    run = Run(config=config, shape=shape, directory=config.run_directory, events=events)
+    assert_alike(run, run_plain(config, data), TOLERANCE["fp64"])
+    traces = read_folder(config.run_directory)
+    streams = {span.stream for span in spans_of(traces.step(traces.newest))}
+    assert {Stream.INTRA, Stream.INTER} <= streams
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "losses": {"balance_loss": 0.05, "z_loss": 0.01, "shared_experts": 1, "expert_ffn": 48},
+    "both": {"capacity_factor": 0.9, "balance_loss": 0.02, "z_loss": 0.01},
+    "mixed": {"pattern": "dense layer", "softmax_after": True, "balance_rate": 0.02},
+}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "schedule", "parallel"),
+    [
+        ("losses", "expert_overlap", {"dp": 2, "ep": 2}),
+        ("both", "megatron", {"tp": 2}),
+        ("mixed", "megatron:folded", {"dp": 2, "ep": 2, "pp": 2}),
+    ],
+)
+def test_routing_is_counted_as_plain_pytorch_does(
+    tmp_path: Path, data: Path, mixture: str, schedule: str, parallel: dict[str, int]
+) -> None:
+    """Once: what is recomputed and validated is not counted again."""
+    model = {"family": "moe", "experts": 8, "top_k": 2, "ffn": 96, **MIXTURES[mixture]}
+    train = {"recompute": "full", "validate_every": 1}
+    run, plain = trained(tmp_path, data, content(schedule, parallel, model=model, train=train))
+    assert_alike(run, plain, TOLERANCE["fp64"])
+    assert all(record.validation_bits_per_byte is not None for record in run.records)
+    _check_routing(run, plain)
+
+
+def _check_ranks(run: Run, found: ExpertNumbers) -> None:
+    """Where all ranks exchange tokens, the fullest rank has most visits of all."""
+    layout, shape = run.config.layout(), run.shape
+    if layout.ep == 1 or shape.capacity_factor:
+        assert found.rank_imbalance is None
+    elif layout.ep == layout.dp * layout.cp:
+        held = shape.experts // layout.ep
+        each = [max(sum(row[at : at + held]) for at in range(0, len(row), held)) for row in found.visits]
+        totals = [sum(row) / layout.ep for row in found.visits]
+        expected = [most / average for most, average in zip(each, totals, strict=True)]
+        assert found.rank_imbalance == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+        assert found.worst_rank_imbalance == pytest.approx(max(expected), abs=1e-5)
+
+
+def _check_routing(run: Run, expected: PlainRun) -> None:
+    """Integers as plain PyTorch counts them; what follows from them, and the auxiliary losses."""
+    shape, dropped = run.shape, 0
+    layers = tuple(n for n, kind in enumerate(shape.kinds) if kind != "dense")
+    for record, counted in zip(run.records, expected.counted, strict=True):
+        found = record.experts
+        assert found is not None
+        assert found.layers == layers
+        assert [list(visits) for visits in found.visits] == [one.visits.tolist() for one in counted]
+        total = record.tokens * shape.top_k
+        assert all(sum(visits) == total for visits in found.visits)
+        fullest = [max(visits) * shape.experts / total for visits in found.visits]
+        assert found.imbalance == pytest.approx(sum(fullest) / len(layers), abs=1e-5)
+        assert found.worst_imbalance == pytest.approx(max(fullest), abs=1e-5)
+        loads = torch.tensor(found.visits, dtype=torch.float64) / total
+        entropies = torch.distributions.Categorical(loads).entropy() / math.log(shape.experts)
+        assert found.entropy == pytest.approx(float(entropies.mean()), abs=1e-5)
+        assert found.worst_entropy == pytest.approx(float(entropies.min()), abs=1e-5)
+        _check_ranks(run, found)
+        assert found.unvisited == sum(visits.count(0) for visits in found.visits)
+        if shape.capacity_factor:
+            assert found.dropped is not None
+            each = [one.dropped for one in counted]
+            assert found.dropped == pytest.approx(sum(each) / len(layers) / total, abs=1e-5)
+            assert found.worst_dropped == pytest.approx(max(each) / total, abs=1e-5)
+            dropped += sum(each)
+        for name, factor in (("balance", shape.balance_loss), ("z", shape.z_loss)):
+            loss = getattr(found, f"{name}_loss")
+            if not factor:
+                assert loss is None
+                continue
+            assert loss == pytest.approx(sum(getattr(one, name) for one in counted) / record.tokens, rel=1e-9)
+    if 0 < shape.capacity_factor < 1:
+        assert dropped > 0, "nothing was dropped: too easy"
