@@ -4,7 +4,7 @@ section 3.1).
 A collective may run in *stages* over the dims of a mesh of its ranks (group partition), and in *pieces* of
 its payload (workload partition): of the rows, or columns, of the operators beside it, which then run piece by
 piece too. Here is what a schedule says of it; `braid.scheduling.lowering.partitions` carries it out in
-graphs, `braid.scheduling.planner.partition` lists what there is to choose from.
+graphs, `braid.scheduling.planner.tiers` lists what there is to choose from.
 """
 
 import re

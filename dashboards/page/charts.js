@@ -1,16 +1,14 @@
 // Line charts over the steps: one canvas each, one crosshair for all, marks where the run changed.
 
-import { bytes, amount, el, hideTip, percent, seconds, showTip, surface, ticks } from "./dom.js";
+import { bytes, amount, el, hideTip, percent, seconds, showTip, stroke, surface, ticks, write } from "./dom.js";
 import { axesOf } from "./summary.js";
 import { theme } from "./theme.js";
 
-const LEFT = 54;
-const BOTTOM = 18;
-const TOP = 12;
-const HEIGHT = 150;
+const [LEFT, BOTTOM, TOP, HEIGHT] = [54, 18, 12, 150];
 
 export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
 
+const DASHES = { dash: [6, 4], dot: [2, 3], long: [10, 3], "dash-dot": [8, 3, 2, 3] };
 const STYLES = [undefined, "long", "dash-dot"]; // of lines beside each other, apart from colours
 
 /** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
@@ -80,16 +78,17 @@ export class Charts {
     if (!steps.length) return;
     const wide = canvas.clientWidth - LEFT - 8;
     const wanted = steps[0] + ((event.offsetX - LEFT) / wide) * (steps.at(-1) - steps[0]);
-    let best = 0;
-    steps.forEach((step, n) => {
-      if (Math.abs(step - wanted) < Math.abs(steps[best] - wanted)) best = n;
-    });
-    this.cursor = best;
-    const chart = this.specify(this.run)[place];
-    const rows = chart.lines.filter(([, values]) => values && typeof values[best] === "number").map(([name, values]) => [name, chart.write(values[best])]);
-    const marks = this.run.events.filter((one) => one.step === steps[best] && MARKS[one.kind] !== undefined).map((one) => [one.kind, one.text ?? ""]);
-    showTip(event.clientX, event.clientY, [`step ${steps[best]}`, ...rows, ...marks]);
+    this.cursor = steps.reduce((best, step, n) => (Math.abs(step - wanted) < Math.abs(steps[best] - wanted) ? n : best), 0);
+    const step = steps[this.cursor];
+    const marks = this.run.events.filter((one) => one.step === step && MARKS[one.kind] !== undefined).map((one) => [one.kind, one.text ?? ""]);
+    showTip(event.clientX, event.clientY, [`step ${step}`, ...this._told(place), ...marks]);
     this.redraw();
+  }
+
+  /** Names and values of a chart's lines at the cursor. */
+  _told(place) {
+    const chart = this.specify(this.run)[place];
+    return chart.lines.filter(([, values]) => typeof values?.[this.cursor] === "number").map(([name, values]) => [name, chart.write(values[this.cursor])]);
   }
 
   _key(event, place) {
@@ -98,9 +97,8 @@ export class Charts {
     if (!by || !count) return;
     event.preventDefault();
     this.cursor = Math.max(0, Math.min(count - 1, (this.cursor ?? count) + by));
-    const chart = this.specify(this.run)[place];
-    const values = chart.lines.filter(([, column]) => column && typeof column[this.cursor] === "number").map(([name, column]) => `${name} ${chart.write(column[this.cursor])}`);
-    this.figures[place].canvas.setAttribute("aria-label", `${chart.name}, step ${this.run.columns.step[this.cursor]}: ${values.join(", ")}`);
+    const values = this._told(place).map((row) => row.join(" ")).join(", ");
+    this.figures[place].canvas.setAttribute("aria-label", `${this.specify(this.run)[place].name}, step ${this.run.columns.step[this.cursor]}: ${values}`);
     this.redraw();
   }
 
@@ -111,8 +109,7 @@ export class Charts {
     const lines = chart.lines.filter(([, values]) => values?.some((value) => typeof value === "number"));
     now.textContent = lines.length ? chart.write(newest(lines[0][1], this.cursor)) : "";
     if (!steps.length || !lines.some(([, , , style]) => style !== "dash" && style !== "dot")) {
-      context.fillStyle = colours.quiet;
-      context.fillText(steps.length && chart.none ? chart.none : "nothing yet", 12, height / 2);
+      write(context, steps.length && chart.none ? chart.none : "nothing yet", 12, height / 2, colours.quiet);
       return;
     }
     const frame = this._frame(chart, lines, width, height);
@@ -157,21 +154,13 @@ export class Charts {
 
   _axes(context, chart, frame, width, height) {
     const colours = theme.colours;
-    context.strokeStyle = colours.line;
-    context.fillStyle = colours.quiet;
-    context.textAlign = "right";
     for (const value of ticks(frame.low, frame.high, 4)) {
       const y = Math.round(frame.y(value)) + 0.5;
-      context.beginPath();
-      context.moveTo(LEFT, y);
-      context.lineTo(width - 8, y);
-      context.stroke();
-      context.fillText(chart.write(value), LEFT - 5, y);
+      stroke(context, [LEFT, y], [width - 8, y], colours.line);
+      write(context, chart.write(value), LEFT - 5, y, colours.quiet, "right");
     }
-    context.textAlign = "center";
     const whole = ticks(frame.first, frame.last, Math.max(2, width / 90)).filter((step) => Number.isInteger(step));
-    for (const step of whole) context.fillText(String(step), Math.min(width - 14, frame.x(step)), height - 7);
-    context.textAlign = "left";
+    for (const step of whole) write(context, step, Math.min(width - 14, frame.x(step)), height - 7, colours.quiet, "center");
   }
 
   _marks(context, frame, height) {
@@ -181,23 +170,13 @@ export class Charts {
       const sign = MARKS[event.kind];
       if (!sign || typeof event.step !== "number" || event.step < frame.first || event.step > frame.last) continue;
       const x = Math.round(frame.x(event.step)) + 0.5;
-      context.fillStyle = event.kind === "failed" ? colours.hurt : colours.quiet;
-      context.textAlign = "center";
-      const place = Math.abs(x - taken) < 11 ? taken + 11 : x;
-      taken = place;
-      if (event.kind === "saved") {
-        context.fillText(sign, place, TOP - 7);
-      } else {
-        context.strokeStyle = context.fillStyle;
-        context.setLineDash([2, 3]);
-        context.beginPath();
-        context.moveTo(x, TOP);
-        context.lineTo(x, height - BOTTOM);
-        context.stroke();
-        context.setLineDash([]);
-        context.fillText(sign, place, TOP - 6);
-      }
-      context.textAlign = "left";
+      const colour = event.kind === "failed" ? colours.hurt : colours.quiet;
+      taken = Math.abs(x - taken) < 11 ? taken + 11 : x;
+      write(context, sign, taken, TOP - 6, colour, "center");
+      if (event.kind === "saved") continue;
+      context.setLineDash([2, 3]);
+      stroke(context, [x, TOP], [x, height - BOTTOM], colour);
+      context.setLineDash([]);
     }
   }
 }
@@ -232,18 +211,13 @@ function* points(frame, steps, values) {
 function line(context, frame, steps, values, colour, style) {
   context.strokeStyle = colour;
   context.lineWidth = 1.8;
-  context.setLineDash(style === "dash" ? [6, 4] : style === "dot" ? [2, 3] : style === "long" ? [10, 3] : style === "dash-dot" ? [8, 3, 2, 3] : []);
+  context.setLineDash(DASHES[style] ?? []);
   context.beginPath();
-  let open = false;
-  let last = null;
+  let [open, last] = [false, null];
   for (const point of points(frame, steps, values)) {
-    if (point === null) open = false;
-    else if (open) context.lineTo(...point);
-    else context.moveTo(...point);
-    if (point !== null) {
-      open = true;
-      last = point;
-    }
+    if (point) context[open ? "lineTo" : "moveTo"](...point);
+    open = point !== null;
+    last = point ?? last;
   }
   context.stroke();
   context.setLineDash([]);
@@ -280,9 +254,7 @@ function area(context, frame, steps, values, floor, colour) {
   for (let n = steps.length - 1; n >= 0; n -= 1) context.lineTo(frame.x(steps[n]), frame.y(floor[n]));
   context.fill();
   context.globalAlpha = 1;
-  tops.forEach((top, n) => {
-    floor[n] = top;
-  });
+  floor.set(tops);
   if (steps.length === 1) context.fillRect(frame.x(steps[0]), frame.y(tops[0]), 3, frame.y(0) - frame.y(tops[0]));
 }
 

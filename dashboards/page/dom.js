@@ -53,13 +53,8 @@ export function amount(value, unit = "") {
 
 export function bytes(value) {
   if (!known(value)) return "–";
-  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let place = 0;
-  while (value >= 1024 && place < names.length - 1) {
-    value /= 1024;
-    place += 1;
-  }
-  return `${place ? digits(value) : value} ${names[place]}`;
+  const place = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+  return `${place ? digits(value / 1024 ** place) : value} ${["B", "KiB", "MiB", "GiB", "TiB"][place]}`;
 }
 
 /** A duration in hours, minutes and seconds, the two greatest that are there. */
@@ -68,13 +63,6 @@ export function duration(value) {
   const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
   const first = parts.findIndex(([count]) => count);
   return (first < 0 ? [parts[3]] : parts.slice(first, first + 2)).map(([count, unit]) => `${count} ${unit}`).join(" ");
-}
-
-export function ago(value) {
-  if (value < 90) return `${Math.max(0, Math.round(value))} s ago`;
-  if (value < 5400) return `${Math.round(value / 60)} min ago`;
-  if (value < 172800) return `${Math.round(value / 3600)} h ago`;
-  return `${Math.round(value / 86400)} days ago`;
 }
 
 export function mean(values) {
@@ -97,6 +85,22 @@ export function surface(canvas, height) {
   context.font = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
   context.textBaseline = "middle";
   return { context, width, height };
+}
+
+/** Text on a canvas. */
+export function write(context, text, x, y, colour, align = "left") {
+  context.fillStyle = colour;
+  context.textAlign = align;
+  context.fillText(text, x, y);
+}
+
+/** A straight line on a canvas. */
+export function stroke(context, [x, y], [toX, toY], colour) {
+  context.strokeStyle = colour;
+  context.beginPath();
+  context.moveTo(x, y);
+  context.lineTo(toX, toY);
+  context.stroke();
 }
 
 /** Round numbers that divide a range into about `count` parts. */

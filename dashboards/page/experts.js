@@ -1,13 +1,10 @@
 // Mixtures of experts: how tokens of a step were spread over the experts of every layer, and how that changes.
 
-import { byId, hideTip, mean, percent, showTip, surface } from "./dom.js";
+import { byId, hideTip, mean, percent, showTip, surface, write } from "./dom.js";
 import { heatColour } from "./plan.js";
 import { legend, stripes, theme } from "./theme.js";
 
-const LEFT = 62;
-const RIGHT = 74;
-const TOP = 20;
-const BOTTOM = 34;
+const [LEFT, RIGHT, TOP, BOTTOM] = [62, 74, 20, 34];
 
 const times = (value) => (typeof value === "number" ? `${value.toFixed(value < 10 ? 2 : 1)} ×` : "–");
 const loss = (value) => (typeof value === "number" ? (value === 0 ? "0" : value.toPrecision(3)) : "–");
@@ -63,11 +60,8 @@ export class Experts {
       context.fillStyle = visits ? paint : empty;
       context.fillRect(x, y, Math.max(0.6, wide - gap), tall - gap);
       if (wide < 34 || tall < 15 || !visits) return;
-      context.fillStyle = ink;
-      context.textAlign = "center";
-      context.fillText((visits / average).toFixed(2), x + wide / 2, y + tall / 2);
+      write(context, (visits / average).toFixed(2), x + wide / 2, y + tall / 2, ink, "center");
     });
-    context.textAlign = "left";
   }
 
   _axes(context, found) {
@@ -77,26 +71,18 @@ export class Experts {
     const bottom = TOP + found.visits.length * tall;
     const fullest = found.visits.map((row) => Math.max(...row) / (mean(row) || 1));
     const every = (size, least) => [1, 2, 4, 8, 16, 32, 64].find((one) => one * size >= least) ?? 128;
-    context.fillStyle = colours.quiet;
-    context.textAlign = "right";
-    context.fillText("layer", LEFT - 8, TOP - 9);
-    found.layers.forEach((layer, place) => {
-      if (place % every(tall, 13) === 0) context.fillText(String(layer), LEFT - 8, TOP + (place + 0.5) * tall);
-    });
-    context.textAlign = "left";
-    context.fillText("fullest", end + 8, TOP - 9);
+    const named = (place) => place % every(tall, 13) === 0;
+    const middle = (place) => TOP + (place + 0.5) * tall;
+    write(context, "layer", LEFT - 8, TOP - 9, colours.quiet, "right");
+    found.layers.forEach((layer, place) => named(place) && write(context, layer, LEFT - 8, middle(place), colours.quiet, "right"));
+    write(context, "fullest", end + 8, TOP - 9, colours.quiet);
     const worst = fullest.indexOf(Math.max(...fullest));
     fullest.forEach((value, place) => {
-      const shown = place % every(tall, 13) === 0 && (Math.abs(place - worst) * tall >= 13 || place === worst);
-      if (!shown && place !== worst) return;
-      context.fillStyle = place === worst ? colours.ink : colours.quiet;
-      context.fillText(times(value), end + 8, TOP + (place + 0.5) * tall);
+      if (place === worst) write(context, times(value), end + 8, middle(place), colours.ink);
+      else if (named(place) && Math.abs(place - worst) * tall >= 13) write(context, times(value), end + 8, middle(place), colours.quiet);
     });
-    context.fillStyle = colours.quiet;
-    context.textAlign = "center";
-    for (let expert = 0; expert < count; expert += every(wide, 26)) context.fillText(String(expert), LEFT + (expert + 0.5) * wide, bottom + 9);
-    context.textAlign = "left";
-    context.fillText(this.ranks > 1 ? `expert; lines part the ${this.ranks} ranks of ep, ${count / this.ranks} experts each` : "expert", LEFT, bottom + 25);
+    for (let expert = 0; expert < count; expert += every(wide, 26)) write(context, expert, LEFT + (expert + 0.5) * wide, bottom + 9, colours.quiet, "center");
+    write(context, this.ranks > 1 ? `expert; lines part the ${this.ranks} ranks of ep, ${count / this.ranks} experts each` : "expert", LEFT, bottom + 25, colours.quiet);
     context.fillStyle = colours.ink;
     for (let rank = 1; rank < this.ranks; rank += 1) context.fillRect(Math.round(LEFT + (rank * count * wide) / this.ranks) - 1, TOP - 4, 1.5, bottom - TOP + 8);
   }
@@ -123,10 +109,7 @@ export class Experts {
     const { wide, tall, count } = this.cell ?? {};
     const [expert, place] = [Math.floor((event.offsetX - LEFT) / wide), Math.floor((event.offsetY - TOP) / tall)];
     const visits = expert >= 0 && place >= 0 ? found?.visits[place]?.[expert] : undefined;
-    if (visits === undefined) {
-      hideTip();
-      return;
-    }
+    if (visits === undefined) return hideTip();
     const row = found.visits[place];
     const all = row.reduce((sum, one) => sum + one, 0);
     const rows = [["visits", visits.toLocaleString("en")], ["share of the layer's", percent(visits / all, 2)], ["over the average", times((visits * row.length) / all)]];

@@ -24,9 +24,7 @@ function redraw(...parts) {
 
 const timeline = new Timeline(byId("timeline"), run, {
   redraw: () => redraw("timeline"),
-  read: (text) => {
-    byId("timeline-read").textContent = text;
-  },
+  read: (text) => byId("timeline-read").replaceChildren(text),
   stepChanged: () => {
     byId("follow").checked = timeline.chosen === null;
     ranks.choose(timeline.chosen);
@@ -55,9 +53,7 @@ function anew(part, content) {
 const PARTS = {
   header: () => drawHeader(run),
   summary: () => drawSummary(run),
-  controls: () => {
-    byId("step-shown").textContent = timeline.drawn ?? timeline.step ?? "–";
-  },
+  controls: () => byId("step-shown").replaceChildren(timeline.drawn ?? timeline.step ?? "–"),
   timeline: () => timeline.draw(),
   ranks: () => {
     ranks.draw();
@@ -107,11 +103,13 @@ function frame() {
 
 function drawLegends() {
   const { strands, hurt, hidden, compute, slow, idle, quiet, block, paired, peer } = theme.colours;
+  const parts = [["computes", compute], ["computes slower, because of overlap", slow], ["waits for transfers", "stripes"], ["waits for peers", "dotted"], ["nothing runs", idle]];
+  legend(byId("budget-legend"), [...parts, ["communication, hidden", hidden]]);
   legend(byId("timeline-legend"), [
     ["alpha forward", strands[1][1]], ["alpha backward", strands[1][2]], ["beta forward", strands[2][1]], ["beta backward", strands[2][2]],
     ["neither strand (gradients, update)", strands[0][0]], ["waits for a transfer (exposed)", "stripes"], ["waits for a peer", "dotted"], ["line above: a block", block], ["paired block", paired],
   ]);
-  legend(byId("ranks-legend"), [["computes", compute], ["computes slower, because of overlap", slow], ["waits for transfers", "stripes"], ["waits for peers", "dotted"], ["nothing runs", idle]]);
+  legend(byId("ranks-legend"), parts);
   legend(byId("charts-legend"), [["waits (exposed)", hurt], ["hidden", hidden], ["waits for peers", peer], ["slowdown, by overlap", theme.colours.lines[2]], ["launch gaps", theme.colours.lines[0]], ["bubbles, validation", theme.colours.lines[1]], ["↻ restart   ⇔ resize   ✕ failure   ▾ checkpoint", quiet]]);
 }
 
@@ -124,7 +122,7 @@ const actions = {
   "step-on": () => timeline.choose((timeline.step ?? 0) + 1),
   "zoom-in": () => timeline.zoom(0.6),
   "zoom-out": () => timeline.zoom(1 / 0.6),
-  fit: () => timeline.fit(),
+  fit: () => timeline.show(),
   taller: () => timeline.resize(1),
   flatter: () => timeline.resize(-1),
   theme: () => {

@@ -13,7 +13,7 @@ export function drawPlan(run) {
   const parts = [facts(state)];
   for (const [place, pair] of (state.schedule?.pairs ?? []).entries()) {
     const picture = strands(pair);
-    if (!place) parts.push(el("h3", { text: `Together: ${pair.sides.join(" beside ")}` }), pairingHelp(), picture);
+    if (!place) parts.push(el("h3", { text: `Together: ${pair.sides.join(" beside ")}` }), el("p", { class: "help", text: PAIRING }), picture);
     else parts.push(el("details", {}, el("summary", { text: `Together: ${pair.sides.join(" beside ")}` }), picture));
   }
   if (state.schedule && !state.schedule.pairs.length) parts.push(el("p", { class: "quiet", text: `Schedule ${state.schedule.name} pairs no passes: one strand.` }));
@@ -37,9 +37,7 @@ function facts(state) {
   return el("div", { class: "facts" }, ...tiles.map(([value, name]) => el("div", {}, el("b", { text: value }), el("span", { text: name }))));
 }
 
-function pairingHelp() {
-  return el("p", { class: "help", text: "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: an end that the layer or the block before has left (L in the schedule)." });
-}
+const PAIRING = "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: an end that the layer or the block before has left (L in the schedule).";
 
 /** Boxes one after the other, rails from start to wait, bonds between a rail and what the other pass computes. */
 function arrange(actions) {
@@ -90,16 +88,13 @@ function strands({ sides, actions }) {
   for (const rail of rails) {
     const upper = !rail.turn;
     const y = upper ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
-    for (const box of boxes) {
-      if (!box.turn === upper || box.x + box.wide <= rail.x || box.x >= rail.end) continue;
+    const beside = boxes.filter((box) => box.x + box.wide > rail.x && box.x < rail.end);
+    for (const box of beside) {
+      if (!box.turn === upper) continue;
       const middle = box.x + box.wide / 2;
       picture.append(svg("path", { d: `M${middle} ${upper ? y + 4 : y - 4} L${middle} ${upper ? bottom : top + 24}`, stroke: colours.hidden, "stroke-width": 2, "stroke-opacity": 0.55, fill: "none" }));
     }
-  }
-  for (const rail of rails) {
-    const upper = !rail.turn;
-    const y = upper ? top - 10 - rail.lane * 11 : bottom + 34 + rail.lane * 11;
-    const alone = !boxes.some((box) => box.x < rail.end && box.x + box.wide > rail.x);
+    const alone = !beside.length;
     const shape = svg("rect", { x: rail.x, y: y - 4, width: Math.max(4, rail.end - rail.x), height: 8, rx: 4, fill: alone ? colours.hurt : colours.hidden, ...endFrame(rail) });
     picture.append(named(shape, [rail.operator, ["runs on", rail.stream ?? ""], ["alone", nanoseconds(rail.ns)], alone ? "nothing is computed beside it: it waits" : "hidden by what it is tied to", ...endNote(rail)]));
   }
@@ -173,7 +168,7 @@ export function drawCluster(run, chosen) {
   const slow = new Map((run.ranks?.stragglers ?? []).map((one) => [one.rank, one]));
   const peaks = run.ranks?.line?.peak_bytes ?? [];
   const generation = run.columns.generation?.at(-1);
-  const nodes = Map.groupBy ? Map.groupBy(state.cluster.ranks.map((row, rank) => ({ ...row, rank })), (row) => row.node) : grouped(state.cluster.ranks);
+  const nodes = Map.groupBy(state.cluster.ranks.map((row, rank) => ({ ...row, rank })), (row) => row.node);
   const cards = [...nodes].map(([name, rows]) => {
     const most = Math.max(...rows.map(({ rank }) => peaks[rank] ?? 0));
     const address = [...new Set(rows.map((row) => row.address).filter((one) => one && one !== name))].slice(0, 2).join(", ");
@@ -182,12 +177,6 @@ export function drawCluster(run, chosen) {
   });
   const text = [`${nodes.size} node${nodes.size === 1 ? "" : "s"}, ${state.cluster.ranks.length} ranks`, generation && `generation ${generation}`, state.cluster.launcher && `started by ${state.cluster.launcher}`];
   byId("cluster").replaceChildren(el("p", { class: "quiet", text: state.cluster.ranks.length ? text.filter(Boolean).join(" · ") : "Not written down (cluster.json)." }), el("div", { class: "nodes" }, ...cards));
-}
-
-function grouped(ranks) {
-  const found = new Map();
-  ranks.forEach((row, rank) => found.set(row.node, [...(found.get(row.node) ?? []), { ...row, rank }]));
-  return found;
 }
 
 function chip(row, slow, peak, chosen) {

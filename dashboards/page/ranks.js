@@ -1,22 +1,17 @@
 // A column per rank: where its time of one step went. 256 columns fit a laptop's screen.
 
-import { byId, hideTip, lost, seconds, showTip, surface, ticks, bytes } from "./dom.js";
+import { byId, hideTip, seconds, showTip, surface, ticks, bytes, write } from "./dom.js";
+import { namedNumbers } from "./spans.js";
+import { parts } from "./summary.js";
 import { dotted, stripes, theme } from "./theme.js";
 
-const LEFT = 54;
-const HEIGHT = 190;
-const BOTTOM = 20;
+const [LEFT, HEIGHT, BOTTOM] = [54, 190, 20];
 
-const at = (line, name, rank) => line[name]?.[rank] ?? 0;
-
-/** The parts of a rank's step that add up to it. */
-function parts(line, rank) {
-  const total = at(line, "seconds", rank);
-  const exposed = at(line, "exposed_seconds", rank);
-  const compute = at(line, "compute_seconds", rank);
-  const slow = Math.max(0, Math.min(at(line, "slowdown_seconds", rank), compute));
-  const peers = at(line, "waiting_seconds", rank);
-  return [compute - slow, slow, exposed, peers, Math.max(0, total - compute - exposed - peers)];
+/** The parts of a rank's step that add up to it, as `paints` are in order. */
+function partsOf(line, rank) {
+  const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => line[`${name}seconds`]?.[rank] ?? 0);
+  const found = parts({ step, compute, exposed, slowdown, waiting });
+  return [found.computes, found.slow, found.waits, found.peers, found.idle];
 }
 
 export class Ranks {
@@ -52,20 +47,13 @@ export class Ranks {
     const { context, width, height } = surface(this.canvas, line ? HEIGHT : 40);
     const colours = theme.colours;
     byId("ranks-step").textContent = line ? String(line.step) : "–";
-    if (!line?.seconds) {
-      context.fillStyle = colours.quiet;
-      context.fillText("No numbers by rank (ranks.jsonl) yet.", 12, 20);
-      return;
-    }
+    if (!line?.seconds) return write(context, "No numbers by rank (ranks.jsonl) yet.", 12, 20, colours.quiet);
     const count = line.seconds.length;
     const most = Math.max(...line.seconds) * 1.05 || 1;
     const y = (value) => height - BOTTOM - (value / most) * (height - BOTTOM - 8);
     this.each = Math.min(150, (width - LEFT - 8) / count);
-    context.strokeStyle = colours.line;
-    context.textAlign = "right";
     for (const value of ticks(0, most, 4)) {
-      context.fillStyle = colours.quiet;
-      context.fillText(seconds(value), LEFT - 5, y(value));
+      write(context, seconds(value), LEFT - 5, y(value), colours.quiet, "right");
       context.fillRect(LEFT, Math.round(y(value)), width - LEFT, 0.5);
     }
     const paints = [colours.compute, colours.slow, stripes(context), dotted(context), colours.idle];
@@ -73,7 +61,7 @@ export class Ranks {
     paints.forEach((paint, kind) => {
       context.fillStyle = paint;
       for (let rank = 0; rank < count; rank += 1) {
-        const own = parts(line, rank);
+        const own = partsOf(line, rank);
         const below = own.slice(0, kind).reduce((sum, one) => sum + one, 0);
         const [top, bottom] = [y(below + own[kind]), y(below)];
         if (bottom - top > 0.2) context.fillRect(LEFT + rank * this.each, top, Math.max(0.8, this.each - gap), bottom - top);
@@ -85,29 +73,20 @@ export class Ranks {
   _labels(context, count, height) {
     const colours = theme.colours;
     const slow = new Map((this.run.ranks?.stragglers ?? []).map((one) => [one.rank, one]));
-    context.textAlign = "center";
     const every = Math.max(1, [1, 2, 4, 8, 16, 32, 64].find((one) => one * this.each > 24) ?? 128);
     for (let rank = 0; rank < count; rank += 1) {
       const x = LEFT + (rank + 0.5) * this.each;
-      if (slow.has(rank)) {
-        context.fillStyle = colours.hurt;
-        context.fillText("⚠", x, 6);
-      } else if (rank % every) continue;
-      context.fillStyle = slow.has(rank) ? colours.hurt : colours.quiet;
-      context.fillText(String(rank), x, height - 9);
+      if (slow.has(rank)) write(context, "⚠", x, 6, colours.hurt, "center");
+      else if (rank % every) continue;
+      write(context, rank, x, height - 9, slow.has(rank) ? colours.hurt : colours.quiet, "center");
     }
-    context.textAlign = "left";
   }
 
   _hover(event) {
     const line = this.shown;
     const rank = line ? this._rank(event.offsetX) : null;
-    if (rank === null) {
-      hideTip();
-      return;
-    }
-    const names = [["step", "seconds"], ["computes", "compute_seconds"], ["communication", "communication_seconds"], ["hidden", "hidden_seconds"], ["exposed: waits for transfers", "exposed_seconds"], ["waits for peers", "waiting_seconds"], ["slowdown", "slowdown_seconds"], ["launch gap", "launch_gap_seconds"], ["bubble", "bubble_seconds"]];
-    const rows = names.filter(([, name]) => typeof line[name]?.[rank] === "number").map(([title, name]) => [title, (name === "slowdown_seconds" ? lost : seconds)(line[name][rank])]);
+    if (rank === null) return hideTip();
+    const rows = [["step", seconds(line.seconds[rank])], ...namedNumbers((name) => line[`${name}_seconds`]?.[rank])];
     for (const [peer, operator, waited] of line.waits_for?.[rank] ?? []) rows.push([`for rank ${peer} (${operator})`, seconds(waited)]);
     const place = this.run.state?.cluster.ranks[rank];
     if (place) rows.push(["node", place.node]);

@@ -1,6 +1,6 @@
 // Spans of a step: finding them, and what is told about them. Times are nanoseconds from the step's begin.
 
-import { amount, bytes, lost, nanoseconds, percent } from "./dom.js";
+import { amount, bytes, lost, nanoseconds, percent, seconds } from "./dom.js";
 
 export const LANES = ["compute", "intra-node", "inter-node"];
 export const SHORT_LANES = ["comp.", "intra", "inter"];
@@ -64,13 +64,9 @@ export function describeInterval({ rank, data, kind, place }) {
 }
 
 /** Nanoseconds of a span during which its rank waits. */
-function exposedIn(data, own, from, to) {
-  const { exposed_start: start, exposed_end: end } = data.columns;
-  let total = 0;
-  for (let place = own.exposed[0]; place < own.exposed[0] + own.exposed[1]; place += 1) {
-    total += Math.max(0, Math.min(end[place], to) - Math.max(start[place], from));
-  }
-  return total;
+function exposedIn(data, { exposed: [first, count] }, from, to) {
+  const ends = data.columns.exposed_end.slice(first, first + count);
+  return ends.reduce((sum, end, n) => sum + Math.max(0, Math.min(end, to) - Math.max(data.columns.exposed_start[first + n], from)), 0);
 }
 
 export function describeSpan({ rank, data, span }) {
@@ -96,11 +92,17 @@ export function describeSpan({ rank, data, span }) {
   return rows;
 }
 
+const NUMBERS = [["computes", "compute"], ["communication", "communication"], ["hidden", "hidden"], ["exposed: waits for transfers", "exposed"], ["waits for peers", "waiting"], ["slowdown", "slowdown"], ["launch gap", "launch_gap"], ["bubble", "bubble"]];
+
+/** Rows of the numbers of overlap that are known; `find` has them by name, in seconds. */
+export function namedNumbers(find) {
+  const known = NUMBERS.map(([title, name]) => [title, find(name), name]).filter(([, value]) => typeof value === "number");
+  return known.map(([title, value, name]) => [title, (name === "slowdown" ? lost : seconds)(value)]);
+}
+
 export function numberRows(own) {
   if (!own) return [];
-  const numbers = own.numbers;
-  const names = [["computes", "compute_ns"], ["communication", "communication_ns"], ["hidden", "hidden_ns"], ["exposed: waits for transfers", "exposed_ns"], ["waits for peers", "waiting_ns"], ["slowdown", "slowdown_ns"], ["launch gap", "launch_gap_ns"], ["bubble", "bubble_ns"]];
-  const rows = names.filter(([, name]) => numbers[name] !== null).map(([title, name]) => [title, name === "slowdown_ns" ? lost(numbers[name] / 1e9) : nanoseconds(numbers[name])]);
+  const rows = namedNumbers((name) => own.numbers[`${name}_ns`] === null ? null : own.numbers[`${name}_ns`] / 1e9);
   if (own.dropped) rows.push(["spans dropped", String(own.dropped)]);
   if (own.damage) rows.push(["damaged", own.damage]);
   return rows;

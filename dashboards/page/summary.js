@@ -1,6 +1,6 @@
 // The first thing to read: what is hidden and what is not, in words and as two bars to one scale.
 
-import { ago, byId, duration, el, lost, mean, percent, seconds, svg } from "./dom.js";
+import { byId, duration, el, lost, mean, percent, seconds, svg } from "./dom.js";
 import { theme } from "./theme.js";
 
 const WINDOW = 10;
@@ -42,11 +42,7 @@ function headline(run) {
   const now = recent(run);
   const line = byId("headline");
   const under = byId("subline");
-  if (now.step === null) {
-    line.textContent = "Waiting for the first step.";
-    under.textContent = "";
-    return;
-  }
+  if (now.step === null) return;
   if (!now.communication) {
     line.replaceChildren(`A step takes ${seconds(now.step)}; no communication was recorded.`);
     under.textContent = now.communication === 0 ? "One rank alone does not communicate; with telemetry.spans off nothing is recorded." : "";
@@ -73,19 +69,21 @@ function headline(run) {
 function rows(run) {
   const now = recent(run);
   const found = [];
-  if (now.step !== null) found.push(parts("measured", now.step, now.compute, now.exposed, now.slowdown, now.communication, now.waiting));
+  if (now.step !== null) found.push(parts({ name: "measured", ...now }));
   const predicted = run.state?.predicted;
   if (typeof predicted?.step_seconds === "number") {
-    found.push(parts("predicted", predicted.step_seconds, predicted.compute_seconds ?? null, predicted.exposed_seconds, predicted.slowdown_seconds, predicted.communication_seconds));
+    const [step, compute, exposed, slowdown, communication] = ["step", "compute", "exposed", "slowdown", "communication"].map((name) => predicted[`${name}_seconds`]);
+    found.push(parts({ name: "predicted", step, compute, exposed, slowdown, communication }));
     if (typeof predicted.serial_seconds === "number" && typeof predicted.alpha === "number") {
       const waits = predicted.serial_seconds * predicted.alpha;
-      found.push(parts("one strand, predicted", predicted.serial_seconds, null, waits, 0, waits));
+      found.push(parts({ name: "one strand, predicted", step: predicted.serial_seconds, exposed: waits, communication: waits }));
     }
   }
   return found;
 }
 
-function parts(name, step, compute, exposed, slowdown, communication, waiting) {
+/** What the seconds of a step were spent on. */
+export function parts({ name, step, compute, exposed, slowdown, communication, waiting }) {
   const waits = exposed ?? 0;
   const peers = Math.max(0, Math.min(waiting ?? 0, step - waits));
   const computes = Math.min(compute ?? step - waits - peers, step - waits - peers);
@@ -96,10 +94,7 @@ function parts(name, step, compute, exposed, slowdown, communication, waiting) {
 function budget(run) {
   const box = byId("budget");
   const found = rows(run);
-  if (!found.length) {
-    box.replaceChildren();
-    return;
-  }
+  if (!found.length) return;
   const colours = theme.colours;
   const wide = Math.max(280, box.clientWidth);
   const narrow = wide < 600; // then names stand above their bars
@@ -108,8 +103,7 @@ function budget(run) {
   const most = Math.max(...found.map((row) => Math.max(row.step, row.communication ?? 0)));
   const scale = (wide - left - 70) / most;
   const tall = 50 + head;
-  const names = key(left, found.length * tall, wide);
-  const height = found.length * tall + names.height;
+  const height = found.length * tall;
   const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, height, role: "img", "aria-label": found.map(spoken).join(" ") });
   picture.append(hatch());
   found.forEach((row, place) => {
@@ -129,7 +123,6 @@ function budget(run) {
     const hiddenAt = Math.max(0, waitsAt - row.hidden * scale);
     segments(picture, left + hiddenAt, y + 27, 10, scale, [[row.hidden, colours.hidden, "", ""], [row.waits, "url(#hatch)", "", ""]]);
   });
-  picture.append(names.group);
   box.replaceChildren(picture);
 }
 
@@ -162,27 +155,6 @@ function segments(picture, x, y, height, scale, found) {
     }
     x += wide;
   }
-}
-
-/** Names of the colours, in as many lines as they take; returns the group and its height. */
-function key(left, top, wide) {
-  const colours = theme.colours;
-  const group = svg("g", { "font-size": 12 });
-  const narrow = wide < 700;
-  const names = [
-    ["computes", colours.compute], [narrow ? "slower" : "computes slower, because of overlap", colours.slow],
-    [narrow ? "waits" : "waits for transfers", "url(#hatch)"], [narrow ? "for peers" : "waits for peers", "url(#dots)"],
-    [narrow ? "idle" : "nothing runs", colours.idle], [narrow ? "hidden" : "communication, hidden", colours.hidden],
-  ];
-  const begin = narrow ? 4 : left;
-  let [x, y] = [begin, top + 12];
-  for (const [name, fill] of names) {
-    const room = 19 + name.length * 6.4 + 16;
-    if (x > begin && x + room - 16 > wide) [x, y] = [begin, y + 18];
-    group.append(svg("rect", { x, y: y - 9, width: 14, height: 11, fill }), svg("text", { x: x + 19, y, fill: colours.quiet, text: name }));
-    x += room;
-  }
-  return { group, height: y - top + 6 };
 }
 
 /** Running, finished or silent, from what the run wrote last. */
@@ -227,7 +199,7 @@ export function drawHeader(run) {
   const layout = run.state?.layout;
   const facts = [];
   if (done) facts.push(`step ${done}${run.state?.steps ? ` of ${run.state.steps}` : ""}`);
-  if (age !== null) facts.push(`last step ended ${ago(age)}`);
+  if (age !== null) facts.push(`last step ended ${duration(age)} ago`);
   facts.push(...times(run, kind));
   const ranks = run.state?.cluster.ranks.length;
   if (ranks) facts.push(`${ranks} rank${ranks > 1 ? "s" : ""}`);

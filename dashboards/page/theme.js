@@ -1,6 +1,8 @@
 // Colours of what is drawn. Blue and amber stand apart in every kind of colour vision, forward and backward by
 // lightness; what hurts is red and striped.
 
+import { stroke } from "./dom.js";
+
 const LIGHT = {
   ink: "#16202b", quiet: "#566270", line: "#d9dee5", card: "#ffffff", row: "#f3f5f8",
   strands: [
@@ -34,26 +36,10 @@ function apply(dark) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 }
 
-function remembered() {
-  try {
-    return localStorage.getItem("braid-theme");
-  } catch {
-    return null;
-  }
-}
+export const toggleTheme = () => apply(!theme.dark);
 
-export function toggleTheme() {
-  apply(!theme.dark);
-  try {
-    localStorage.setItem("braid-theme", theme.dark ? "dark" : "light");
-  } catch {
-    // Without storage the choice lasts as long as the page.
-  }
-}
-
-const system = window.matchMedia("(prefers-color-scheme: dark)");
-const wish = new URLSearchParams(location.search).get("theme") ?? remembered();
-apply(wish ? wish === "dark" : system.matches);
+const wish = new URLSearchParams(location.search).get("theme");
+apply(wish ? wish === "dark" : window.matchMedia("(prefers-color-scheme: dark)").matches);
 
 function tileOf(size) {
   const tile = document.createElement("canvas");
@@ -76,14 +62,8 @@ export function stripes(context) {
   const [tile, brush] = tileOf(8);
   brush.fillStyle = theme.colours.hurt;
   brush.fillRect(0, 0, 8, 8);
-  brush.strokeStyle = theme.colours.hurtStripe;
   brush.lineWidth = 2;
-  for (const shift of [-8, 0, 8]) {
-    brush.beginPath();
-    brush.moveTo(shift - 1, 9);
-    brush.lineTo(shift + 9, -1);
-    brush.stroke();
-  }
+  for (const shift of [-8, 0, 8]) stroke(brush, [shift - 1, 9], [shift + 9, -1], theme.colours.hurtStripe);
   return context.createPattern(tile, "repeat");
 }
 

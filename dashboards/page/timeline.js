@@ -2,12 +2,11 @@
 // pixel one rectangle; so the number of ranks and of operators hardly matters.
 
 import { RANKS_AT_ONCE } from "./data.js";
-import { hideTip, nanoseconds, showTip, surface, ticks } from "./dom.js";
+import { hideTip, nanoseconds, percent, showTip, stroke, surface, ticks, write } from "./dom.js";
 import { describeInterval, describeSpan, firstReaching, intervalAt, intervals, LANES, lastEnd, numberRows, SHORT_LANES, spanAt, spoken } from "./spans.js";
 import { dotted, stripes, theme } from "./theme.js";
 
-const AXIS = 22;
-const STRIP = 7;
+const [AXIS, STRIP] = [22, 7];
 const SIZES = [3, 5, 8, 12, 16, 22, 30];
 
 /** A rank of every answer that holds some of these ranks. */
@@ -53,9 +52,9 @@ export class Timeline {
     this.redraw();
   }
 
-  show(count) {
-    this.count = count;
-    this.view = null;
+  /** So many steps, or as many as before, from begin to end. */
+  show(count = this.count) {
+    Object.assign(this, { count, view: null });
     this.redraw();
   }
 
@@ -121,18 +120,13 @@ export class Timeline {
   steps(rank) {
     if (this.drawn === null) return [];
     const first = this._first(this.drawn);
+    const origin = this.run.held(first, Math.floor(this.scroll / this.row))?.begin_ns;
     const found = [];
     for (let step = first; step <= this.drawn; step += 1) {
       const data = this.run.held(step, rank);
-      if (data && !data.missing) found.push(data);
+      if (data && !data.missing) found.push({ data, at: origin ? Number(BigInt(data.begin_ns) - BigInt(origin)) : 0 });
     }
-    const origin = this._origin(first);
-    return found.map((data) => ({ data, at: origin === null ? 0 : Number(BigInt(data.begin_ns) - origin) }));
-  }
-
-  _origin(first) {
-    const data = this.run.held(first, Math.floor(this.scroll / this.row));
-    return data && !data.missing ? BigInt(data.begin_ns) : null;
+    return found;
   }
 
   draw() {
@@ -142,8 +136,7 @@ export class Timeline {
     context.fillRect(0, 0, width, height);
     this.width = width;
     if (this.step === null) {
-      context.fillStyle = colours.quiet;
-      context.fillText("No spans yet: they come with the first step (telemetry.spans: true).", 12, 40);
+      write(context, "No spans yet: they come with the first step (telemetry.spans: true).", 12, 40, colours.quiet);
       return;
     }
     this._scrollTo(this.scroll);
@@ -154,15 +147,9 @@ export class Timeline {
     for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
     const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + lastEnd(data, rank)));
     if (ends.length) this.whole = [0, Math.max(...ends) * 1.004];
-    if (!this.whole) {
-      this._say(context);
-      return;
-    }
+    if (!this.whole) return this._say(context);
     this._paintAxis(context, width, height);
-    context.save();
-    context.beginPath();
-    context.rect(0, AXIS, width, height - AXIS);
-    context.clip();
+    this._clip(context, 0, AXIS, width, height - AXIS);
     const paints = { exposed: stripes(context), waits: dotted(context) };
     for (const { rank, steps } of rows) this._paintRank(context, rank, steps, paints);
     context.restore();
@@ -170,10 +157,17 @@ export class Timeline {
     if (!ends.length) this._say(context);
   }
 
+  /** Draw in a box alone, until `context.restore`. */
+  _clip(context, ...box) {
+    context.save();
+    context.beginPath();
+    context.rect(...box);
+    context.clip();
+  }
+
   /** Why there is nothing to see. */
   _say(context) {
-    context.fillStyle = theme.colours.quiet;
-    context.fillText(this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40);
+    write(context, this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40, theme.colours.quiet);
   }
 
   get range() {
@@ -193,21 +187,14 @@ export class Timeline {
   _paintAxis(context, width, height) {
     const colours = theme.colours;
     const [from, to] = this.range;
-    context.strokeStyle = colours.line;
-    context.fillStyle = colours.quiet;
-    context.textAlign = "center";
     for (const value of ticks(from / 1e9, to / 1e9, (width - this.gutter) / 110)) {
       const x = Math.round(this.x(value * 1e9)) + 0.5;
       if (x < this.gutter || x > width) continue;
-      context.beginPath();
-      context.moveTo(x, AXIS - 5);
-      context.lineTo(x, height);
-      context.stroke();
-      context.fillText(nanoseconds(value * 1e9), Math.min(x, width - 24), 8);
+      stroke(context, [x, AXIS - 5], [x, height], colours.line);
+      write(context, nanoseconds(value * 1e9), Math.min(x, width - 24), 8, colours.quiet, "center");
     }
-    context.textAlign = "left";
     const shown = this.drawn ?? this.step;
-    context.fillText(this.count > 1 ? `steps ${this._first(shown)} to ${shown}` : `step ${shown}`, 8, 8);
+    write(context, this.count > 1 ? `steps ${this._first(shown)} to ${shown}` : `step ${shown}`, 8, 8, colours.quiet);
   }
 
   _paintRank(context, rank, steps, paints) {
@@ -219,10 +206,7 @@ export class Timeline {
     context.fillRect(0, top, this.width, row);
     context.globalAlpha = 1;
     this._paintGutter(context, rank, steps, top);
-    context.save();
-    context.beginPath();
-    context.rect(this.gutter, top, this.width - this.gutter, row);
-    context.clip();
+    this._clip(context, this.gutter, top, this.width - this.gutter, row);
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
@@ -245,26 +229,16 @@ export class Timeline {
     const place = this.run.state?.cluster.ranks[rank];
     const numbers = steps.at(-1)?.data.ranks.get(rank)?.numbers;
     const slow = this.run.ranks?.stragglers.some((one) => one.rank === rank);
-    context.fillStyle = slow ? colours.hurt : colours.ink;
-    context.fillText(`${slow ? "⚠ " : ""}rank ${rank}`, 8, lane >= 8 ? top + 11 : middle);
-    context.fillStyle = colours.quiet;
-    if (lane >= 8) {
-      const hidden = numbers && numbers.communication_ns ? `${Math.round((100 * numbers.hidden_ns) / numbers.communication_ns)} % hidden` : "";
-      context.fillText(hidden, 8, top + 25);
-      if (lane >= 12 && place?.place.pp !== undefined) context.fillText(`stage ${place.place.pp}`, 8, top + 39);
-    }
-    if (lane >= 8) {
-      context.textAlign = "right";
-      const font = context.font;
-      if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
-      (this.narrow ? SHORT_LANES : LANES).forEach((name, number) => context.fillText(name, this.gutter - 8, top + 3 + (number + 0.5) * lane));
-      if (lane >= 12) {
-        context.fillStyle = colours.hurt;
-        context.fillText("waits", this.gutter - 8, top + 3 + 3 * lane + STRIP / 2 + 1);
-      }
-      context.font = font;
-      context.textAlign = "left";
-    }
+    write(context, `${slow ? "⚠ " : ""}rank ${rank}`, 8, lane >= 8 ? top + 11 : middle, slow ? colours.hurt : colours.ink);
+    if (lane < 8) return;
+    if (numbers?.communication_ns) write(context, `${percent(numbers.hidden_ns / numbers.communication_ns)} hidden`, 8, top + 25, colours.quiet);
+    if (lane >= 12 && place?.place.pp !== undefined) write(context, `stage ${place.place.pp}`, 8, top + 39, colours.quiet);
+    const font = context.font;
+    if (lane < 14) context.font = font.replace("11px", lane < 12 ? "8px" : "10px");
+    const names = this.narrow ? SHORT_LANES : LANES;
+    names.forEach((name, number) => write(context, name, this.gutter - 8, top + 3 + (number + 0.5) * lane, colours.quiet, "right"));
+    if (lane >= 12) write(context, "waits", this.gutter - 8, top + 3 + 3 * lane + STRIP / 2 + 1, colours.hurt, "right");
+    context.font = font;
   }
 
   _paintLane(context, data, { spans, reached }, at, top) {
@@ -308,8 +282,8 @@ export class Timeline {
   _name(context, name, strand, direction, x, top, wide, height) {
     const most = Math.floor((wide - 6) / 6);
     if (most < 3) return;
-    context.fillStyle = strand === 2 ? (direction === 2 ? "#ffffff" : "#201500") : direction === 2 ? "#ffffff" : "#001a2b";
-    context.fillText(name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5);
+    const ink = direction === 2 ? "#ffffff" : strand === 2 ? "#201500" : "#001a2b";
+    write(context, name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5, ink);
   }
 
   _paintWaits(context, data, own, at, top, kind, paints) {
@@ -384,14 +358,12 @@ export class Timeline {
   /** Title and rows about what was hit, for the tip and for reading out. */
   describe(found) {
     if (found.kind) return describeInterval(found);
-    if (found.span === undefined) {
-      const rows = [`rank ${found.rank}`];
-      const place = this.run.state?.cluster.ranks[found.rank];
-      if (place) rows.push(["node", place.node], ["place", Object.entries(place.place).map(([axis, at]) => `${axis} ${at}`).join(", ")]);
-      for (const { data } of found.steps.slice(-1)) rows.push(...numberRows(data.ranks.get(found.rank)));
-      return rows;
-    }
-    return describeSpan(found);
+    if (found.span !== undefined) return describeSpan(found);
+    const rows = [`rank ${found.rank}`];
+    const place = this.run.state?.cluster.ranks[found.rank];
+    if (place) rows.push(["node", place.node], ["place", Object.entries(place.place).map(([axis, at]) => `${axis} ${at}`).join(", ")]);
+    for (const { data } of found.steps.slice(-1)) rows.push(...numberRows(data.ranks.get(found.rank)));
+    return rows;
   }
 
   /** The operator before or after the picked one, on the same rank and lane. */
@@ -399,25 +371,17 @@ export class Timeline {
     const rank = this.picked?.rank ?? Math.ceil(this.scroll / this.row);
     const steps = this.steps(rank);
     if (!steps.length) return;
-    let next = null;
-    if (this.picked) {
-      const { data, span, at } = this.picked;
-      const lane = data.ranks.get(rank).lanes[data.labels[data.columns.label[span]].lane].spans;
-      const place = lane.indexOf(span) + by;
-      if (place >= 0 && place < lane.length) next = { rank, data, at, span: lane[place] };
-    } else {
-      const { data, at } = steps.at(-1);
-      const lane = data.ranks.get(rank)?.lanes[0];
-      const place = lane ? firstReaching(lane.reached, this.range[0] - at) : 0;
-      if (lane && place < lane.spans.length) next = { rank, data, at, span: lane.spans[place] };
-    }
-    if (!next) return;
-    this.picked = next;
-    const begin = next.data.columns.start[next.span] + next.at;
-    const end = next.data.columns.end[next.span] + next.at;
+    const { data, at, span: before } = this.picked ?? steps.at(-1);
+    const lane = data.ranks.get(rank)?.lanes[before === undefined ? 0 : data.labels[data.columns.label[before]].lane];
+    if (!lane) return;
+    const place = before === undefined ? firstReaching(lane.reached, this.range[0] - at) : lane.spans.indexOf(before) + by;
+    const span = lane.spans[place];
+    if (span === undefined) return;
+    this.picked = { rank, data, at, span };
+    const [begin, end] = [data.columns.start[span] + at, data.columns.end[span] + at];
     const [from, to] = this.range;
     if (begin < from || end > to) this._look(begin - (to - from) / 2, begin + (to - from) / 2);
-    this.read(spoken(this.describe(next)));
+    this.read(spoken(this.describe(this.picked)));
     this.redraw();
   }
 
@@ -431,11 +395,6 @@ export class Timeline {
     if (!this.whole) return;
     const [from, to] = this.range;
     this._look(from + share * (to - from), to + share * (to - from));
-  }
-
-  fit() {
-    this.view = null;
-    this.redraw();
   }
 
   _look(from, to) {
@@ -504,13 +463,12 @@ export class Timeline {
   _key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const page = this.height - AXIS - this.row;
-    const scrolls = { ArrowUp: -this.row, ArrowDown: this.row, PageUp: -page, PageDown: page };
-    if (event.key === "ArrowLeft") this.pan(-0.1);
-    else if (event.key === "ArrowRight") this.pan(0.1);
-    else if (event.key in scrolls) {
-      this._scrollTo(this.scroll + scrolls[event.key]);
-      this.redraw();
-    } else return;
+    const scroll = { ArrowUp: -this.row, ArrowDown: this.row, PageUp: -page, PageDown: page }[event.key];
+    const pan = { ArrowLeft: -0.1, ArrowRight: 0.1 }[event.key];
+    if (!scroll && !pan) return;
+    if (pan) this.pan(pan);
+    this._scrollTo(this.scroll + (scroll ?? 0));
+    this.redraw();
     event.preventDefault();
   }
 }

@@ -121,7 +121,7 @@ class _EvenModel(ModelConfig):
     """A model whose tokens visit experts in turn, whatever their scores."""
 
     def shape(self, vocabulary: int) -> ModelShape:
-        """The sizes, routed evenly; `ValueError` for a model without experts."""
+        """The sizes, routed evenly."""
         return replace(super().shape(vocabulary), route_evenly=True)
 
 

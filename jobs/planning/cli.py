@@ -24,7 +24,7 @@ Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", meta
 Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option(help="Measured costs: profile.json, or a CSV of blocks per tensor-parallel degree."),
+    typer.Option(help="Measured costs: profile.json."),
 ]
 Svg = Annotated[Path | None, typer.Option(help="Also draw an SVG to this file.")]
 
@@ -45,9 +45,6 @@ def plan(
 
     check_output("--output", output)
     check_output("--svg", svg)
-    if profile is not None and profile.suffix == ".csv":
-        _plan_degrees(config, cluster, nodes, profile, overrides, as_json)
-        return
     job = work.request(config, overrides, cluster, nodes, profile)
     with searching(quiet=as_json) as tell:
         made = work.make_plan(job, tell)
@@ -59,32 +56,6 @@ def plan(
         typer.echo(json_text(view.plan_json(made)))
     else:
         view.show_plan(Console(), made, job.cluster)
-
-
-def _plan_degrees(
-    config: str, cluster: str, nodes: int | None, profile: Path, overrides: list[str] | None, as_json: bool
-) -> None:
-    """Tensor-parallel degrees of the layers from measured blocks (Oases)."""
-    from braid.jobs.planning import view, work
-    from braid.scheduling.block_profile import read_block_profile
-    from braid.scheduling.planner.degree_problem import problem_from_profile
-    from braid.scheduling.planner.tensor_degrees import plan_degrees
-
-    job = work.request(config, overrides, cluster, nodes)
-    blocks = read_block_profile(profile, sequence=job.model.sequence)
-    problem = problem_from_profile(
-        blocks,
-        hidden=job.model.hidden,
-        layers=job.model.layers,
-        devices=job.cluster.gpus,
-        global_batch=job.config.train.global_batch,
-        memory_limit_bytes=job.cluster.usable_bytes,
-    )
-    found = plan_degrees(problem)
-    if as_json:
-        typer.echo(json_text(view.degrees_json(found)))
-    else:
-        view.show_degrees(Console(), found, job.cluster)
 
 
 def simulate(
@@ -226,7 +197,7 @@ def compare(
 
 
 def _is_trace(reference: str) -> bool:
-    return reference.endswith(".arrows") or Path(reference).is_dir()
+    return reference.endswith((".arrows", ".json")) or Path(reference).is_dir()
 
 
 def _trace(path: Path) -> "list[Batch]":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,9 +19,6 @@ from braid.scheduling.records import to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
 from braid.scheduling.simulator.engine import BlockRun
-
-if TYPE_CHECKING:
-    from braid.scheduling.planner.tensor_degrees import DegreePlan
 
 GIB = 2**30
 _HELPS = 0.005
@@ -58,14 +55,6 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
         "ideal_overlap_seconds": explanation.ideal_overlap_seconds,
         "what_if": [vars(answer) for answer in explanation.what_if],
     }
-
-
-def degrees_json(found: "DegreePlan") -> dict[str, Any]:
-    """Every layer's tensor-parallel degree and recompute policy, and their costs."""
-    costs: dict[str, Any] = to_mapping(found)
-    del costs["choices"]
-    policies = [choice.recompute for choice in found.choices]
-    return {"degrees": list(found.degrees), "recompute": policies, **costs, "description": found.describe()}
 
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
@@ -163,20 +152,6 @@ def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     for name in numbers:
         table.add_column(name, no_wrap=True, justify="right")
     return table
-
-
-def show_degrees(console: Console, found: "DegreePlan", cluster: ClusterSpec) -> None:
-    """Degrees per layer beside the best uniform degree."""
-    from braid.scheduling.planner.tensor_degrees import describe_degrees
-
-    table = Table(show_header=False, title=f"tensor-parallel degrees on {cluster.name}", title_justify="left")
-    table.add_row("degrees x layers", describe_degrees(found.degrees))
-    table.add_row("step by equation 5", f"{found.cost_ns / 1e6:.1f} ms")
-    if found.uniform is not None:
-        table.add_row("best uniform degree", f"{found.uniform.degree}: {found.uniform.cost_ns / 1e6:.1f} ms")
-    table.add_row("memory", f"{found.memory_bytes / GIB:.2f} of {cluster.usable_bytes / GIB:.2f} GiB usable")
-    table.add_row("solver", f"{found.solver_seconds:.3f} s")
-    console.print(table)
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (

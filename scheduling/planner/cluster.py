@@ -18,7 +18,6 @@ from braid.scheduling.planner.candidates import OURS, Candidate, Search, candida
 from braid.scheduling.planner.decide import Outcome, Over, best_of, modelled, rank, with_cuts, within
 from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
-from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.units import members_of
@@ -47,7 +46,6 @@ class DoesNotFitError(ValueError):
     """No layout of the search fits the cluster's memory."""
 
 
-@uncollected()
 def plan_layout(
     search: Search,
     cluster: ClusterSpec,

@@ -23,7 +23,6 @@ from braid.scheduling.plan import PairingNote
 from braid.scheduling.planner.orders import Bench, BenchOf, decisions
 from braid.scheduling.planner.space import EVERYTHING, PART_BY_PART, Space, variants
 from braid.scheduling.planner.tiers import cuts
-from braid.scheduling.planner.uncollected import uncollected
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
@@ -120,7 +119,6 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
     return bench_of
 
 
-@uncollected()
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = EVERYTHING
 ) -> list[Outcome]:

@@ -11,18 +11,15 @@ micro-batches go together (the pipelines ``together_N``).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from braid.scheduling.cluster import Group
 from braid.scheduling.lowering.beside import CUT, can_be_cut, operators_beside
 from braid.scheduling.memory import DTYPE_BYTES, sent_width
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
-from braid.scheduling.partition import PARTITIONED, Factor, Partition, factor_of
+from braid.scheduling.partition import ABOUT_OWN, PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
-from braid.scheduling.planner.chain import ChainOperator, Dim, matmul, pointwise
-from braid.scheduling.planner.operation import Task, makespan_ns, run_in_order
 from braid.scheduling.planner.orders import Bench, BenchOf
-from braid.scheduling.planner.partition import Collective, partition_space
+from braid.scheduling.planner.tasks import Task, makespan_ns, run_in_order
 from braid.scheduling.profile import Profile
 from braid.scheduling.stages import moves_of
 from braid.scheduling.units import chunk_parameters
@@ -115,42 +112,60 @@ def span_of(one: Collecting, bench: Bench) -> float:
     return span_ns(one.graph(bench.members), {one.op.name, *one.beside}, bench.profile)
 
 
+PIECE_COUNTS = (1, 2, 4, 8)
+"""Into how many pieces a collective may be cut; the last is Centauri's MAX_CHUNKS."""
+
+
 def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator[Partition]:
-    """The partition space of a collective, the whole of it aside; over nodes where the profile has those."""
+    """The partition space of a gather or scatter (section 3.1), the whole of it aside.
+
+    Over nodes and inside them, where the profile has those: in both orders, and a gather also about its own
+    node (figure 5e). In pieces: of the transfer alone, or with operators beside it, along tokens or along the
+    width of a product; those of a gather also as its stages deliver.
+    """
     assert op.axis is not None
-    mesh = node_mesh(profile, op.axis)
-    read, made = part.values[op.reads[0]], part.values[op.writes[0]]
-    rows, ranks = min(read.rows, made.rows), max(read.rows, made.rows) // min(read.rows, made.rows)
-    group = Group(size=ranks, per_node=mesh[1] if mesh else ranks)
-    dims, chain = chain_beside(part, graph, op)
-    space = partition_space(Collective(kind=op.kind, payload_bytes=op.bytes, dims=dims), group, None, chain)
-    for scheme in space.schemes:
-        partition = scheme.partition(f"{part.name}/{op.name}", dims)
-        if partition is None or (partition.mesh and partition.mesh != mesh):
-            continue
-        if partition.pieces <= (made.columns if partition.dim == "width" else rows):
-            yield partition
+    what, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
+    orders: list[tuple[int, ...]] = [()]
+    if mesh is not None:
+        orders += [(0, 1), (1, 0), ABOUT_OWN] if gathers else [(1, 0), (0, 1)]
+    cuts = list(_cuts(part, graph, op))
+    for order in orders:
+        for cut in cuts:
+            added_up = gathers and cut.dim == "width"  # every piece has all rows, which come in two
+            if (cut.delivered and not order) or (added_up and order == ABOUT_OWN):
+                continue
+            if order or cut.pieces > 1:
+                divided: dict[str, Any] = {"mesh": mesh, "order": order} if order and mesh else {}
+                yield Partition(what=what, **divided, **cut._asdict())
+
+
+class _Cut(NamedTuple):
+    """What a `Partition` says of pieces."""
+
+    pieces: int = 1
+    dim: str = ""
+    operators: int = 0
+    delivered: bool = False
+
+
+def _cuts(part: Part, graph: Graph, op: Operator) -> Iterator[_Cut]:
+    """Pieces of a collective, alone and with the operators beside it, as many as have some of it each."""
+    moved = part.values[op.reads[0]], part.values[op.writes[0]]
+    rows, width = min(value.rows for value in moved), moved[1].columns
+    yield from (_Cut(pieces=n) for n in PIECE_COUNTS if n <= rows)
+    beside = operators_beside(graph, op, MOST_BESIDE)
+    for length in range(1, len(beside) + 1):
+        if op.kind is Kind.ALL_GATHER:
+            yield _Cut(dim="tokens", operators=length, delivered=True)
+        yield from (_Cut(pieces=n, dim="tokens", operators=length) for n in PIECE_COUNTS[1:] if n <= rows)
+    if beside and beside[0].kind is Kind.GEMM:
+        yield from (_Cut(pieces=n, dim="width", operators=1) for n in PIECE_COUNTS[1:] if n <= width)
 
 
 def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
     """Nodes x ranks of each, where a profile has transfers along these factors of an axis."""
     factors = (factor_of(key.partition("/")[0]) for key in profile.transfers)
     return next((one.mesh for one in factors if one is not None and one.axis == axis), None)
-
-
-def chain_beside(part: Part, graph: Graph, op: Operator) -> tuple[tuple[str, str], tuple[ChainOperator, ...]]:
-    """Dims of what a gather or scatter moves, rows and columns, and the operators that can be cut with it."""
-    dims = ("tokens", "inputs" if op.kind is Kind.ALL_GATHER else "outputs")
-    chain = []
-    for one in operators_beside(graph, op, MOST_BESIDE):
-        read, made = part.values[one.reads[0]], part.values[one.writes[0]]
-        rows = Dim(name="tokens", size=read.rows)
-        inputs, outputs = Dim(name="inputs", size=read.columns), Dim(name="outputs", size=made.columns)
-        if one.kind is Kind.GEMM:
-            chain.append(matmul(one.name, rows, inputs, outputs))
-        else:  # it has other columns than what is moved
-            chain.append(pointwise(one.name, rows, replace(outputs, name="made")))
-    return dims, tuple(chain)
 
 
 def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:

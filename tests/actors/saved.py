@@ -1,8 +1,9 @@
-"""What ranks hand the controller of the files that they wrote, for tests without ranks."""
+"""Files of checkpoints and models: what ranks tell of them, for tests without ranks, and pickles that run."""
 
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 
 def digests(folder: Path) -> dict[str, tuple[int, str]]:
@@ -15,3 +16,13 @@ def digests(folder: Path) -> dict[str, tuple[int, str]]:
         content = path.read_bytes()
         found[str(path.relative_to(folder))] = (len(content), hashlib.sha256(content).hexdigest())
     return found
+
+
+class Marker:
+    """A pickle of this makes a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)

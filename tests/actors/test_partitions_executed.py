@@ -1,8 +1,8 @@
 """Every point of the partition space of a layer's collectives, executed on four ranks of two hosts.
 
 A layer's passes run through the linker, bindings and real lines, with one collective cut in every way that
-`partition_space` has, and with all of them cut. What comes out, and every gradient, is compared with the
-layer that is not cut: bit for bit where nothing but rows travels otherwise, else to 1e-12.
+`braid.scheduling.planner.tiers.points` has, and with all of them cut. What comes out, and every gradient, is
+compared with the layer that is not cut: bit for bit where nothing but rows travels otherwise, else to 1e-12.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.cluster import Group
+from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.code import Compute, Frame, Operation, Start, Wait
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.link import link
@@ -29,8 +29,7 @@ from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.programs import serial_program
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.partition import Partition
-from braid.scheduling.planner.partition import Collective, partition_space
-from braid.scheduling.planner.tiers import chain_beside
+from braid.scheduling.planner.tiers import points as every_point
 from braid.scheduling.schedule import Block, Pass, PassKind, Schedule, Side
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -54,17 +53,12 @@ def layer_of(shape: ModelShape, micro_batch: int, recompute: str = "none") -> Pa
 def points(layer: Part) -> Iterator[tuple[Kind, Partition]]:
     """Every scheme of every gather and scatter of both passes, that of the whole collective aside."""
     spec = cluster(nodes=2, gpus=2, inter=1e9)
+    profile = analytic_profile(spec, LAYOUT, {"layer": layer}, 8)
     for graph in (layer.forward, layer.backward):
         for op in graph.operators:
             if op.kind not in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
                 continue
-            dims, chain = chain_beside(layer, graph, op)
-            collective = Collective(kind=op.kind, payload_bytes=op.bytes * 4 // 3, dims=dims)
-            space = partition_space(collective, Group(size=4, per_node=2), spec, chain)
-            for scheme in space.schemes:
-                partition = scheme.partition(f"layer/{op.name}", dims)
-                if partition is not None:
-                    yield op.kind, partition
+            yield from ((op.kind, one) for one in every_point(layer, graph, op, profile))
 
 
 class Bench:

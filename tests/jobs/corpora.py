@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from braid.actors.config.paths import BYTES
 from braid.actors.stage.data import read_index
 from braid.jobs.data.corpus import Corpus
+from braid.jobs.data.prepare import Prepared, prepare
 from braid.jobs.data.tokenizer import load_tokenizer
 
 DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' * (n * 7 % 50)}" for n in range(60)]
@@ -21,6 +22,11 @@ DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' *
 
 def corpus_of(*files: Path | str, **options: Any) -> Corpus:
     return Corpus(files=[str(file) for file in files], **{"validation_fraction": 0.2, **options})
+
+
+def prepared(folder: Path, *files: Path | str, **options: Any) -> Prepared:
+    """What is made of a corpus in a folder, in this process."""
+    return prepare(corpus_of(*files, **options), output=folder, executor=map)
 
 
 def write_lines(path: Path, documents: Sequence[str], field: str = "text", ascii_only: bool = True) -> Path:

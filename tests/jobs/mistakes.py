@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def _made(folder: str, call: list[str]) -> Made:
             main(call)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except Exception:
+            traceback.print_exc()
+            code = 1
     if multiprocessing.forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
         started.append("the server of ranks")
     loaded = tuple(name for name in ("torch", "ray") if name in sys.modules)

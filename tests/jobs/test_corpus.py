@@ -18,6 +18,7 @@ from tests.jobs.corpora import (
     DOCUMENTS,
     corpus_of,
     hidden,
+    prepared,
     stored,
     stored_ids,
     train_tokenizer,
@@ -83,7 +84,7 @@ def test_ranges_of_lines_lose_and_repeat_nothing(
     documents = ["a", "b" * 200, "", "c", "d" * 51, "e"]
     path = write_lines(tmp_path / "a.jsonl", documents)
     path.write_bytes(b"\xef\xbb\xbf\n" + path.read_bytes().replace(b"\n", b"\r\n\n").rstrip())
-    done = prepare(corpus_of(path, validation_fraction=0), output=tmp_path / "out", executor=map)
+    done = prepared(tmp_path / "out", path, validation_fraction=0)
     assert stored(done.output, "train") == [text for text in documents if text]
     assert done.index.documents_empty == 1
 
@@ -93,7 +94,7 @@ def test_formats_mix_in_the_order_of_their_paths(tmp_path: Path) -> None:
     write_lines(tmp_path / "c.NDJSON", ["three", "four"])
     write_rows(tmp_path / "a.pq", ["one", None], pa.string())
     entries = [tmp_path / "c.*", tmp_path / "[ab].*", tmp_path / "b.md"]
-    done = prepare(corpus_of(*entries, validation_fraction=0), output=tmp_path / "out")
+    done = prepared(tmp_path / "out", *entries, validation_fraction=0)
     assert stored(done.output, "train") == ["one", "two", "three", "four"]
     assert [Path(path).name for path, _, _ in done.index.sources] == ["a.pq", "b.md", "c.NDJSON"]
     assert done.index.documents_empty == 1
@@ -102,9 +103,7 @@ def test_formats_mix_in_the_order_of_their_paths(tmp_path: Path) -> None:
 def test_a_text_whose_lines_end_in_carriage_returns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\rtwo\r")
     (tmp_path / "b.txt").write_bytes(b"one\r\ntwo\r")
-    done = prepare(
-        corpus_of(tmp_path / "*.txt", validation_fraction=0), output=tmp_path / "out", executor=map
-    )
+    done = prepared(tmp_path / "out", tmp_path / "*.txt", validation_fraction=0)
     assert stored(done.output, "train") == ["one\ntwo\n", "one\r\ntwo\r"]
 
 
@@ -120,7 +119,7 @@ def test_large_documents_and_shards_are_cut(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenise_module, "_PIECE_CHARACTERS", 10)
     monkeypatch.setattr(tokenise_module, "_SHARD_TOKENS", 64)
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
-    done = prepare(corpus_of(path, validation_fraction=0), output=tmp_path / "out", executor=map)
+    done = prepared(tmp_path / "out", path, validation_fraction=0)
     assert stored(done.output, "train") == DOCUMENTS
     shards = done.index.splits["train"]
     assert len(shards) > 20
@@ -163,15 +162,12 @@ def test_text_that_is_not_utf8_is_refused(broken_text: Corpus, tmp_path: Path) -
         prepare(changed(broken_text, files=[str(path)]), output=tmp_path / "out")
 
 
-def test_text_that_is_not_utf8_is_repaired(broken_text: Corpus, tmp_path: Path) -> None:
-    done = prepare(changed(broken_text, encoding_errors="replace"), output=tmp_path / "out")
+def test_text_that_is_not_utf8_is_repaired_or_skipped(broken_text: Corpus, tmp_path: Path) -> None:
+    done = prepare(changed(broken_text, encoding_errors="replace"), output=tmp_path / "replaced")
     assert stored(done.output, "train") == [
         *("good text", "caf\ufffd \ufffd", "fine", "caf\ufffd", "half \ufffd pair", "row", "caf\ufffd")
     ]
-
-
-def test_text_that_is_not_utf8_is_skipped(broken_text: Corpus, tmp_path: Path) -> None:
-    done = prepare(changed(broken_text, encoding_errors="skip"), output=tmp_path / "out")
+    done = prepare(changed(broken_text, encoding_errors="skip"), output=tmp_path / "skipped")
     assert stored(done.output, "train") == ["good text", "fine", "row"]
     assert done.index.documents_skipped == 4
 
@@ -187,14 +183,12 @@ FILES: dict[str, Any] = {
     "packed.parquet.xz": "x",
     "broken.jsonl": '{"text": "a"}\n\n{"text": \n{"text": "b"}',
     "array.json": '[{"text": "a"},\n {"text": "b"}]',
-    "one-line.jsonl": '[{"text": "a"}, {"text": "b"}]',
     "an array.jsonl": '[\n {"text": "a"},\n {"text": "b"}\n]',
     "returns.jsonl": '{"text": "a"}\r{"text": "b"}\r',
     "list.jsonl": '{"text": "a"}\n["b"]',
     "other.jsonl": '{"content": "a", "id": 1}',
     "fieldless.jsonl": "{}",
     "number.jsonl": '{"text": 1}',
-    "deep.jsonl": "[" * 100_000,
     "broken.parquet": "PAR1 nonsense",
     "broken-tokenizer.json": '{"model": 1}',
 }
@@ -208,7 +202,6 @@ def refuse(pattern: str, *files: str, **options: Any) -> Any:
     ("files", "options", "message"),
     [
         refuse(r"data.files: 'missing.txt' finds no file \(in /.*\); correct", "missing.txt"),
-        refuse(r"data.files: '\*\*/\*.rst' finds no file", "**/*.rst"),
         refuse(r"data.files: '.' is a folder; write './\*\*/\*.txt'", "."),
         refuse(r"data.files: '.*odd.json' ends in '.json'; set data.format to jsonl", "odd.json"),
         refuse(r"data.files: '.*gz' ends in '.tar.gz'; unpack it", "packed.tar.gz"),
@@ -219,14 +212,11 @@ def refuse(pattern: str, *files: str, **options: Any) -> Any:
         refuse(r"data.files: 'memory://none/\*.txt' finds no file; correct the URL", "memory://none/*.txt"),
         refuse(r"data.files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
         refuse(r"data.files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
-        refuse(r"data.files: .*deep.jsonl:1 is not JSON \(maximum recursion", "deep.jsonl"),
         refuse(
             r"data.files: '.*array.json' is one JSON array, not JSON lines; make lines of it: "
             r"jq -c '\.\[\]' < \S+/array.json > \S+/array.json.jsonl$",
             "array.json",
         ),
-        refuse(r"data.files: '.*array.json' is one JSON array", "array.json", format="jsonl"),
-        refuse(r"data.files: '.*one-line.jsonl' is one JSON array", "one-line.jsonl"),
         refuse(
             r"data.files: '.*' is one JSON array.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", "an array.jsonl"
         ),
@@ -261,7 +251,6 @@ def refuse(pattern: str, *files: str, **options: Any) -> Any:
         refuse(r"data.format: 'csv' must be one of auto, text, jsonl, parquet", format="csv"),
         refuse(r"data.encoding_errors: 'ignore' must be one of strict", encoding_errors="ignore"),
         refuse(r"data.validation_fraction: 1 must be at least 0 and less than 1", validation_fraction=1),
-        refuse(r"data.validation_fraction: nan", validation_fraction=float("nan")),
         refuse(r"data.exclude: '\*.txt' must be a list; write \['\*.txt'\]", exclude="*.txt"),
     ],
 )
@@ -279,14 +268,13 @@ def test_what_is_wrong_is_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=f"^{message}") as fault:
-        prepare(corpus_of(*files, **options), output=tmp_path / "out", executor=map)
+        prepared(tmp_path / "out", *files, **options)
     assert "\n" not in str(fault.value)
     assert not (tmp_path / "out").exists()
     assert not hidden(tmp_path)
 
 
 def test_no_files_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.files: \[\] names no file"):
-        corpus_of()
-    with pytest.raises(ValueError, match=r"data.files: 'a.txt' must be a list; write \['a.txt'\]"):
-        Corpus(files="a.txt", validation_fraction=0)
+    for files, says in (([], r"\[\] names no file"), ("a.txt", r"'a.txt' must be a list; write \['a.txt'\]")):
+        with pytest.raises(ValueError, match=f"data.files: {says}"):
+            Corpus(files=files, validation_fraction=0)

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 COMMAND = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -51,23 +53,15 @@ def until_gone(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_after_a_kill(tmp_path: Path) -> None:
-    command, (marked, logging, other) = started(tmp_path / "folder", "stay")
+@pytest.mark.parametrize("what", ["stay", "end"])
+def test_after_a_kill_and_after_an_end(tmp_path: Path, what: str) -> None:
+    command, (marked, logging, other) = started(tmp_path / "folder", what)
     try:
-        assert all(map(alive, (marked, logging, other)))
-        command.kill()
-        command.wait()
+        if what == "stay":
+            assert all(map(alive, (marked, logging, other)))
+            command.kill()
+        assert command.wait(60) == (-signal.SIGKILL if what == "stay" else 0)
         until_gone(tmp_path / "folder")
-        assert [alive(process) for process in (marked, logging, other)] == [False, False, True]
-    finally:
-        os.kill(other, signal.SIGKILL)
-
-
-def test_after_an_end(tmp_path: Path) -> None:
-    command, (marked, logging, other) = started(tmp_path / "folder", "end")
-    try:
-        assert command.wait(60) == 0
-        assert not (tmp_path / "folder").exists()
         assert [alive(process) for process in (marked, logging, other)] == [False, False, True]
     finally:
         os.kill(other, signal.SIGKILL)

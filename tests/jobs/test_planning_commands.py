@@ -1,4 +1,4 @@
-"""The planning commands as a user runs them: output, files, `--json`, wrong input, what they load."""
+"""The planning commands as a user runs them: output, files, `--json`, what they load."""
 
 import json
 import subprocess
@@ -17,7 +17,6 @@ from tests.end_to_end.forked import Command
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILE = ROOT.parent / "shared/data/rtx3090_tmp_profile.csv"
 
 SMALL = """\
 model: {family: llama, hidden: 1024, ffn: 2816, layers: 8, heads: 16, kv_heads: 8, vocabulary: 1024,
@@ -67,8 +66,10 @@ def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
     shown = [
         braid("plan", "small.yaml", *common, "--output", "plan.yaml", cwd=folder, columns=80),
         braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder, columns=80),
-        braid("simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", cwd=folder, columns=80),
-        braid("compare", "t.json", "t.json", cwd=folder, columns=80),
+        braid(
+            "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.arrows", cwd=folder, columns=80
+        ),
+        braid("compare", "t.arrows", "t.arrows", cwd=folder, columns=80),
     ]
     rows = 0
     for command in shown:
@@ -96,17 +97,8 @@ def test_plan_simulate_explain_compare(folder: Path) -> None:
         "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", "--svg", "s.svg", cwd=folder
     )
     assert simulated["step_seconds"] == pytest.approx(plan["score"]["step_seconds"])
-    needed = {
-        "step_seconds",
-        "tokens_per_second",
-        "mfu",
-        "hidden_fraction",
-        "exposed_seconds",
-        "bubble_fraction",
-        "peak_bytes",
-        "communication",
-    }
-    assert needed <= set(simulated)
+    needed = "step_seconds tokens_per_second mfu hidden_fraction exposed_seconds bubble_fraction peak_bytes"
+    assert {*needed.split()} <= set(simulated)
     for level in ("intra", "inter"):
         assert set(simulated["communication"][level]) == {"bytes_per_gpu", "seconds"}
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
@@ -196,142 +188,7 @@ def test_presets_name_their_sources(folder: Path) -> None:
     assert all(c["source"] and c["gpu"]["source"] for c in presets["clusters"].values())
 
 
-@pytest.mark.skipif(not PROFILE.exists(), reason="the public RTX 3090 profile lies beside the project only")
-def test_degrees_from_a_measured_profile(folder: Path) -> None:
-    found = as_json(
-        "plan", "oases-llama-7b", "--cluster", "rtx3090", "--profile", str(PROFILE),
-        "--set", "train.global_batch=32", cwd=folder,
-    )  # fmt: skip
-    assert len(found["degrees"]) == 16
-    assert found["cost_ns"] <= found["uniform"]["cost_ns"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("gpu: A100", "gpu: A200", "gpu 'A200' is no preset; did you mean"),
-        ("nodes: 1", "nodes: 2", "inter is missing, but nodes=2: give the bandwidth"),
-        ("nodes: 1", "nodes: 0", "nodes=0 must be greater than zero"),
-        ("nodes: 1", "nodes: -3", "nodes=-3 must be greater than zero"),
-        ("nodes: 1", "nodes: 1.5", "nodes=1.5 must be a whole number"),
-        ("nodes: 1", "node: 1", "unknown key 'node'; did you mean 'nodes'?"),
-        ("intra: nvlink-600", "", "intra is missing"),
-        (
-            "intra: nvlink-600",
-            "intra: {kind: x, bytes_per_s: .nan, latency_ns: 1, efficiency: 0.5}",
-            "intra.bytes_per_s=nan must be a finite number",
-        ),
-        (
-            "intra: nvlink-600",
-            "intra: {kind: x, bytes_per_s: 0, latency_ns: 1, efficiency: 0.5}",
-            "bytes_per_s=0.0 must be greater than zero",
-        ),
-        (
-            "intra: nvlink-600",
-            "intra: {kind: x, bytes_per_s: -1e9, latency_ns: 1, efficiency: 0.5}",
-            "bytes_per_s=-1000000000.0 must be greater than zero",
-        ),
-        (
-            "intra: nvlink-600",
-            "intra: {kind: x, latency_ns: 1, efficiency: 0.5}",
-            "intra.bytes_per_s is missing",
-        ),
-        (
-            "contention: nvlink",
-            "contention: nvlink\nnetwork: {kind: x, gbps_per_node: 0}",
-            "network.gbps_per_node=0 must be a number greater than zero",
-        ),
-        ("name: mine", "{", "is not valid YAML"),
-    ],
-)
-def test_a_wrong_cluster_file_is_one_message(folder: Path, old: str, new: str, message: str) -> None:
-    (folder / "mine.yaml").write_text(CLUSTER.replace(old, new))
-    refuse(folder, message, "simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 8}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["plan", "nothing.yaml"], "nothing.yaml is neither a file nor a model preset"),
-        (
-            ["plan", "llama-3.1-8b", "--cluster", "h1000"],
-            "--cluster 'h1000' is no preset; did you mean 'h100'?",
-        ),
-        (["plan", "llama-3.1-8b", "--cluster", "missing.yaml"], "--cluster missing.yaml cannot be read"),
-        (["plan", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel=some"], "be the word auto"),
-        (
-            ["plan", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 3}"],
-            "is not divisible by parallel.tp=3",
-        ),
-        (
-            ["simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 4}"],
-            "needs 4 GPUs, cluster mine has 1 x 8 = 8",
-        ),
-        (
-            ["simulate", "small.yaml", "--schedule", "magic", "--set", "parallel=auto"],
-            "--schedule 'magic' must be one of megatron",
-        ),
-        (
-            ["plan", "llama-3.1-8b", "--cluster", "mine.yaml", "--set", "parallel={dp: 8}"],
-            "the layout dp 8 needs",
-        ),
-        (["simulate", "plan.yaml"], "plan.yaml"),
-        (["explain", "small.yaml"], "small.yaml is no plan: the key braid_plan is missing"),
-        (
-            ["plan", "llama-3.1-405b", "--cluster", "a100x8"],
-            "the job fits on no layout of cluster a100x8: the leanest",
-        ),
-        (
-            [
-                "simulate",
-                "small.yaml",
-                "--cluster",
-                "mine.yaml",
-                "--profile",
-                "bad.json",
-                "--set",
-                "parallel={tp: 8}",
-            ],
-            "bad.json",
-        ),
-        (
-            [
-                "simulate",
-                "small.yaml",
-                "--cluster",
-                "mine.yaml",
-                "--profile",
-                "part.json",
-                "--set",
-                "parallel={tp: 8}",
-            ],
-            "no cost of operator",
-        ),
-        (
-            ["plan", "oases-llama-7b", "--cluster", "rtx3090", "--profile", "wrong.csv"],
-            "wrong.csv",
-        ),
-    ],
-)
-def test_wrong_input_is_one_message(folder: Path, arguments: list[str], message: str) -> None:
-    (folder / "bad.json").write_text("{")
-    (folder / "part.json").write_text('{"source": "measured: x", "solo_ns": {"layer/qkv": 5}}')
-    (folder / "wrong.csv").write_text("a,b\n1,2\n")
-    (folder / "plan.yaml").write_text("braid_plan: 9\n")
-    refuse(folder, message, *arguments)
-
-
-def refuse(folder: Path, message: str, *arguments: str) -> None:
-    """The command ends with code 2, one message, no trace, and nothing on standard output."""
-    result = braid(*arguments, cwd=folder)
-    assert result.returncode == 2, (result.stdout, result.stderr)
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-
-
-@pytest.mark.parametrize("command", ["plan", "simulate", "explain", "compare", "presets"])
-def test_planning_loads_neither_torch_nor_ray_nor_scipy(command: str) -> None:
+def test_planning_loads_neither_torch_nor_ray_nor_scipy() -> None:
     code = (
         "import sys, braid.jobs.cli, braid.jobs.planning.work, braid.jobs.planning.view, "
         "braid.scheduling.planner.explain; "
@@ -341,4 +198,3 @@ def test_planning_loads_neither_torch_nor_ray_nor_scipy(command: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == ""
-    assert braid(command, "--help", cwd=ROOT).returncode == 0

@@ -83,11 +83,16 @@ def test_a_configuration_that_was_written_down_leaves_as_much_open(plan: Path) -
     assert with_plan(again, plan).layout() == planned.layout() == again.layout()
 
 
-def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> None:
-    config, spec = config_of(train={"recompute": "full"}), cluster(gpus=4)
+def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
+    config, spec = config_of(**changed), cluster(gpus=4)
     made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
-    file = tmp_path / "plan.yaml"
-    file.write_text(made.to_yaml(), encoding="utf-8")
+    (folder / "plan.yaml").write_text(made.to_yaml(), encoding="utf-8")
+    assert load_plan(str(folder / "plan.yaml")) == made
+    return folder / "plan.yaml"
+
+
+def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> None:
+    file = planned(tmp_path, train={"recompute": "full"})
     given = with_plan(parse_config({"train": {"global_batch": 16}}), file)
     assert (given.train.micro_batch, given.train.recompute) == (2, "full")
 
@@ -122,12 +127,7 @@ def test_a_plan_for_another_run_is_refused(
 
 
 def test_a_plan_of_rounded_sums_is_for_runs_with_them(tmp_path: Path) -> None:
-    config, spec = config_of(train={"reduce_dtype": "bf16"}), cluster(gpus=4)
-    made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
-    assert made.setting.reduce_dtype == "bf16"
-    file = tmp_path / "plan.yaml"
-    file.write_text(made.to_yaml(), encoding="utf-8")
-    assert load_plan(str(file)) == made
+    file = planned(tmp_path, train={"reduce_dtype": "bf16"})
     assert scheduled(file, train={"reduce_dtype": "bf16"})
     with pytest.raises(ConfigError, match=r"train\.reduce_dtype=bf16, the configuration has null: plan anew"):
         scheduled(file)
@@ -144,24 +144,16 @@ def test_a_plan_of_rounded_sums_is_for_runs_with_them(tmp_path: Path) -> None:
         ("    - 1:mlp_out.dgrad\n", ""),
         ("0:qkv\n", "0:no_such_operator\n"),
         ("pipeline: ", "pipeline: no_such_"),
+        *(("", text) for text in ("", "[]", "braid_plan: 4\n", "\x00", "a: [unclosed")),
     ],
 )
 def test_a_damaged_plan_is_refused_in_one_line(plan: Path, tmp_path: Path, old: str, new: str) -> None:
+    """Of a plan with other words, or of another file altogether."""
     text = plan.read_text(encoding="utf-8")
     assert old in text
-    damaged = tmp_path / "plan.yaml"
-    damaged.write_text(text.replace(old, new, 1), encoding="utf-8")
+    (tmp_path / "plan.yaml").write_text(text.replace(old, new, 1) if old else new, encoding="utf-8")
     with pytest.raises(ValueError) as refused:
-        scheduled(damaged)
+        scheduled(tmp_path / "plan.yaml")
+    assert old or "plan.yaml" in str(refused.value)
     assert str(refused.value).strip()
-    assert "\n" not in str(refused.value).strip()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "braid_plan: 4\n", "\x00", "a: [unclosed"])
-def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "plan.yaml"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError) as refused:
-        scheduled(file)
-    assert "plan.yaml" in str(refused.value)
     assert "\n" not in str(refused.value).strip()

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.jobs.corpora import (
     contents,
     corpus_of,
     hidden,
+    prepared,
     stored,
     stored_ids,
     train_tokenizer,
@@ -64,7 +64,7 @@ def test_a_document_is_in_the_same_split_whatever_is_beside_it(tmp_path: Path) -
     z = write_lines(tmp_path / "z.jsonl", DOCUMENTS[20:][::-1])
     splits = []
     for number, files in enumerate([[a], [z], [a, z]]):
-        folder = prepare(corpus_of(*files), output=tmp_path / f"out{number}").output
+        folder = prepared(tmp_path / f"out{number}", *files).output
         splits.append({split: set(stored(folder, split)) for split in ("train", "validation")})
     together = splits[2]
     assert not together["train"] & together["validation"]
@@ -73,33 +73,27 @@ def test_a_document_is_in_the_same_split_whatever_is_beside_it(tmp_path: Path) -
         assert alone["validation"] <= together["validation"]
 
 
-def test_the_share_that_is_held_out(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [str(n) for n in range(4000)])
-    folder = prepare(corpus_of(path, validation_fraction=0.1), output=tmp_path / "out").output
-    assert 320 < len(stored(folder, "validation")) < 480
-
-
 @pytest.mark.usefixtures("small_items")
 @pytest.mark.parametrize(("fraction", "held_out"), [(1e-15, 1), (1 - 1e-15, len(DOCUMENTS) - 1)])
 def test_neither_split_is_empty(fraction: float, held_out: int, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
-    folder = prepare(corpus_of(path, validation_fraction=fraction), output=tmp_path / "out").output
+    folder = prepared(tmp_path / "out", path, validation_fraction=fraction).output
     train, validation = stored(folder, "train"), stored(folder, "validation")
     assert len(validation) == held_out
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert max(map(document_hash, validation)) < min(map(document_hash, train))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 @pytest.mark.parametrize(
-    ("text", "fraction", "train", "validation"),
+    ("name", "text", "fraction", "train", "validation"),
     [
-        ("0123456789", 0.2, "01234567", "89"),
-        ("0123456789", 1e-9, "012345678", "9"),
-        ("0123456789", 0.99, "0", "123456789"),
-        ("Ωμέγω", 0.2, "Ωμέγ", "ω"),
-        ("0", 0.2, "0", ""),
-        ("0123456789", 0, "0123456789", ""),
+        ("a.txt", "0123456789", 0.2, "01234567", "89"),
+        ("a.jsonl", "0123456789", 0.2, "01234567", "89"),
+        ("a.txt", "0123456789", 1e-9, "012345678", "9"),
+        ("a.jsonl", "0123456789", 0.99, "0", "123456789"),
+        ("a.txt", "Ωμέγω", 0.2, "Ωμέγ", "ω"),
+        ("a.jsonl", "0", 0.2, "0", ""),
+        ("a.txt", "0123456789", 0, "0123456789", ""),
     ],
 )
 def test_of_one_document_the_tail_is_held_out(
@@ -107,7 +101,7 @@ def test_of_one_document_the_tail_is_held_out(
 ) -> None:
     path = tmp_path / name
     path.write_text(text if name == "a.txt" else json.dumps({"text": text}))
-    done = prepare(corpus_of(path, validation_fraction=fraction), output=tmp_path / "out")
+    done = prepared(tmp_path / "out", path, validation_fraction=fraction)
     assert "".join(stored(done.output, "train")) == train
     assert "".join(stored(done.output, "validation")) == validation
     assert done.documents == 1
@@ -118,7 +112,7 @@ def test_of_one_document_the_tail_is_held_out(
 
 def test_of_equal_documents_the_tails_are_held_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["0123456789"] * 3)
-    done = prepare(corpus_of(path), output=tmp_path / "out")
+    done = prepared(tmp_path / "out", path)
     assert stored(done.output, "train") == ["01234567" * 3]
     assert stored(done.output, "validation") == ["89"] * 3
 
@@ -160,11 +154,11 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"data.output: '.*{name}' is there and is no prepared data set"
         ):
-            prepare(corpus_of(source), output=tmp_path / name)
+            prepared(tmp_path / name, source)
     assert (tmp_path / "home/thesis.doc").read_text() == "years of work"
     assert source.read_text() == "text"
     with pytest.raises(ValueError, match=r"data.output: cannot write beside '.*' \(Not a directory\)"):
-        prepare(corpus_of(source), output=source / "more" / "out")
+        prepared(source / "more" / "out", source)
 
 
 # Once or again.
@@ -201,38 +195,12 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
 def test_open_data_survives_its_replacement(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("old text" * 9)
-    prepare(corpus_of(source), output=tmp_path / "out")
+    prepared(tmp_path / "out", source)
     shards = TokenShards.open(tmp_path / "out", "train", 4)
     before = shards.tokens_at(np.arange(3))
     source.write_text("new")
-    prepare(corpus_of(source), output=tmp_path / "out")
+    prepared(tmp_path / "out", source)
     assert np.array_equal(shards.tokens_at(np.arange(3)), before)
-
-
-def test_one_of_many_prepares_and_the_others_find_it_done(tmp_path: Path) -> None:
-    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
-    runs: list[int] = []
-
-    def slowly(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        runs.append(1)
-        time.sleep(0.2)
-        yield from map(function, items)
-
-    reused: list[bool] = []
-    threads = [
-        threading.Thread(
-            target=lambda: reused.append(
-                prepare_if_needed(Request.of(corpus), output=tmp_path / "out", executor=slowly).reused
-            )
-        )
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(runs) == 2, "one has tokenised, and hashed what it read"
-    assert sorted(reused) == [False, True, True, True, True, True]
 
 
 SCRIPT = """
@@ -314,7 +282,7 @@ def test_a_crash_between_two_renames_loses_no_data_set(
 ) -> None:
     """The former data set takes its name again, also where the next run cannot make another."""
     output = tmp_path / "out"
-    first = prepare(corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS)), output=output)
+    first = prepared(output, write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     before, request = contents(output), Request.of(corpus_of(tmp_path / "a.jsonl"))
     real = Path.rename
 

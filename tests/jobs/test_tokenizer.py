@@ -16,11 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from braid.actors.config import ConfigError, parse_config
 from braid.jobs.data.data_sets import corpus_of as corpus_of_config
-from braid.jobs.data.prepare import prepare
 from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_of
 from braid.jobs.display import Display
 from tests.foreign_models import random_model
-from tests.jobs.corpora import DOCUMENTS, corpus_of, stored_ids, train_tokenizer, write_lines
+from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, train_tokenizer, write_lines
 
 
 @given(st.text())
@@ -55,9 +54,7 @@ def beside(path: Path, **files: Any) -> None:
         (["<pad>", "<eos>"], {}, None, "<eos>"),
         (["</s>"], {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}, None, "</s>"),
         (["</s>", "<stop>"], {}, "<stop>", "<stop>"),
-        (["</s>", "<stop>"], {"tokenizer_config": {"eos_token": "<stop>"}}, None, "<stop>"),
         (["</s>", "<stop>"], {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
-        (["</s>", "<stop>"], {"special_tokens_map": {"eos_token": "<stop>"}}, "</s>", "</s>"),
         (["</s>", "<stop>"], {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
         (["</s>", "<stop>"], {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
         (
@@ -84,15 +81,13 @@ def test_the_end_of_documents(
     assert (encoded.lost, encoded.unknown) == (0, 0)
 
 
+ENDLESS = r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'"
+
+
 @pytest.mark.parametrize(
     ("special", "files", "wanted", "says"),
     [
-        (
-            ["<stop>"],
-            {},
-            None,
-            r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'",
-        ),
+        (["<stop>"], {}, None, ENDLESS),
         ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
         (["</s>", "<eos>"], {}, None, r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"),
         (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
@@ -106,7 +101,7 @@ def test_the_end_of_documents(
             ["</s>"],
             {"config": {"eos_token_id": 50_256}},
             None,
-            r"config.json ends texts with 50256, which is no",
+            r"config.json ends texts with 50256, which is",
         ),
     ],
 )
@@ -164,22 +159,10 @@ def test_text_makes_no_special_token(make: Callable[[Path], Path], tmp_path: Pat
     if make is not words:  # which has no spaces
         assert tokenizer.decode(ids) == text
     documents = write_lines(tmp_path / "a.jsonl", [text] * 5)
-    corpus = corpus_of(documents, tokenizer=str(path), end_token="</s>", validation_fraction=0)
-    done = prepare(corpus, output=tmp_path / "out")
+    options = {"tokenizer": str(path), "end_token": "</s>", "validation_fraction": 0}
+    done = prepared(tmp_path / "out", documents, **options)
     ids = stored_ids(done.output, "train")
     assert int((ids == done.index.end_of_document).sum()) == done.documents == 5
-
-
-def test_what_has_no_token_is_counted(tmp_path: Path) -> None:
-    """Characters that vanish, and the token for what is unknown."""
-    backend = Backend(models.BPE({letter: number for number, letter in enumerate("abc")}, []))
-    backend.add_special_tokens(["</s>"])
-    backend.save(str(tmp_path / "t.json"))
-    encoded = HuggingFaceTokenizer(tmp_path / "t.json").encode("abc xé ab\n語c")
-    assert (encoded.ids.tolist(), encoded.lost, encoded.unknown) == ([0, 1, 2, 0, 1, 2], 3, 0)
-    path = word_level(tmp_path / "w.json", {"a": 0, "[UNK]": 1}, ["</s>"], unk_token="[UNK]")
-    encoded = HuggingFaceTokenizer(path).encode("a b  [UNK] a")
-    assert (encoded.ids.tolist(), encoded.lost, encoded.unknown) == ([0, 1, 1, 0], 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,20 +180,16 @@ def test_what_has_no_token_is_told_and_refused(
         backend.add_special_tokens(["</s>"])
         backend.save(str(path := tmp_path / "t.json"))
         good, bad = text, text + "é" * 10
-    done = prepare(
-        corpus_of(write_lines(tmp_path / "a.jsonl", [good]), tokenizer=str(path), validation_fraction=0),
-        output=tmp_path / "out",
-    )
+    options = {"tokenizer": str(path), "validation_fraction": 0}
+    done = prepared(tmp_path / "out", write_lines(tmp_path / "a.jsonl", [good]), **options)
     assert (getattr(done.index, count), done.index.end_token) == (5, "</s>")
     Display(Console(), live=False).show(done)
     shown = capsys.readouterr().out
     assert f"documents end with token {done.index.end_of_document}, '</s>'" in shown
     assert "warning 5 characters (5.00%) have no token" in shown or "warning 5 tokens (4.95%)" in shown
-    corpus = corpus_of(write_lines(tmp_path / "b.jsonl", [bad]), tokenizer=str(path), validation_fraction=0)
-    with pytest.raises(
-        ValueError, match=r"data.tokenizer: '.*t.json' does not fit data.files: (15|20) of 1\d\d "
-    ):
-        prepare(corpus, output=tmp_path / "refused")
+    too_many = r"data.tokenizer: '.*t.json' does not fit data.files: (15|20) of 1\d\d "
+    with pytest.raises(ValueError, match=too_many):
+        prepared(tmp_path / "refused", write_lines(tmp_path / "b.jsonl", [bad]), **options)
     assert not (tmp_path / "refused").exists()
 
 
@@ -272,29 +251,16 @@ def test_a_tokenizer_that_drops_text_has_no_bytes(tmp_path: Path) -> None:
     small = tmp_path / "w.json"
     backend.save(str(small))
     kept = train_tokenizer(tmp_path / "b.json", ["</s>"])
-    done = [
-        prepare(corpus_of(path, tokenizer=str(file)), output=tmp_path / f"{file.stem}.out")
-        for file in (small, kept)
-    ]
+    done = [prepared(tmp_path / f"{file.stem}.out", path, tokenizer=str(file)) for file in (small, kept)]
     assert done[0].index.token_bytes == ()
     assert done[1].index.token_bytes == HuggingFaceTokenizer(kept).token_bytes
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:
     vocabulary = {f"w{n}": n for n in range(70_000)} | {"[UNK]": 70_007}  # ids with a gap
-    backend = Backend(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens(["</s>"])
-    backend.save(str(tmp_path / "t.json"))
-    end = Backend.from_file(str(tmp_path / "t.json")).token_to_id("</s>")
-    words = " ".join(["w1"] * 12)
-    path = write_lines(tmp_path / "a.jsonl", [f"{words} w69999", "w65536 what"])
-    done = prepare(
-        corpus_of(path, tokenizer=str(tmp_path / "t.json"), validation_fraction=0), output=tmp_path / "out"
-    )
-    assert (done.index.dtype, done.index.vocabulary, done.index.end_of_document) == (
-        "uint32",
-        max(end, 70_007) + 1,
-        end,
-    )
-    assert stored_ids(done.output, "train").tolist() == [1] * 12 + [69_999, end, 65_536, 70_007, end]
+    file = word_level(tmp_path / "t.json", vocabulary, ["</s>"], unk_token="[UNK]")
+    end = Backend.from_file(str(file)).token_to_id("</s>")
+    path = write_lines(tmp_path / "a.jsonl", ["w1 " * 12 + "w69999", "w65536 what"])
+    index = prepared(tmp_path / "out", path, tokenizer=str(file), validation_fraction=0).index
+    assert (index.dtype, index.vocabulary, index.end_of_document) == ("uint32", max(end, 70_007) + 1, end)
+    assert stored_ids(tmp_path / "out", "train").tolist() == [1] * 12 + [69_999, end, 65_536, 70_007, end]

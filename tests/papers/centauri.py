@@ -10,10 +10,9 @@ from functools import cache
 from itertools import pairwise
 
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
-from braid.scheduling.planner.chain import Dim, matmul
-from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.planner.tasks import makespan_ns, run_in_order
 from tests.papers.data_parallel import StepResult, schedule_step, step_tasks
-from tests.papers.methods import Method, Step, Unit, choices, state_bytes
+from tests.papers.methods import Matmul, Method, Step, Unit, choices, state_bytes
 from tests.papers.rows import Figure, Row
 
 SEQUENCE = 2048
@@ -57,13 +56,12 @@ def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: 
     # A norm and a residual each read and write about three tensors; SwiGLU three of the wider ones.
     norm = 3 * 2 * tokens * h / rate * 1e9
     swiglu = 3 * 2 * tokens * f / rate * 1e9
-    row = Dim(name="tokens", size=tokens)
 
     def unit(name: str, inputs: int, outputs: int, forward_ns: float, backward_ns: float) -> Unit:
         return Unit(
             name=name,
             parameters=inputs * outputs,
-            matmul=matmul(name, row, Dim(name="in", size=inputs), Dim(name="out", size=outputs)),
+            matmul=Matmul(tokens, inputs, outputs),
             attached_forward_ns=round(forward_ns),
             attached_backward_ns=round(backward_ns),
         )

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from braid.scheduling.cluster import Group
-from braid.scheduling.planner.chain import ChainOperator
-from braid.scheduling.planner.layer import Priority
-from braid.scheduling.planner.partition import PIECE_COUNTS
+from braid.scheduling.cluster import Gpu, Group
+from braid.scheduling.planner.tiers import PIECE_COUNTS
 from braid.scheduling.records import require_positive
 
 
@@ -35,13 +33,42 @@ class Method(StrEnum):
         return self in (Method.ZERO3, Method.CENTAURI_FSDP)
 
 
+class Priority(StrEnum):
+    """Which gradient of a layer is computed first (Centauri section 3.2.2)."""
+
+    ACTIVATION = "activation"
+    WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A product [rows, inputs] x [inputs, outputs] in elements of two bytes."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        """Of all of it."""
+        return 2 * self.rows * self.inputs * self.outputs
+
+    def ns(self, gpu: Gpu, share: float = 1.0) -> int:
+        """Time of a share of it, with its launch: bound by arithmetic or by memory."""
+        a, b, c = self.rows, self.inputs, self.outputs
+        traffic, flops = 2 * (a * b + b * c + a * c) * share, self.flops * share
+        memory_ns = traffic / (gpu.memory_bytes_per_s * gpu.memory_efficiency) * 1e9
+        arithmetic_ns = flops / (gpu.peak_flops_per_s * gpu.gemm.at(flops)) * 1e9
+        return round(gpu.launch_ns + max(memory_ns, arithmetic_ns))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A weight matrix of a layer with the computation that uses it, and what follows without weights."""
 
     name: str
     parameters: int
-    matmul: ChainOperator
+    matmul: Matmul
     """Forward, of one micro-batch; each gradient costs as much."""
     attached_forward_ns: int = 0
     attached_backward_ns: int = 0

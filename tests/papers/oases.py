@@ -10,11 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Final
 
-from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
-from braid.scheduling.planner.degree_problem import DegreeProblem, fully_recomputed, problem_from_profile
+from braid.scheduling.planner.degree_problem import DegreeProblem
 from braid.scheduling.planner.tensor_degrees import describe_degrees, plan_degrees, strategy_cost
+from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize, problem_from_profile
 from tests.papers.rows import RATE_TOLERANCE, Row, number
 from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns
+from tests.scheduling.test_tensor_degrees import fully_recomputed
 
 DEVICES: Final = 32
 """8 nodes of 4 GPUs (section VI-A), whose tokens are counted together; `_premises` shows that fewer could not

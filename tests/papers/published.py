@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from braid.scheduling.block_profile import read_block_profile
 from braid.scheduling.presets.library import cluster_preset
+from tests.papers.block_profile import read_block_profile
 from tests.papers.centauri import centauri_rows
 from tests.papers.dhelix import dhelix_rows
 from tests.papers.dhelix_parts import part_rows

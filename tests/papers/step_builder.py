@@ -6,13 +6,11 @@ A *use* is one pass of one micro-batch over one unit; sizes are per rank, payloa
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
-from braid.scheduling.cluster import ClusterSpec, Group
+from braid.scheduling.cluster import ClusterSpec, Group, dim_group
+from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.chain import chain_ns
-from braid.scheduling.planner.operation import Task
-from braid.scheduling.planner.partition import Collective, Stage, partition_space, stage_ns
+from braid.scheduling.planner.tasks import Task
 from braid.scheduling.topology import STREAM_OF
 from tests.papers.methods import Choice, Step, Unit
 
@@ -48,6 +46,26 @@ class Use:
         return f"{self.step}.{self.micro_batch}.{self.layer}.{self.unit.name}.{operator}.{piece}"
 
 
+Stage = tuple[Kind, Group, float]
+"""A collective, over which ranks, and the bytes of its tensor."""
+
+
+def hierarchical(kind: Kind, payload: float, group: Group) -> tuple[Stage, ...]:
+    """Stages over nodes x ranks of a node, in the order that sends least between nodes; of an all-reduce
+    perhaps as reduce-scatter and all-gather. None where the ranks have one kind of link."""
+    mesh = (group.nodes, group.per_node)
+    if 1 in mesh:
+        return ()
+    across, inside = (dim_group(group, mesh, dim) for dim in (0, 1))
+    part = payload / group.per_node
+    scatter = (Kind.REDUCE_SCATTER, inside, payload), (Kind.REDUCE_SCATTER, across, part)
+    gather = (Kind.ALL_GATHER, across, part), (Kind.ALL_GATHER, inside, payload)
+    if kind is Kind.ALL_REDUCE:
+        whole = (kind, inside, payload), (kind, across, payload)
+        return whole if group.per_node == 2 else (*scatter, *gather)
+    return gather if kind is Kind.ALL_GATHER else scatter
+
+
 class StepBuilder:
     """Collects tasks per stream, in static order."""
 
@@ -60,7 +78,6 @@ class StepBuilder:
         """Units, by layer and name, that the step before has not updated yet; the ends of their gradients."""
         self.gathered: dict[tuple[int, str], list[tuple[str, ...]]] = {}
         """What the parts of a unit's first forward pass wait for."""
-        self._stages = cache(self._find_stages)
 
     def uses(self, step: int, micro_batch: int) -> list[Use]:
         """The units of all layers in the order of the forward pass."""
@@ -69,7 +86,7 @@ class StepBuilder:
 
     def compute(self, use: Use, operator: str, piece: int, pieces: int, after: Iterable[str] = ()) -> str:
         """Part of a forward pass (or of a gradient) of a unit's matrix product."""
-        ns = chain_ns(self.cluster.gpu, (use.unit.matmul,), 1 / pieces)
+        ns = use.unit.matmul.ns(self.cluster.gpu, 1 / pieces)
         return self._add(
             use, operator, piece, Stream.COMPUTE, ns, after, flops=use.unit.matmul.flops // pieces
         )
@@ -109,12 +126,13 @@ class StepBuilder:
         if group.size == 1:
             return self._add(use, operator, piece, Stream.INTRA, 0, after)
         name = ""
-        for number, stage in enumerate(self._stages(kind, payload, group)):
-            ns = self.cluster.gpu.launch_ns + stage_ns(self.cluster, stage, pieces)
+        stages = hierarchical(kind, payload, group) if self.choice.hierarchical else ()
+        for number, (stage, over, size) in enumerate(stages or ((kind, group, float(payload)),)):
+            ns = self.cluster.gpu.launch_ns + collective_ns(self.cluster, stage, size / pieces, over)
             waits = (name,) if number else after
             label = f"{piece}.{number}"
-            sent = round(stage.payload_bytes / pieces)
-            name = self._add(use, operator, label, STREAM_OF[stage.group.level], ns, waits, sent=sent)
+            sent = round(size / pieces)
+            name = self._add(use, operator, label, STREAM_OF[over.level], ns, waits, sent=sent)
         return name
 
     def room(self, size: float, budget: float) -> tuple[str, ...]:
@@ -125,20 +143,6 @@ class StepBuilder:
             if held > budget:
                 return (task,)
         return ()
-
-    def _find_stages(self, kind: Kind, payload: int, group: Group) -> tuple[Stage, ...]:
-        """Direct, or nodes x ranks of a node in the order that sends least between nodes."""
-        space = partition_space(Collective(kind=kind, payload_bytes=payload), group, self.cluster)
-        mesh = (group.nodes, group.per_node)
-        if not self.choice.hierarchical or 1 in mesh:
-            return space.schemes[0].stages
-        found = [scheme.stages for scheme in space.schemes if scheme.mesh == mesh and scheme.pieces == 1]
-
-        def between(stages: tuple[Stage, ...]) -> tuple[float, int]:
-            inter = [stage.payload_bytes for stage in stages if stage.group.per_node == 1]
-            return sum(inter), len(stages)
-
-        return min(found, key=between)
 
     def _add(
         self,

@@ -11,9 +11,9 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from braid.scheduling.block_profile import BLOCKS, BlockProfile
 from braid.scheduling.operators import Stream
 from braid.scheduling.physics import run_in_order
+from tests.papers.block_profile import BLOCKS, BlockProfile
 
 
 class SubBatching(StrEnum):

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from braid.scheduling.cluster import ClusterSpec, Group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.chain import Dim, chain_ns, matmul
-from braid.scheduling.planner.layer import Priority
-from braid.scheduling.planner.operation import makespan_ns, run_in_order
+from braid.scheduling.planner.tasks import makespan_ns, run_in_order
+from braid.scheduling.presets.library import cluster_preset
 from tests.papers.centauri import centauri_rows
 from tests.papers.data_parallel import schedule_step, serialised, step_tasks
-from tests.papers.methods import Choice, Method, Step, Unit, choices, state_bytes
+from tests.papers.methods import Choice, Matmul, Method, Priority, Step, Unit, choices, state_bytes
 from tests.papers.step_builder import StepTask
-from tests.scheduling.test_partition import centauri_cluster
 
-CLUSTER = centauri_cluster()
+CLUSTER = cluster_preset("centauri_a")
 GROUPS = (Group(size=16, per_node=8), Group(size=8, per_node=8), Group(size=4, per_node=1))
 REPLICATED = (Method.DDP, Method.OOO_BACKPROP, Method.ZERO1, Method.ZERO2, Method.CENTAURI)
 
@@ -29,9 +27,7 @@ def unit(name: str, tokens: int, inputs: int, outputs: int, attached_ns: int = 0
     return Unit(
         name=name,
         parameters=inputs * outputs,
-        matmul=matmul(
-            name, Dim(name="tokens", size=tokens), Dim(name="in", size=inputs), Dim(name="out", size=outputs)
-        ),
+        matmul=Matmul(tokens, inputs, outputs),
         attached_forward_ns=attached_ns,
         attached_backward_ns=2 * attached_ns,
     )
@@ -120,7 +116,7 @@ def test_reference_by_hand() -> None:
         optimizer_ns_per_parameter=0.01,
     )
     gpu = CLUSTER.gpu
-    product = chain_ns(gpu, (work.units[0].matmul,))
+    product = work.units[0].matmul.ns(gpu)
     reduce = gpu.launch_ns + collective_ns(CLUSTER, Kind.ALL_REDUCE, 2 * 2048 * 2048, GROUPS[2])
     update = gpu.launch_ns + round(2048 * 2048 * 0.01)
     assert schedule_step(Method.DDP, work, CLUSTER).total_ns == 3 * product + reduce + update
@@ -283,7 +279,7 @@ def test_a_layer_without_units_is_refused() -> None:
 
 @pytest.mark.slow
 def test_published_figures_stand_beside_the_simulated_ones() -> None:
-    found = list(centauri_rows(CLUSTER, centauri_cluster("centauri_b", 12.5e9)))
+    found = list(centauri_rows(CLUSTER, cluster_preset("centauri_b")))
     assert all(row.simulated > 0 and row.note for row in found)
     fits = {row.what: row.fits for row in found}
     assert next(verdict for what, verdict in fits.items() if "whole groups, at most" in what)

@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -256,8 +255,3 @@ def test_whole_report(monkeypatch: pytest.MonkeyPatch) -> None:
     # The formula's only misfit is the paper's own.
     table_1 = [row for row in report.rows if row.figure == "table 1"]
     assert [row.published for row in table_1 if not row.fits] == [0.3]
-
-
-def test_a_profile_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        run(tmp_path / "missing.csv")

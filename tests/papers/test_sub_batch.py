@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.block_profile import BlockCosts, BlockProfile, BlockSize
 from braid.scheduling.planner.degree_problem import PassCosts
+from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize
 from tests.papers.sub_batch import (
     BlockTimes,
     Operation,

@@ -32,10 +32,7 @@ Case = Mapping[str, Any]
 
 def read_cases(path: Path) -> dict[str, Case]:
     """Cases by name; `ValueError` if the file is no such record, `OSError` if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not all(isinstance(case, dict) for case in content.values()):
         raise ValueError(f"{path} does not hold an object of objects")
     return content

@@ -8,16 +8,18 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot.
+`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot. ``--as-before``
+records with the costs and names of `tests.recorded.before`, to be compared with a record from before them.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from typer.testing import CliRunner
 
 from braid.jobs.cli import app
 from braid.scheduling.lowering.named import ScheduleName
+from tests.recorded.before import FORMER, former_costs
 from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, read_cases, write_cases
 from tests.recorded.units import unit_cases
 
@@ -44,7 +47,7 @@ TOLERANCE: Final = 1e-9
 """Relative differences up to this are taken for rounding in another order."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Situation:
     """A model on a cluster in a layout; ``micro_batches`` of a replica in a step."""
 
@@ -53,19 +56,15 @@ class Situation:
     model: str
     parallel: Mapping[str, int | str]
     micro_batches: int
-    micro_batch: int = 1
     variants: Sequence[tuple[str, int]] = (("none", 0),)
     """Recomputation and ZeRO."""
-    schedules: Sequence[str] = SCHEDULES
-    model_keys: Mapping[str, int] = field(default_factory=dict)
-    """Sizes instead of the preset's."""
+    micro_batch: int = 1
 
     @property
     def title(self) -> str:
         """Model, cluster and layout in a few words."""
-        keys = "".join(f" {key} {value}" for key, value in self.model_keys.items())
         degrees = " ".join(f"{key} {value}" for key, value in self.parallel.items())
-        return f"{self.model}{keys} on {self.nodes} {self.cluster}, {degrees}, {self.micro_batches} mb"
+        return f"{self.model} on {self.nodes} {self.cluster}, {degrees}, {self.micro_batches} mb"
 
     def arguments(self, schedule: str, recompute: str, zero: int) -> list[str]:
         """Of ``braid``."""
@@ -79,7 +78,6 @@ class Situation:
             "train.recompute": recompute,
             "overlap.schedule": named.schedule,
             "overlap.pipeline": named.pipeline or "null",
-            **{f"model.{key}": value for key, value in self.model_keys.items()},
         }
         sets = [text for key, value in keys.items() for text in ("--set", f"{key}={value}")]
         place = ["--cluster", self.cluster, "--nodes", str(self.nodes)]
@@ -87,105 +85,35 @@ class Situation:
 
 
 ALL: Final = (("none", 0), ("full", 0), ("none", 1))
-FOLDED: Final = (
-    "megatron:folded",
-    "wavelet",
-    "dhelix",
-    "braid",
-    "braid:eager_w",
-    "braid:twins",
-    "braid:v",
-    "dualpipev",
-    "zbv",
-)
-
 SITUATIONS: Final = (
     # dense models, tensor parallelism over a node, pipelines over nodes
-    Situation(
-        cluster="a40",
-        nodes=8,
-        model="llama-25b",
-        parallel={"tp": 8, "pp": 8},
-        micro_batches=16,
-        variants=ALL,
-    ),
-    Situation(
-        cluster="h100",
-        nodes=4,
-        model="gpt-18b",
-        parallel={"tp": 4, "pp": 4, "dp": 2},
-        micro_batches=12,
-        variants=ALL,
-    ),
-    Situation(
-        cluster="h200",
-        nodes=4,
-        model="llama-3.1-70b",
-        parallel={"tp": 8, "pp": 4},
-        micro_batches=8,
-        micro_batch=2,
-        variants=(("selective", 0), ("fine", 1)),
-    ),
-    Situation(
-        cluster="b200", nodes=2, model="qwen3-32b", parallel={"tp": 2, "pp": 4, "dp": 2}, micro_batches=16
-    ),
-    Situation(
-        cluster="rtx3090", nodes=2, model="oases-llama-7b", parallel={"tp": 4, "pp": 2}, micro_batches=8
-    ),
-    Situation(cluster="v100x8", nodes=1, model="bert-1.3b", parallel={"pp": 4, "dp": 2}, micro_batches=8),
+    Situation("a40", 8, "llama-25b", {"tp": 8, "pp": 8}, 16, ALL),
+    Situation("h100", 4, "gpt-18b", {"tp": 4, "pp": 4, "dp": 2}, 12, ALL),
+    Situation("h200", 4, "llama-3.1-70b", {"tp": 8, "pp": 4}, 8, (("selective", 0), ("fine", 1)), 2),
+    Situation("b200", 2, "qwen3-32b", {"tp": 2, "pp": 4, "dp": 2}, 16),
+    Situation("rtx3090", 2, "oases-llama-7b", {"tp": 4, "pp": 2}, 8),
+    Situation("v100x8", 1, "bert-1.3b", {"pp": 4, "dp": 2}, 8),
     # one table for both ends; chunks of unequal numbers of layers
-    Situation(cluster="a100x8", nodes=1, model="qwen3-1.7b", parallel={"tp": 2, "pp": 4}, micro_batches=8),
+    Situation("a100x8", 1, "qwen3-1.7b", {"tp": 2, "pp": 4}, 8),
     # one stage
-    Situation(
-        cluster="h100",
-        nodes=2,
-        model="llama-3.1-8b",
-        parallel={"tp": 8, "dp": 2},
-        micro_batches=6,
-        variants=(("none", 0), ("full", 1)),
-    ),
-    Situation(
-        cluster="centauri_a", nodes=4, model="centauri-medium", parallel={"tp": 4, "dp": 8}, micro_batches=2
-    ),
+    Situation("h100", 2, "llama-3.1-8b", {"tp": 8, "dp": 2}, 6, (("none", 0), ("full", 1))),
+    Situation("centauri_a", 4, "centauri-medium", {"tp": 4, "dp": 8}, 2),
     # mixtures of experts
-    Situation(
-        cluster="h100",
-        nodes=4,
-        model="mixtral-8x7b",
-        parallel={"dp": 8, "ep": 8, "pp": 4},
-        micro_batches=8,
-        variants=ALL,
-    ),
-    Situation(
-        cluster="a800",
-        nodes=2,
-        model="phi-31b",
-        parallel={"tp": 2, "dp": 4, "ep": 4, "pp": 2},
-        micro_batches=8,
-    ),
+    Situation("h100", 4, "mixtral-8x7b", {"dp": 8, "ep": 8, "pp": 4}, 8, ALL),
+    Situation("a800", 2, "phi-31b", {"tp": 2, "dp": 4, "ep": 4, "pp": 2}, 8),
     # context parallelism, both exchanges
-    Situation(
-        cluster="a800",
-        nodes=8,
-        model="llama-66b",
-        parallel={"tp": 8, "cp": 2, "pp": 4},
-        micro_batches=8,
-        variants=(("none", 0), ("fine", 0)),
-    ),
-    Situation(
-        cluster="a40",
-        nodes=4,
-        model="gpt-6.7b",
-        parallel={"tp": 4, "cp": 2, "pp": 2, "dp": 2, "context": "ring"},
-        micro_batches=4,
-    ),
+    Situation("a800", 8, "llama-66b", {"tp": 8, "cp": 2, "pp": 4}, 8, (("none", 0), ("fine", 0))),
+    Situation("a40", 4, "gpt-6.7b", {"tp": 4, "cp": 2, "pp": 2, "dp": 2, "context": "ring"}, 4),
     # micro-batches that some pipelines refuse
-    Situation(cluster="h100", nodes=1, model="llama-8b", parallel={"tp": 2, "pp": 4}, micro_batches=5),
+    Situation("h100", 1, "llama-8b", {"tp": 2, "pp": 4}, 5),
 )
 
 
-def cli_cases() -> dict[str, Callable[[], Case]]:
-    """Names of the cases that ``braid simulate`` can do, and how to record them."""
+def cli_cases(called: Mapping[str, str]) -> dict[str, Callable[[], Case]]:
+    """Names of the cases that ``braid simulate`` can do, and how to record them.
+
+    ``called``: other names of schedules, by which they are simulated.
+    """
     runner = CliRunner()
 
     def recorded(arguments: Sequence[str]) -> Callable[[], Case]:
@@ -193,11 +121,11 @@ def cli_cases() -> dict[str, Callable[[], Case]]:
 
     return {
         f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}": recorded(
-            situation.arguments(schedule, recompute, zero)
+            situation.arguments(called.get(schedule, schedule), recompute, zero)
         )
         for situation in SITUATIONS
         for recompute, zero in situation.variants
-        for schedule in situation.schedules
+        for schedule in SCHEDULES
     }
 
 
@@ -218,14 +146,16 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
     return {**found, **{f"{level}_bytes": links[level]["bytes_per_gpu"] for level in ("intra", "inter")}}
 
 
-def record(pattern: str | None, tell: Callable[[str], None]) -> dict[str, Case]:
-    """All cases whose names hold the pattern."""
-    cases = {**cli_cases(), **unit_cases(numbers_of)}
+def record(pattern: str | None, tell: Callable[[str], None], *, as_before: bool = False) -> dict[str, Case]:
+    """All cases whose names hold the pattern; ``as_before``: see `tests.recorded.before`."""
+    called = FORMER if as_before else {}
+    cases = {**cli_cases(called), **unit_cases(numbers_of, called)}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):
         begin = time.perf_counter()
-        found[name] = cases[name]()
+        with former_costs() if as_before else nullcontext():
+            found[name] = cases[name]()
         shown = found[name].get(REFUSED) or f"{found[name]['step_seconds']:.6f} s"
         tell(f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)")
     return found
@@ -234,39 +164,30 @@ def record(pattern: str | None, tell: Callable[[str], None]) -> dict[str, Case]:
 # -- comparison ----------------------------------------------------------------------------------------------
 
 
-def relative(old: float, new: float) -> float:
-    """Difference of two numbers as a share of the larger one, with the sign of the change."""
-    return 0.0 if old == new else (new - old) / max(abs(old), abs(new))
-
-
 def differences(old: Case, new: Case) -> dict[str, float]:
     """Relative differences beyond the tolerance, by number; 1 for a number that is in one of them alone."""
-    shares = {
-        name: relative(old[name], new[name]) if name in old and name in new else 1.0
-        for name in sorted({*old, *new})
-    }
-    return {name: share for name, share in shares.items() if abs(share) > TOLERANCE}
+
+    def share(name: str) -> float:
+        if not (name in old and name in new):
+            return 1.0
+        before, after = old[name], new[name]
+        return 0.0 if before == after else (after - before) / max(abs(before), abs(after))
+
+    shares = {name: share(name) for name in sorted({*old, *new})}
+    return {name: found for name, found in shares.items() if abs(found) > TOLERANCE}
 
 
 def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> Iterator[str]:
-    """Lines about every difference, by schedule; none if there is none."""
-    for title, ours, theirs in (("the old", old, new), ("the new", new, old)):
-        if alone := sorted(ours.keys() - theirs.keys()):
-            yield f"only in {title} record ({len(alone)}):"
-            yield from (f"  {name}" for name in alone)
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(old.keys() & new.keys()):
-        before, after = old[name], new[name]
-        schedule = name.rpartition(": ")[2]
-        if (REFUSED in before) != (REFUSED in after):
+    """A line about every difference, schedule by schedule; none if there is none."""
+    for name in sorted({*old, *new}, key=lambda name: name.rpartition(": ")[::-1]):
+        before, after = old.get(name), new.get(name)
+        if before is None or after is None:
+            yield f"{name}: only in the {'new' if before is None else 'old'} record"
+        elif (REFUSED in before) != (REFUSED in after):
             which, case = ("old", before) if REFUSED in before else ("new", after)
-            groups[schedule].append(f"  {name}: refused in the {which} record: {case[REFUSED]}")
+            yield f"{name}: refused in the {which} record: {case[REFUSED]}"
         elif REFUSED not in before and (found := differences(before, after)):
-            shares = ", ".join(f"{number} {share:+.2e}" for number, share in found.items())
-            groups[schedule].append(f"  {name}: {shares}")
-    for schedule, lines in groups.items():
-        yield f"{schedule} ({len(lines)}):"
-        yield from lines
+            yield f"{name}: {', '.join(f'{number} {share:+.2e}' for number, share in found.items())}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -276,9 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--out", type=Path, help="record to this file")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
     parser.add_argument("--only", help="only cases whose names hold this pattern")
+    parser.add_argument("--as-before", action="store_true", help="with former costs and names")
     given = parser.parse_args(arguments)
     if given.out is not None:
-        found = record(given.only, lambda line: print(line, file=sys.stderr, flush=True))
+        tell = functools.partial(print, file=sys.stderr, flush=True)
+        found = record(given.only, tell, as_before=given.as_before)
         write_cases(given.out, found)
         return 0
     old, new = (

@@ -23,13 +23,11 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -51,16 +49,12 @@ _PATIENCE: Final = 600.0
 """Seconds for a command."""
 
 
-# -- runs ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Workplace:
     """A folder in which runs are done, and the one with profiles."""
 
     folder: Path
     cache: Path
-    _profiling: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self) -> None:
         """Write a corpus, the same every time, and tokenise it."""
@@ -99,17 +93,12 @@ class Workplace:
             return self._braid("train", slug, content)
         profile = self.cache / f"{training.model.replace(' ', '-')}-{training.layout.replace(' ', '-')}.json"
         content["overlap"]["profile"] = str(profile)
-        with self._profiling:
-            fresh = not profile.exists()
-            made = self._profile(profile, content, slug) if fresh else None
-        if made is not None and made.code:
-            return made
-        done = self._braid("train", slug, content)
-        if done.code == _REFUSED_EXIT and not fresh and str(profile) in done.errors:
-            with self._profiling:
-                made = self._profile(profile, content, slug)
-            return made if made.code else self._braid("train", slug, content)
-        return done
+        if profile.exists():
+            done = self._braid("train", slug, content)
+            if not (done.code == _REFUSED_EXIT and str(profile) in done.errors):
+                return done
+        made = self._profile(profile, content, slug)
+        return made if made.code else self._braid("train", slug, content)
 
     def _profile(self, path: Path, content: Mapping[str, Any], slug: str) -> Outcome:
         """Measure the costs of a run's operators, which do not depend on its schedule."""
@@ -186,9 +175,6 @@ def parameter_bytes(checkpoint: Path) -> Iterator[bytes]:
         yield tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-# -- record --------------------------------------------------------------------------------------------------
-
-
 def origin() -> Case:
     """The commit, a digest of its sources, PyTorch and the processor."""
     from importlib.metadata import version
@@ -207,14 +193,11 @@ def origin() -> Case:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def record(out: Path, cache: Path, pattern: str | None, jobs: int) -> None:
+def record(out: Path, cache: Path, pattern: str | None) -> None:
     """Do all runs whose names hold the pattern and that are not in the file yet.
 
     `ValueError` if the file is a record of other sources.
@@ -226,23 +209,15 @@ def record(out: Path, cache: Path, pattern: str | None, jobs: int) -> None:
     cases = training_cases()
     names = [name for name in chosen(cases, pattern) if FAILED in found.get(name, {FAILED: ""})]
     cache.mkdir(parents=True, exist_ok=True)
-    writing = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="recorded-") as folder, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
         place = Workplace(Path(folder), cache.absolute())
         place.prepare()
-
-        def one(name: str) -> None:
+        for number, name in enumerate(names, start=1):
             begin = time.perf_counter()
-            case = place.record(cases[name])
-            with writing:
-                found[name] = case
-                write_cases(out, found)
-                done = sum(other in found for other in names)
-                print(f"{done}/{len(names)} {name}: {_short(case)} ({time.perf_counter() - begin:.0f} s)")
-                sys.stdout.flush()
-
-        for _ in pool.map(one, names):
-            pass
+            found[name] = place.record(cases[name])
+            write_cases(out, found)
+            seconds = time.perf_counter() - begin
+            print(f"{number}/{len(names)} {name}: {_short(found[name])} ({seconds:.0f} s)", flush=True)
 
 
 def _short(case: Case) -> str:
@@ -252,11 +227,8 @@ def _short(case: Case) -> str:
     return f"loss {case['read'][-1]:.6f}, parameters {case['parameters'][:12]}"
 
 
-# -- comparison ----------------------------------------------------------------------------------------------
-
-
 def verdict(old: Case | None, new: Case | None) -> str:
-    """What became of a case: one of the columns of the table, with details after a colon."""
+    """What became of a case, with details after a colon."""
     if old is None or new is None:
         return f"in one only: {'the new' if old is None else 'the old'}"
     if FAILED in old or FAILED in new:
@@ -275,28 +247,18 @@ def verdict(old: Case | None, new: Case | None) -> str:
     return f"different: {', '.join(unlike)}; losses {apart:.1e} apart"
 
 
-COLUMNS: Final = ("equal", "refused in both", "different", "refused in one", "failed", "in one only")
-GOOD: Final = COLUMNS[:2]
-
-
 def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str], bool]:
-    """A table by schedule, then all that is not equal; and whether all is."""
+    """Where the records are from, how many verdicts of each kind, all that is not equal; whether all is."""
     lines = [
         f"{key}: {old.get(ORIGIN, {}).get(key)} / {new.get(ORIGIN, {}).get(key)}"
         for key in ("commit", "torch", "processor")
-        if old.get(ORIGIN, {}).get(key) != new.get(ORIGIN, {}).get(key)
     ]
     names = sorted({*old, *new} - {ORIGIN})
     verdicts = {name: verdict(old.get(name), new.get(name)) for name in names}
-    counts: dict[str, Counter[str]] = {}
-    for name, text in verdicts.items():
-        counts.setdefault(name.rpartition(": ")[2], Counter())[text.partition(":")[0]] += 1
-    counts["all"] = sum(counts.values(), Counter())
-    lines.append(f"{'':12}" + "".join(f"{column:>17}" for column in COLUMNS))
-    lines += [f"{name:12}" + "".join(f"{row[c]:>17}" for c in COLUMNS) for name, row in counts.items()]
-    bad = {name: text for name, text in verdicts.items() if text.partition(":")[0] not in GOOD}
-    lines += [f"{name}\n    {text}" for name, text in bad.items()]
-    return lines, not bad
+    counts = Counter(text.partition(":")[0] for text in verdicts.values())
+    lines += [f"{kind}: {count}" for kind, count in sorted(counts.items())]
+    bad = {name: text for name, text in verdicts.items() if text not in ("equal", "refused in both")}
+    return [*lines, *(f"{name}\n    {text}" for name, text in bad.items())], not bad
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,10 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
     parser.add_argument("--cache", type=Path, help="folder of profiles (default: profiles, beside the file)")
     parser.add_argument("--only", help="only runs whose names hold this pattern")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     given = parser.parse_args(arguments)
     if given.out is not None:
-        record(given.out, given.cache or given.out.parent / "profiles", given.only, given.jobs)
+        record(given.out, given.cache or given.out.parent / "profiles", given.only)
         return int(any(FAILED in case for case in read_cases(given.out).values()))
     old, new = (
         {name: cases[name] for name in cases if name == ORIGIN or name in chosen(cases, given.only)}

@@ -1,6 +1,7 @@
 """Which short runs are recorded: schedules, layouts, models, recomputation, number formats."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -81,11 +82,7 @@ class Training:
     @property
     def ranks(self) -> int:
         """Number of processes that train."""
-        degrees = LAYOUTS[self.layout].values()
-        product = 1
-        for degree in degrees:
-            product *= degree
-        return product
+        return math.prod(LAYOUTS[self.layout].values())
 
     def content(self) -> dict[str, Any]:
         """The configuration, without what is decided by costs."""

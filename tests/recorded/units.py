@@ -40,12 +40,13 @@ SLOWDOWNS: Final = {
 """Made up: what a measured profile says of classes, each side by itself."""
 
 
-def unit_cases(numbers: Numbers) -> dict[str, Callable[[], Case]]:
+def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dict[str, Callable[[], Case]]:
     """Names of the cases, and how to record them.
 
     Units of two and four layers, on one stage and two; and costs by which starting a collective and going on
     after it take time, as in measured profiles, for units of layers and (on one cluster) for every schedule
-    layer by layer. ``numbers`` picks what is recorded.
+    layer by layer. ``numbers`` picks what is recorded; ``called``: other names of schedules, by which
+    they are simulated.
     """
     cases: dict[str, Callable[[], Case]] = {}
     for (cluster, model, tp), pp in product(PRESETS, (1, 2)):
@@ -57,7 +58,8 @@ def unit_cases(numbers: Numbers) -> dict[str, Callable[[], Case]]:
         for handled, schedule, unit_layers in kinds:
             costs = "handled" if handled else "modelled"
             title = f"{model} on {cluster}, tp {tp} pp {pp}, {costs} costs, unit {unit_layers}: {schedule}"
-            cases[title] = _case(cluster, model, tp, pp, schedule, unit_layers, handled, numbers)
+            name = (called or {}).get(schedule, schedule)
+            cases[title] = _case(cluster, model, tp, pp, name, unit_layers, handled, numbers)
     return cases
 
 

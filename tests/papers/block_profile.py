@@ -7,14 +7,16 @@ error when it is asked for, never zero.
 
 import csv
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
+
+from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, PassCosts
 
 HEADER: Final = (
     "hidden_size",
@@ -37,10 +39,6 @@ SIZES: Final = 3
 
 NOT_RUN: Final = -1.0
 """What stands in every measured column of a size that was not run (out of memory, or not possible)."""
-
-
-_DECIMAL: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?")
-"""Stricter than `float`, which takes 1_0, nan and blanks."""
 
 
 class BlockSize(NamedTuple):
@@ -97,32 +95,16 @@ class BlockProfile:
     not_run: frozenset[BlockSize] = frozenset()
 
     def costs(self, hidden: int, degree: int, batch: int) -> BlockCosts:
-        """Costs of a size; `ValueError` names what is missing and what there is instead."""
+        """Costs of a size; `ValueError` names one that is missing."""
         size = BlockSize(hidden, degree, batch)
         if size not in self.measured:
-            why = "was not run (-1 in the file)" if size in self.not_run else "is not in the file"
-            raise ValueError(f"{self.source}: {size} {why}; {self._nearest(size)}")
+            raise ValueError(f"{self.source}: {size} is not in the file")
         return self.measured[size]
 
     def split(self, hidden: int, degree: int, batch: int, *, parts: int) -> tuple[BlockCosts, ...]:
         """Costs of the sub-batches of a batch, the larger ones first; one without samples costs nothing."""
         sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
         return tuple(self.costs(hidden, degree, size) if size else _NOTHING for size in sizes)
-
-    def _nearest(self, size: BlockSize) -> str:
-        """What of a missing size is there, from the coarsest column that has to change."""
-        hidden = sorted({known.hidden for known in self.measured})
-        degrees = self.degrees(size.hidden)
-        batches = sorted(k.batch for k in self.measured if k[:2] == size[:2])
-        if size.hidden not in hidden:
-            return f"measured hidden sizes: {_listed(hidden)}"
-        if size.degree not in degrees:
-            return f"measured degrees of hidden {size.hidden}: {_listed(degrees)}"
-        return f"measured batches of hidden {size.hidden}, degree {size.degree}: {_listed(batches)}"
-
-    def degrees(self, hidden: int) -> tuple[int, ...]:
-        """Degrees of which some batch was measured."""
-        return tuple(sorted({known.degree for known in self.measured if known.hidden == hidden}))
 
     def activation_size_bytes(self, hidden: int, batch: int) -> int:
         """Bytes of a block's input or output, which is also the message of its collective."""
@@ -156,7 +138,7 @@ class BlockProfile:
 
 
 def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: int = 4) -> BlockProfile:
-    """Read a CSV with the columns of `HEADER`; `ValueError` names file, line, column, value and remedy.
+    """Read a CSV with the columns of `HEADER`; `ValueError` for another header or no measured row.
 
     ``sequence`` and ``activation_bytes`` (per element) are those of the measurement, which the file does not
     say: the public RTX 3090 profile was taken at 1024 tokens in 32-bit floats.
@@ -165,29 +147,24 @@ def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: in
     profiler that wrote the public file calls the all-reduce without a group, that is on all ranks, and has
     a time for every degree.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as text ({error}); give the path of a profile") from None
-    lines = csv.reader(text.splitlines(), strict=True)
+    header, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines(), strict=True)
+    if tuple(header) != HEADER:
+        raise ValueError(f"{path}, line 1: header {','.join(header)!r} must be {','.join(HEADER)!r}")
     measured: dict[BlockSize, BlockCosts] = {}
-    first_line: dict[BlockSize, int] = {}
-    try:
-        _check_header(path, next(lines, []))
-        for cells in lines:
-            row = _Row(f"{path}, line {lines.line_num}", cells)
-            if row.size in first_line:
-                raise ValueError(
-                    f"{row.where}: {row.size} stands in line {first_line[row.size]} too; remove one of them"
-                )
-            first_line[row.size] = lines.line_num
-            costs = row.costs()
-            if costs is not None:
-                measured[row.size] = costs
-    except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {lines.line_num}: {error}; write plain comma-separated text"
-        ) from None
+    not_run: set[BlockSize] = set()
+    for cells in lines:
+        size = BlockSize(*map(int, cells[:SIZES]))
+        values = dict(zip(HEADER[SIZES:], map(float, cells[SIZES:]), strict=True))
+        if NOT_RUN in values.values():
+            not_run.add(size)
+            continue
+        ns = {column: max(1, round(value * 1e6)) for column, value in values.items()}
+        measured[size] = BlockCosts(
+            forward_ns=(ns["attn_fp"], ns["mlp_fp"]),
+            backward_ns=(ns["attn_bp"], ns["mlp_bp"]),
+            collective_ns=ns["comm"] if size.degree > 1 else 0,
+            runtime_bytes=math.ceil(values["runtime_memory"] * 2**20),
+        )
     if not measured:
         raise ValueError(f"{path}: no measured row; give a profile with rows of {', '.join(HEADER)}")
     return BlockProfile(
@@ -195,61 +172,99 @@ def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: in
         sequence=sequence,
         activation_bytes=activation_bytes,
         measured=measured,
-        not_run=frozenset(first_line.keys() - measured.keys()),
+        not_run=frozenset(not_run),
     )
 
 
-def _check_header(path: Path, cells: Sequence[str]) -> None:
-    if tuple(cells) != HEADER:
-        raise ValueError(f"{path}, line 1: header {','.join(cells)!r} must be {','.join(HEADER)!r}")
+# -- the choice of degrees (Oases) ---------------------------------------------------------------------------
+
+PARAMETER_STATE_BYTES: Final = 16
+"""Bytes of a parameter's states with Adam: weight, gradient and two moments in 32 bits, or 16-bit weight
+and gradient beside a 32-bit weight and moments."""
 
 
-class _Row:
-    """One line of the file while it is read."""
+def problem_from_profile(
+    profile: BlockProfile,
+    *,
+    hidden: int,
+    layers: int,
+    devices: int,
+    global_batch: int,
+    memory_limit_bytes: int,
+    degrees: Sequence[int] | None = None,
+    parameter_state_bytes: int = PARAMETER_STATE_BYTES,
+) -> DegreeProblem:
+    """The problem of equal layers with 12 hidden^2 weights on ``devices`` ranks.
 
-    def __init__(self, where: str, cells: Sequence[str]) -> None:
-        self.where = where
-        if len(cells) != len(HEADER):
-            raise ValueError(f"{where}: {len(cells)} columns, must be {len(HEADER)}: {', '.join(HEADER)}")
-        self._cells = dict(zip(HEADER, cells, strict=True))
-        self.size = BlockSize(*(self._count(column) for column in HEADER[:SIZES]))
+    Degree t leaves ``devices / t`` replicas of ``global_batch x t / devices`` samples. That number must be
+    whole. Two or more samples are split in two sub-batches, the first the larger; one sample is one
+    sub-batch. The buffers are those of the whole batch of a replica, an upper bound.
 
-    def _count(self, column: str) -> int:
-        text = self._cells[column]
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise ValueError(f"{self.where}: {column}={text!r} must be a whole number of at least 1")
-        return int(text)
+    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed, and
+    keeps the reasons for the others; degrees that are named must be available, else `ValueError`.
 
-    def _number(self, column: str) -> float:
-        text = self._cells[column]
-        value = float(text) if _DECIMAL.fullmatch(text) else math.nan
-        if not (math.isfinite(value) and (value > 0 or value == NOT_RUN)):
-            unit = "MiB" if column == "runtime_memory" else "milliseconds"
-            raise ValueError(
-                f"{self.where}: {column}={text!r} must be {unit} above zero, or -1 for what was not run"
-            )
-        return value
+    The all-gather between degrees i < j moves the samples of a replica of degree j that a rank has not got,
+    ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces.
+    """
+    for name, value in (("hidden", hidden), ("devices", devices), ("global_batch", global_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    wanted = [2**n for n in range(devices.bit_length())] if degrees is None else sorted(set(degrees))
+    options, left_out = [], {}
+    for degree in wanted:
+        try:
+            batch = replica_batch(degree, devices, global_batch)
+            options.append(_degree_costs(profile, hidden, degree, batch, parameter_state_bytes))
+        except ValueError as error:
+            if degrees is not None:
+                raise ValueError(f"degree {degree}: {error}") from None
+            left_out[degree] = str(error)
+    gathers = {}
+    if len(options) > 1:
+        fit = profile.fit_all_reduce()
+        for low, high in product([option.degree for option in options], repeat=2):
+            if low < high:
+                batch = replica_batch(high, devices, global_batch)
+                whole = profile.activation_size_bytes(hidden, batch)
+                gathers[low, high] = fit.all_gather_ns(whole - whole * low // high)
+    return DegreeProblem(
+        layers=layers,
+        options=tuple(options),
+        gather_ns=gathers,
+        memory_limit_bytes=memory_limit_bytes,
+        left_out=left_out,
+    )
 
-    def costs(self) -> BlockCosts | None:
-        """The measured columns; None where all of them say that the size was not run."""
-        columns = HEADER[SIZES:]
-        values = {column: self._number(column) for column in columns}
-        missing = [column for column in columns if values[column] == NOT_RUN]
-        if len(missing) == len(columns):
-            return None
-        if missing:
-            raise ValueError(
-                f"{self.where}: {missing[0]}=-1 beside measured columns; "
-                f"measure it, or write -1 in all of {', '.join(columns)}"
-            )
-        times = {column: max(1, round(values[column] * 1e6)) for column in columns[:-1]}
-        return BlockCosts(
-            forward_ns=(times["attn_fp"], times["mlp_fp"]),
-            backward_ns=(times["attn_bp"], times["mlp_bp"]),
-            collective_ns=times["comm"] if self.size.degree > 1 else 0,
-            runtime_bytes=math.ceil(values["runtime_memory"] * 2**20),
+
+def replica_batch(degree: int, devices: int, global_batch: int) -> int:
+    """Samples of a replica at a degree; `ValueError` where degree or batch do not divide."""
+    if degree < 1 or degree & (degree - 1) or devices % degree:
+        raise ValueError(f"the degree must be a power of two that divides devices={devices}")
+    batch, rest = divmod(global_batch * degree, devices)
+    if rest:
+        raise ValueError(
+            f"global_batch={global_batch} does not divide over {devices // degree} replicas; "
+            f"use a multiple of {devices // degree}"
         )
+    return batch
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
+def _degree_costs(
+    profile: BlockProfile, hidden: int, degree: int, batch: int, parameter_state_bytes: int
+) -> DegreeCosts:
+    first, second = profile.split(hidden, degree, batch, parts=2)
+    forward = tuple(zip(first.forward_ns, second.forward_ns, strict=True))
+    backward = tuple(zip(first.backward_ns, second.backward_ns, strict=True))
+    collective = (first.collective_ns, second.collective_ns)
+    weights = 12 * hidden * hidden
+    return DegreeCosts(
+        degree=degree,
+        forward=tuple(PassCosts(compute_ns=f, collective_ns=collective) for f in forward),
+        backward=tuple(
+            PassCosts(compute_ns=(f[0] + b[0], f[1] + b[1]), collective_ns=collective)
+            for f, b in zip(forward, backward, strict=True)
+        ),
+        state_bytes=-(-weights * parameter_state_bytes // degree),
+        saved_bytes=2 * profile.activation_size_bytes(hidden, batch),
+        runtime_bytes=profile.costs(hidden, degree, batch).runtime_bytes,
+    )
