@@ -177,23 +177,6 @@ def test_without_a_step_it_comes_when_it_is_called(
     assert Saboteur([fault(step=None)], 0, tmp_path, stretches).before(7, gradients()) is None
 
 
-def test_a_save_is_hit_when_it_is_called(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
-) -> None:
-    saboteur = Saboteur([fault(step=None, phase="save")], 1, tmp_path, stretches)
-    folder = tmp_path / "step-6.tmp-1"
-    folder.mkdir()
-    (folder / "__1_0.distcp").write_bytes(b"half")
-    saboteur.during_save(6, folder)
-    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "a save too early"
-    call(tmp_path / FOLDER, "000")
-    saboteur.during_save(12, folder)
-    for thread in threading.enumerate():
-        if thread.name == "saboteur":
-            thread.join(10)
-    assert killed == [signal.SIGKILL]
-
-
 def test_a_stop_is_no_kill(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
     saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, stretches)
     assert len(positions(saboteur, 5, len(stretches), killed)) == 1
