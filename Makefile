@@ -46,8 +46,8 @@ check: setup  ## formatting, lint, types, import rules
 races: setup  ## the CUDA path on a model of the machine: races, lifetimes, communicators, other orders
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.races $(RACES)
 
-gpu:  ## the first GPU: check and measure everything with the python that is here (needs PyTorch for CUDA, no setup)
-	$(PYTHON) -m braid.jobs.bench report $(GPU)
+gpu:  ## check and measure this machine's GPUs with the python that is here (needs PyTorch and pytest, no setup)
+	$(PYTHON) -m tests.gpu $(GPU)
 
 golden: setup  ## renew the golden files under tests/golden; read the difference before you commit it
 	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/fused/test_machine_code.py \

@@ -29,7 +29,8 @@ def effectiveness(profile: Profile) -> Effectiveness:
 
     `ValueError` where the profile does not say.
     """
-    names = profile.layer_operators
+    # Pieces of operators are timed alone and have no class: they have no row.
+    names = {key: name for key, name in profile.layer_operators.items() if key in profile.classes}
     links = [key for key in names if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in names if key not in links and profile.solo_ns[key] > 0]
     alike: dict[tuple[float, ...], list[str]] = {}

@@ -1,6 +1,6 @@
 """One profile of what all ranks measured.
 
-Needs neither torch nor the configuration: benchmarks on GPUs run where pydantic is not installed.
+Needs neither torch nor the configuration: tests of GPUs run where pydantic is not installed.
 """
 
 from collections import defaultdict

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config import Config
 
 _DEFAULTS: Final[Mapping[str, str]] = {

@@ -1,6 +1,6 @@
 """What a rank asks of the accelerator it computes on: streams, events, and to wait.
 
-One small interface, so that the classes which put work in order (`CudaStreams`, `HostLink`) can run on a
+One small interface, so that the classes which put work in order (`CudaStreams`) can run on a
 model of the machine that checks what they do (tests/cuda), and on whatever accelerator torch knows.
 """
 

@@ -23,7 +23,7 @@ from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
 
-if TYPE_CHECKING:  # benchmarks on one GPU run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config.machines import NcclConfig, NcclLimits
 
 LAYER_AXES: Final = ("tp", "cp", "ep")

@@ -11,7 +11,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.trace import OverlapNumbers
 
-if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config import Config
 
 

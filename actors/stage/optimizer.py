@@ -16,7 +16,7 @@ from braid.actors.stage.sharing import Sharing
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.buckets import BucketKey
 
-if TYPE_CHECKING:  # benchmarks on GPUs run where pydantic is not installed
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

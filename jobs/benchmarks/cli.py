@@ -142,9 +142,6 @@ def bench_overlap(
     spans_cost: Annotated[
         bool, typer.Option("--spans-cost", help="Also run the last schedule without recording spans.")
     ] = False,
-    modelled: Annotated[
-        bool, typer.Option("--modelled", help="Also pair the last schedule by modelled costs.")
-    ] = False,
     without: Annotated[
         Literal["partitions", "reorders", "early_sums"] | None,
         typer.Option(help="Also run braid without one of Centauri's tiers."),
@@ -192,7 +189,6 @@ def bench_overlap(
             ray=ray,
             memory=layout not in overlap_case.MIXED,  # of many ranks it takes minutes
             spans_cost=spans_cost,
-            modelled=modelled,
             without=without,
             progress=lambda text: console.print(text, highlight=False),
         )

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from braid.jobs.benchmarks.peer_model import Attention, PeerSizes, Stage
+from braid.jobs.benchmarks.peer_model import Attention, Stage
+from braid.jobs.benchmarks.plain_torch import PlainSizes
 from braid.jobs.benchmarks.replicated_peers import DdpPeer
 
 CP = "torch_cp"
@@ -61,7 +62,7 @@ class GatherPieces(torch.autograd.Function):
 class ContextAttention(Attention):
     """Causal attention of two pieces of a sample to all of it."""
 
-    def __init__(self, sizes: PeerSizes, group: dist.ProcessGroup, mask_PA: Tensor) -> None:
+    def __init__(self, sizes: PlainSizes, group: dist.ProcessGroup, mask_PA: Tensor) -> None:
         """``mask``: of the last piece."""
         super().__init__(sizes)
         self.group, self.mask_PA = group, mask_PA
@@ -88,11 +89,6 @@ class ContextAttention(Attention):
 
 class ContextPeer(DdpPeer):
     """``DistributedDataParallel`` over ranks that have pieces of the same samples."""
-
-    def _check(self) -> None:
-        length, pieces = self.settings.sizes.sequence, 2 * self._replicas
-        if length % pieces:
-            raise ValueError(f"sizes.sequence {length}: {self.settings.kind} needs a multiple of {pieces}")
 
     def _replicate(self, model: Stage) -> None:
         sizes, group = self.settings.sizes, dist.new_group()

@@ -27,8 +27,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from braid.jobs.benchmarks.peer_model import ExpertSizes, Stage
+from braid.jobs.benchmarks.peer_model import Stage
 from braid.jobs.benchmarks.replicated_peers import DdpPeer
+from braid.scheduling.spec import ModelShape
 
 EP = "torch_ep"
 OF_EXPERTS = ".experts."
@@ -51,16 +52,17 @@ class GroupedLinear(nn.Module):
 class Mixture(nn.Module):
     """Experts over all ranks, and the router before them; it has the place of a layer's MLP."""
 
-    def __init__(self, hidden: int, sizes: ExpertSizes, group: dist.ProcessGroup) -> None:
+    def __init__(self, sizes: ModelShape, group: dist.ProcessGroup) -> None:
         super().__init__()
+        hidden = sizes.hidden
         self.sizes, self.group, self.ranks = sizes, group, group.size()
         held = sizes.experts // self.ranks
         self.router = nn.Linear(hidden, sizes.experts, bias=False)
         self.experts = nn.ModuleDict(
             {
-                "gate": GroupedLinear(held, hidden, sizes.width),
-                "up": GroupedLinear(held, hidden, sizes.width),
-                "down": GroupedLinear(held, sizes.width, hidden),
+                "gate": GroupedLinear(held, hidden, sizes.expert_width),
+                "up": GroupedLinear(held, hidden, sizes.expert_width),
+                "down": GroupedLinear(held, sizes.expert_width, hidden),
             }
         )
         self.auxiliary = torch.zeros(())
@@ -118,25 +120,15 @@ class Mixture(nn.Module):
 class ExpertPeer(DdpPeer):
     """``DistributedDataParallel`` of all but the experts."""
 
-    def _check(self) -> None:
-        super()._check()
-        kind, experts = self.settings.kind, self.settings.experts
-        if experts is None:
-            raise ValueError(f"experts None: {kind} trains a mixture of them")
-        if experts.experts % self._replicas:
-            raise ValueError(
-                f"experts.experts {experts.experts}: {kind} needs a multiple of {self._replicas}"
-            )
-
     def _replicate(self, model: Stage) -> None:
         experts = self.settings.experts
-        assert experts is not None, "it was checked"
+        assert experts is not None
         group = dist.new_group()
         # Other experts on every rank; what else is drawn here is made the same by DistributedDataParallel.
         torch.manual_seed(self.settings.seed + self._rank)
         self._mixtures = []
         for layer in model.layers.values():
-            layer.mlp = Mixture(self.settings.sizes.hidden, experts, group)
+            layer.mlp = Mixture(experts, group)
             self._mixtures.append(layer.mlp)
         named = dict(model.named_parameters())
         own = [name for name in named if OF_EXPERTS in name]

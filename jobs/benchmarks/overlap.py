@@ -31,7 +31,6 @@ from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.modelled import modelled_profile
 from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, WithoutTier, compared
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
 from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
@@ -80,7 +79,6 @@ def run(
     ray: bool = False,
     memory: bool = True,
     spans_cost: bool = False,
-    modelled: bool = False,
     without: str | None = None,
     others: Mapping[str, Decide] = MappingProxyType({}),
     progress: Progress = lambda text: None,
@@ -89,7 +87,6 @@ def run(
 
     ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
-    ``modelled``: also with a pairing that was found without measured costs, as ``NAME, modelled costs``.
     ``without``: also braid without one of Centauri's tiers (`overlap_case.TIERS`).
     ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
     """
@@ -117,8 +114,6 @@ def run(
             recorded.records = True
             bare = Side(f"{names[-1]}, no spans", recorded.ranks, records=False)
             sides.append(bare)
-        if modelled:
-            others = {**others, f"{names[-1]}, modelled costs": _by_modelled_costs(mbit)}
         if without:
             others = {**others, f"braid, without {without}": _without(without)}
         sides += [bench.start(name, profile, launchers, stack, decide) for name, decide in others.items()]
@@ -313,16 +308,6 @@ class _Bench:
             return group
 
         return Side(name, _started(begin, stack))
-
-
-def _by_modelled_costs(mbit: float) -> Decide:
-    """By a profile that knows of the measured one only how fast the machine computes."""
-
-    def found(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
-        believed = modelled_profile(config.layout(), model_graphs(config, shape), profile, mbit)
-        return planned(config, shape, believed)
-
-    return found
 
 
 def _without(tier: str) -> Decide:

@@ -4,102 +4,16 @@ Legend: B samples, S tokens of a sample (on this rank, where the sequence is sha
 (on this rank), K key-value heads (on this rank), H head dimension, V vocabulary.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@dataclass(frozen=True, kw_only=True)
-class PeerSizes:
-    """Sizes of a Llama: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, untied head."""
-
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    sequence: int
-    norm_eps: float = 1e-5
-    rotary_base: float = 10000.0
-
-    @classmethod
-    def of(cls, shape: object) -> "PeerSizes":
-        """The sizes that a record with the same names holds."""
-        return cls(**{field.name: getattr(shape, field.name) for field in fields(cls)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """What stands in place of every layer's MLP: SwiGLU experts, of which a token visits the best.
-
-    Gates of a token are some of a softmax over all experts. As many tokens visit an expert as want to.
-    """
-
-    experts: int
-    top_k: int
-    width: int
-    """Of an expert."""
-    normalised: bool = True
-    """Gates of a token are divided by their sum."""
-    balance_loss: float = 0.0
-    """Factor of the loss that balances experts (Fedus et al. 2021). Only its gradient counts."""
-    z_loss: float = 0.0
-    """Factor of the loss that keeps the router's logits small (Zoph et al. 2022); likewise."""
-    route_evenly: bool = False
-    """Tokens visit experts in turn, whatever their scores."""
-
-    @classmethod
-    def of(cls, shape: Any) -> "ExpertSizes | None":
-        """Those of a record named as `braid.scheduling.spec.ModelShape`, None if it has no experts.
-
-        Raises ValueError, naming it, for what no peer has.
-        """
-        if not shape.experts:
-            return None
-        for name in ("capacity_factor", "shared_experts", "softmax_after", "balance_rate"):
-            if value := getattr(shape, name):
-                raise ValueError(f"{name} {value}: no peer has it")
-        if shape.expert_layers != shape.layers:
-            raise ValueError(f"pattern {shape.pattern!r}: peers have experts in every layer")
-        return cls(
-            experts=shape.experts,
-            top_k=shape.top_k,
-            width=shape.expert_width,
-            normalised=shape.normalised,
-            balance_loss=shape.balance_loss,
-            z_loss=shape.z_loss,
-            route_evenly=shape.route_evenly,
-        )
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
-
-    cos: Tensor  # S x H
-    sin: Tensor  # S x H
-
-    def __init__(self, sizes: PeerSizes) -> None:
-        super().__init__()
-        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
-        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), sizes.rotary_base**-exponents)
-        angles_SH = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles_SH.cos().float(), persistent=False)
-        self.register_buffer("sin", angles_SH.sin().float(), persistent=False)
-
-    def forward(self, x_BNSH: Tensor) -> Tensor:
-        low, high = x_BNSH.chunk(2, dim=-1)
-        return x_BNSH * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+from braid.jobs.benchmarks.plain_torch import PlainSizes, Rotary
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention over all tokens of a sample; it takes the heads it finds in ``q``."""
 
-    def __init__(self, sizes: PeerSizes) -> None:
+    def __init__(self, sizes: PlainSizes) -> None:
         super().__init__()
         self.head_dim, self.grouped = sizes.head_dim, sizes.kv_heads != sizes.heads
         query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -113,7 +27,7 @@ class Attention(nn.Module):
             linear(x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q, self.k, self.v)
         )
-        o_BNSH = self.attend(rotary(q_BNSH), rotary(k_BKSH), v_BKSH)
+        o_BNSH = self.attend(rotary(q_BNSH, None), rotary(k_BKSH, None), v_BKSH)
         return self.projection(o_BNSH.transpose(1, 2).flatten(2))
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
@@ -124,7 +38,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, sizes: PeerSizes) -> None:
+    def __init__(self, sizes: PlainSizes) -> None:
         super().__init__()
         self.gate = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
         self.up = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
@@ -137,7 +51,7 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """A pre-norm transformer layer."""
 
-    def __init__(self, sizes: PeerSizes) -> None:
+    def __init__(self, sizes: PlainSizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
         self.attention = Attention(sizes)  # or of another kind (`braid.jobs.benchmarks.context_peers`)
@@ -152,11 +66,11 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """Stage ``index`` of ``count``: consecutive layers; the first has the embedding, the last the head."""
 
-    def __init__(self, sizes: PeerSizes, index: int, count: int) -> None:
+    def __init__(self, sizes: PlainSizes, index: int, count: int) -> None:
         super().__init__()
         begin, end = sizes.layers * index // count, sizes.layers * (index + 1) // count
         first, last = index == 0, index == count - 1
-        self.rotary = Rotary(sizes)
+        self.rotary = Rotary(sizes).float()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden) if first else None
         self.layers = nn.ModuleDict({str(number): Layer(sizes) for number in range(begin, end)})
         self.final_norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps) if last else None

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +15,20 @@ from braid.actors.stage.allocator import keep_freed_memory
 from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.network import Connections, bind_gloo
-from braid.jobs.benchmarks.peer_kinds import peer_of
-from braid.jobs.benchmarks.peer_model import ExpertSizes, PeerSizes
-from braid.jobs.benchmarks.peers import PeerSettings
+from braid.jobs.benchmarks.context_peers import CP, ContextPeer
+from braid.jobs.benchmarks.expert_peers import EP, ExpertPeer
+from braid.jobs.benchmarks.peers import Peer, PeerSettings
+from braid.jobs.benchmarks.plain_torch import PlainSizes
+from braid.jobs.benchmarks.replicated_peers import REPLICATED
 from braid.scheduling.spec import ModelShape
+
+SPECIAL: Mapping[str, type[Peer]] = {**REPLICATED, EP: ExpertPeer, CP: ContextPeer}
+"""Kinds that `Peer` itself does not train."""
+
+
+def peer_of(settings: PeerSettings, rank: int, world_size: int) -> Peer:
+    """One rank of a peer of any kind."""
+    return SPECIAL.get(settings.kind, Peer)(settings, rank, world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +68,14 @@ class PeerRank:
         world = config.layout().ranks
         connections = Connections()
         dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=world, timeout=timeout)
+        alike = ("micro_batch", "lr", "betas", "eps", "weight_decay", "clip_norm", "seed")
         settings = PeerSettings(
             kind=plan.kind,
             messages=plan.messages,
-            sizes=PeerSizes.of(plan.shape),
-            experts=ExpertSizes.of(plan.shape),
-            micro_batch=train.micro_batch,
+            sizes=PlainSizes.of(plan.shape),
+            experts=plan.shape if plan.shape.experts else None,
             micro_batches=train.global_batch // train.micro_batch,
-            lr=train.lr,
-            betas=train.betas,
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            clip_norm=train.clip_norm,
-            seed=train.seed,
+            **{name: getattr(train, name) for name in alike},
         )
         self._peer = peer_of(settings, self.rank, world)
         connections.made()

@@ -12,7 +12,7 @@ Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its excha
 
 Replicas are trained by `braid.jobs.benchmarks.replicated_peers`, experts that are cut over them by
 `braid.jobs.benchmarks.expert_peers`, sequences that are cut by `braid.jobs.benchmarks.context_peers`: they
-have kinds of their own, and `braid.jobs.benchmarks.peer_kinds` knows all.
+have kinds of their own, and `braid.jobs.benchmarks.peer_rank` knows all.
 
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
@@ -39,8 +39,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from braid.jobs.benchmarks.peer_messages import MessageCollectives
-from braid.jobs.benchmarks.peer_model import ExpertSizes, PeerSizes, Stage, global_name
+from braid.jobs.benchmarks.peer_model import Stage, global_name
+from braid.jobs.benchmarks.plain_torch import PlainSizes
 from braid.jobs.benchmarks.threaded_overlap import ThreadedOverlap
+from braid.scheduling.spec import ModelShape
 
 TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
 DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
@@ -52,7 +54,7 @@ class PeerSettings:
     """What a peer trains, and how: AdamW at a constant rate; ``clip_norm`` 0: no clipping."""
 
     kind: str
-    sizes: PeerSizes
+    sizes: PlainSizes
     micro_batch: int  # samples
     micro_batches: int  # of one step
     lr: float
@@ -61,7 +63,7 @@ class PeerSettings:
     weight_decay: float
     clip_norm: float
     seed: int
-    experts: ExpertSizes | None = None
+    experts: ModelShape | None = None
     """Instead of an MLP in every layer; only of kinds that cut experts."""
     messages: bool = False
     """Collectives of tensor-parallel ranks are Braid's messages between pairs of ranks, not gloo's, whose
@@ -100,41 +102,11 @@ def shard(stage: Stage, mesh: DeviceMesh) -> None:
     parallel.parallelize_module(stage, mesh, {name: style for name, style in plan.items() if name in here})
 
 
-def tensor_ranks(settings: PeerSettings, world_size: int) -> int:
-    """Ranks that share one stage's matrices.
-
-    Raises ValueError, naming the setting, for settings that do not fit the kind or the number of ranks.
-    """
-    kind, sizes = settings.kind, settings.sizes
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r}: known are {', '.join(KINDS)}")
-    tensor = {TP: world_size, TP_PIPELINE: 2}.get(kind, 1)
-    if world_size < 2 or world_size % tensor:
-        raise ValueError(f"{kind} on {world_size} ranks: it takes a multiple of {max(tensor, 2)}")
-    for name in ("heads", "kv_heads", "ffn", "vocabulary", "sequence"):
-        if getattr(sizes, name) % tensor:
-            raise ValueError(f"sizes.{name} {getattr(sizes, name)}: {kind} needs a multiple of {tensor}")
-    stages = stage_count(settings, world_size // tensor)
-    if sizes.layers < stages:
-        raise ValueError(f"sizes.layers {sizes.layers}: {kind} has {stages} stages, a layer each at least")
-    if kind in (DUALPIPEV, DUALPIPEV_THREADS) and settings.micro_batches < stages:
-        raise ValueError(f"micro_batches {settings.micro_batches}: {kind} needs at least {stages}")
-    return tensor
-
-
-def stage_count(settings: PeerSettings, pipeline: int) -> int:
-    """Stages of a pipeline over ``pipeline`` ranks."""
-    return pipeline * (2 if settings.kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
-
-
 class Peer:
     """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
 
     def __init__(self, settings: PeerSettings, rank: int, world_size: int) -> None:
-        """Build this rank's part of the model, with values drawn from ``settings.seed``; see `load`.
-
-        Raises ValueError, naming the setting, for settings that do not fit the kind or the number of ranks.
-        """
+        """Build this rank's part of the model, with values drawn from ``settings.seed``; see `load`."""
         self.settings = settings
         self.stages: dict[int, Stage] = {}
         self._is_sharded = False  # every stage, over tensor-parallel ranks
@@ -147,9 +119,9 @@ class Peer:
     def _build(self, rank: int, world_size: int) -> None:
         """Make this rank's stages, and what lets them train with those of other ranks."""
         settings = self.settings
-        tensor = tensor_ranks(settings, world_size)
+        tensor = {TP: world_size, TP_PIPELINE: 2}.get(settings.kind, 1)
         pipeline = world_size // tensor
-        count = stage_count(settings, pipeline)
+        count = pipeline * (2 if settings.kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
         place = rank // tensor
         self.stages = {
             index: Stage(settings.sizes, index, count)
@@ -168,13 +140,8 @@ class Peer:
             self._schedule = self._pipelined(count)
 
     def load(self, named: Mapping[str, Tensor]) -> None:
-        """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``.
-
-        Raises ValueError if a parameter is missing.
-        """
+        """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``."""
         for name, parameter in self._named():
-            if name not in named:
-                raise ValueError(f"{name} is missing")
             value = named[name]
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
@@ -192,13 +159,8 @@ class Peer:
     def step(self, tokens_BS: Tensor) -> float:
         """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
 
-        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks. Raises ValueError for
-        a batch of another shape than that of the settings.
+        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks.
         """
-        settings = self.settings
-        shape = settings.micro_batch * settings.micro_batches, settings.sizes.sequence + 1
-        if tokens_BS.shape != shape:
-            raise ValueError(f"tokens of shape {tuple(tokens_BS.shape)}: the settings say {shape}")
         inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
         with parallel.loss_parallel() if self._is_sharded else nullcontext():
             losses = self._passes(inputs_BS, targets_BS)

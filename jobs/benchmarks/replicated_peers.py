@@ -35,20 +35,9 @@ class ReplicatedPeer(Peer, ABC):
     """One of several ranks that all have the whole model, or a share of each of its parameters."""
 
     def _build(self, rank: int, world_size: int) -> None:
-        if world_size < 2:
-            raise ValueError(f"{self.settings.kind} on {world_size} ranks: it takes 2 at least")
         self._rank, self._replicas = rank, world_size
-        self._check()
         self.stages = {0: Stage(self.settings.sizes, 0, 1)}
         self._replicate(self.stages[0])
-
-    def _check(self) -> None:
-        """Raise ValueError, naming the setting, for settings that do not fit the number of ranks."""
-        settings, ranks = self.settings, self._replicas
-        if settings.micro_batches % ranks:
-            raise ValueError(
-                f"micro_batches {settings.micro_batches}: {settings.kind} needs a multiple of {ranks}"
-            )
 
     def _part(self, tokens_BS: Tensor) -> Tensor:
         """What this rank computes of a global batch."""

@@ -286,20 +286,6 @@ def test_a_mirror_that_does_not_answer_does_not_matter_where_the_own_one_is_good
     assert "cannot be read: no answer" in notes[0]
 
 
-def test_nothing_good_to_bring(url: str, store: CheckpointStore, tmp_path: Path) -> None:
-    mirror = mirror_of(url)
-    with pytest.raises(CheckpointError, match=f"there is no checkpoint in .* or {url}"):
-        found(store, mirror)
-    files, root = place_of(url)
-    mirror.put(publish(store, 5))
-    files.pipe_file(f"{root}/step-5/.metadata", b"other")
-    empty = CheckpointStore(tmp_path / "another")
-    empty.directory.mkdir()
-    with pytest.raises(CheckpointError, match=r"\.metadata has 5 bytes"):
-        found(empty, mirror)
-    assert not list(empty.directory.iterdir())
-
-
 def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointStore, tmp_path: Path) -> None:
     mirror = mirror_of(url)
     path = publish(store, 5)

@@ -146,19 +146,11 @@ def test_layers_are_built_where_triton_is_not_installed() -> None:
     assert "torch" in loaded_after(f"{absent}\n{modules}\n{choice}\nfamily.swiglu()(torch.ones(2, 4))")
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ("gpu", "gpu_ranks"),
-        ("report.command", "report.machine", "report.streams", "report.layer", "report.tiny"),
-        ("report.training", "report.ranks", "report.kernels"),
-    ],
-)
-def test_benchmarks_of_gpus_need_torch_and_numpy_alone(modules: tuple[str, ...]) -> None:
-    ours = {"ray", "pydantic", "typer", "rich", "yaml", "scipy", "aiohttp"}
-    loaded = loaded_after("\n".join(f"import braid.jobs.benchmarks.{name}" for name in modules))
+def test_tests_of_gpus_need_torch_numpy_and_pytest_alone() -> None:
+    modules = sorted(f"tests.gpu.{path.stem}" for path in (ROOT / "tests" / "gpu").glob("[a-z]*.py"))
+    loaded = loaded_after("\n".join(f"import {name}" for name in modules))
     assert "torch" in loaded
-    assert not loaded & (ours | {"triton"})
+    assert not loaded & {"ray", "pydantic", "typer", "rich", "yaml", "scipy", "aiohttp", "pyarrow", "triton"}
 
 
 def test_links_cover_the_folders() -> None:

@@ -180,18 +180,6 @@ def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
     look(run.path, ask)
 
 
-def test_models_without_experts_show_none(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 2)
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=2))
-        assert await tab.evaluate("document.getElementById('experts-section').hidden")
-        assert "xpert" not in await tab.evaluate("document.body.innerText")
-        assert await tab.evaluate("document.querySelectorAll('#expert-charts figure').length") == 0
-
-    look(run.path, ask)
-
-
 def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3, late=1)
     line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])

@@ -124,17 +124,6 @@ def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
     assert [action.get("left", False) for action in pair["actions"]] == [one == "L" for one in wanted]
 
 
-def test_hover_has_shapes_solo_and_predicted_times(finished: Path) -> None:
-    header, _ = told(read(finished), 2)
-    (qkv,) = {
-        (one["solo_ns"], round(one["predicted_ns"]), one["shapes"])
-        for one in header["labels"]
-        if one["operator"] == "qkv" and one["layer"] == 1
-    }
-    assert qkv[0] <= qkv[1] < 2 * qkv[0]
-    assert qkv[2] == "(simulated)"
-
-
 def test_growth(tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run", 2)
     data = read(run.path)
@@ -299,15 +288,6 @@ def test_other_form_of_the_cluster(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text('{"addresses": ["a", "b"], "processes": [5, 6]}')
     ranks = read(tmp_path).state()["cluster"]["ranks"]
     assert [(one["node"], one["process"], one["place"]["pp"]) for one in ranks] == [("a", 5, 0), ("b", 6, 1)]
-
-
-def test_what_is_put_off_is_marked(finished: Path) -> None:
-    text = (finished / "schedule.txt").read_text(encoding="utf-8")
-    state = read(finished).state()
-    marked = [one for pair in state["schedule"]["pairs"] for one in pair["actions"] if one.get("left")]
-    assert marked
-    assert all(f"{one['verb']} 2:{one['operator']}" in text for one in marked)
-    assert len(marked) == text.count(" 2:")
 
 
 def test_the_same_pass_of_two_micro_batches_is_told_apart() -> None:

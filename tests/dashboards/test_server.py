@@ -83,10 +83,9 @@ def test_answers_and_their_headers(run: Path, path: str) -> None:
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE"])
-@pytest.mark.parametrize("path", ["/", "/api/state", "/nothing"])
-def test_nothing_but_get(run: Path, method: str, path: str) -> None:
-    assert status(run, path, method) == 405
+@pytest.mark.parametrize("method", ["POST", "HEAD", "OPTIONS", "TRACE"])
+def test_nothing_but_get(run: Path, method: str) -> None:
+    assert [status(run, path, method) for path in ("/", "/api/state", "/nothing")] == [405] * 3
 
 
 @pytest.mark.parametrize(
@@ -100,6 +99,7 @@ def test_nothing_but_get(run: Path, method: str, path: str) -> None:
         "/....//....//etc/passwd",
         "//etc/passwd",
         "/main.js%00.html",
+        "/main.js\x00",
         "/main.js/",
         "/index.html/../secret.txt",
         "/config.yaml",
@@ -121,22 +121,12 @@ def test_only_the_pages_own_files(run: Path, path: str) -> None:
     assert b"root:" not in answer
 
 
-def test_a_nul_in_a_path(run: Path) -> None:
-    async def ask(client: TestClient[Any, Any]) -> bytes:
-        return await raw(client, b"GET /main.js\x00 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-
-    assert asked(run, ask).split()[1] in (b"404", b"400")
-
-
 @pytest.mark.parametrize(
-    "query", ["", "?step=", "?step=-1", "?step=1.5", "?step=x", "?step=9999999999999", "?step=1&ranks=a"]
+    ("query", "code"),
+    [("", 400), ("?step=-1", 400), ("?step=9999999999999", 400), ("?step=1&ranks=a", 400), ("?step=99", 204)],
 )
-def test_wrong_numbers_are_refused(run: Path, query: str) -> None:
-    assert status(run, f"/api/timeline{query}") == 400
-
-
-def test_a_step_without_spans(run: Path) -> None:
-    assert status(run, "/api/timeline?step=99") == 204
+def test_steps_that_there_are_not(run: Path, query: str, code: int) -> None:
+    assert status(run, f"/api/timeline{query}") == code
 
 
 @pytest.mark.parametrize(
@@ -273,21 +263,6 @@ def test_a_reader_that_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
                     pass
         for writer in sleepers:
             writer.close()
-
-    asked(made.path, ask)
-
-
-def test_a_slow_reader_gets_the_newest_state_alone(tmp_path: Path) -> None:
-    made = MadeUpRun(tmp_path / "run", 2)
-
-    async def ask(client: TestClient[Any, Any]) -> None:
-        watcher = client.app[WATCHER]
-        await watcher.read()
-        seen = watcher.news
-        for _ in range(3):
-            made.step()
-            await watcher.read()
-        assert (await watcher.after(seen))["metrics"][1] == 3
 
     asked(made.path, ask)
 

@@ -9,8 +9,6 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from braid.jobs.benchmarks.expert_peers import EP, Mixture
-from braid.jobs.benchmarks.peer_kinds import peer_of
-from braid.jobs.benchmarks.peer_model import ExpertSizes
 from braid.jobs.benchmarks.plain_torch import PlainSizes
 from braid.scheduling.spec import ModelShape
 from tests.end_to_end.plain_experts import ExpertModel, Weight
@@ -21,7 +19,6 @@ from tests.jobs.test_peers import (
     TIMEOUT_S,
     check_trained,
     plain_training,
-    settings,
     train,
 )
 
@@ -56,7 +53,6 @@ def expert_model(shape: ModelShape) -> ExpertModel:
     ("world_size", "mixture", "optimizer"),
     [
         (2, {}, {}),
-        (2, {"route_evenly": True}, {}),
         (3, {"normalised": False, "top_k": 3}, {"clip_norm": 0.0}),  # which would hide a wrong scale
     ],
 )
@@ -70,7 +66,7 @@ def test_peer_trains_the_plain_mixture(
     )
     assert losses != pytest.approx(without, rel=2e-4), "auxiliary losses are part of what is compared"
     assert min(norms) > OPTIMIZER["clip_norm"]
-    ranks = train(EP, world_size, expert_model(shape), experts=ExpertSizes.of(shape), **optimizer)
+    ranks = train(EP, world_size, expert_model(shape), experts=shape, **optimizer)
     assert len({tuple(found) for found, _ in ranks}) == 1, "all ranks return one loss"
     check_trained(ranks, losses, parameters)
 
@@ -81,7 +77,7 @@ def visit_one(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(6)
-    mixture = Mixture(8, ExpertSizes(experts=2, top_k=1, width=12), dist.group.WORLD)
+    mixture = Mixture(shape_of(hidden=8, experts=2, top_k=1, expert_ffn=12), dist.group.WORLD)
     with torch.no_grad():
         mixture.router.weight.copy_(torch.tensor([1.0, -1.0])[:, None].expand(2, 8))
     x_BSD = torch.rand(2, 3, 8, requires_grad=True)
@@ -102,21 +98,3 @@ def visit_one(rank: int, port: int) -> None:
 def test_a_rank_that_nobody_visits_takes_part() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_forked(visit_one, (store.port,), nprocs=2)
-
-
-def test_sizes_of_a_mixture() -> None:
-    assert ExpertSizes.of(ModelShape(family="llama", **SIZES)) is None
-    sizes = ExpertSizes.of(shape_of(expert_ffn=0))
-    assert sizes is not None
-    assert sizes.width == SIZES["ffn"]
-    for changes, named in (
-        ({"capacity_factor": 1.5}, "capacity_factor 1.5"),
-        ({"shared_experts": 1}, "shared_experts 1"),
-        ({"softmax_after": True}, "softmax_after True"),
-        ({"balance_rate": 0.001}, "balance_rate 0.001"),
-        ({"pattern": "dense 4*layer"}, "pattern 'dense 4\\*layer'"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            ExpertSizes.of(shape_of(**changes))
-    with pytest.raises(ValueError, match=r"experts\.experts 5"):
-        peer_of(settings(EP, experts=ExpertSizes(experts=5, top_k=2, width=8)), 0, 2)

@@ -20,7 +20,7 @@ from braid.jobs.benchmarks.overlap_case import (
     compared,
     drawn,
 )
-from braid.jobs.benchmarks.peer_kinds import SPECIAL
+from braid.jobs.benchmarks.peer_rank import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced

@@ -1,7 +1,7 @@
 """Simulator against reality: step times of `braid bench overlap --json` beside simulated ones.
 
 A result is a case: one model over one link, with a step for each schedule and each further order of one
-(``NAME, modelled costs``). What a planner needs is that these are ranked right. Over all cases together a
+(``NAME, DESCRIPTION``). What a planner needs is that these are ranked right. Over all cases together a
 rank correlation is near 1 whatever the simulator knows of schedules, as models differ tenfold.
 
 Steps are simulated twice: with the profile that was there before anything ran, which is what a planner has,

@@ -84,16 +84,6 @@ def test_every_pass_is_a_bar_of_the_pipeline(schedule: str) -> None:
     assert (first.half == "^") is (schedule == "braid:twins")
 
 
-def test_pieces_are_told_without_colours() -> None:
-    found = simulated("braid:w")
-    run = paired_run(found)
-    assert run is not None
-    for width in (30, 120):
-        pieces = [piece for _, row in pair_text(found, run, width) for piece in row if piece[1]]
-        assert {kind for _, kind in pieces} == {"F", "B", "L"}
-        assert all(text[0] == kind for text, kind in pieces if len(text) != 1 or text != "▏")
-
-
 def test_the_pipeline_has_an_axis_of_time_and_shows_communication() -> None:
     """Marks lie where their times do; strips are as full as links are."""
     found = simulated("megatron")
@@ -137,7 +127,11 @@ def test_rows_are_streams_and_pieces_fill_them_in_order() -> None:
     run = paired_run(found)
     assert run is not None
     assert run in paired_runs(found)[0]
-    rows = pair_text(found, run, 80)
-    assert [name for name, _ in rows] == [stream.value for stream in Stream]
-    assert all(sum(len(text) for text, _ in pieces) <= 80 for _, pieces in rows)
+    for width in (30, 80):
+        rows = pair_text(found, run, width)
+        assert [name for name, _ in rows] == [stream.value for stream in Stream]
+        assert all(sum(len(text) for text, _ in pieces) <= width for _, pieces in rows)
+        pieces = [piece for _, row in rows for piece in row if piece[1]]
+        assert {kind for _, kind in pieces} == {"F", "B", "L"}
+        assert all(text[0] == kind for text, kind in pieces), "told without colours"
     assert len(moving(run)) == 2

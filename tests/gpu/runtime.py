@@ -1,0 +1,258 @@
+"""Braid's own runtime, put together as a rank's worker does, but without Ray and without a configuration."""
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from braid.actors.controller.combining import combine
+from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.executor import Executor, MicroBatch
+from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.kernel_choice import KernelChoice
+from braid.actors.stage.mesh import Mesh, build_mesh
+from braid.actors.stage.messages import Samples
+from braid.actors.stage.model import StageModel
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
+from braid.actors.stage.profiling import Profiler
+from braid.actors.stage.step_graph import step_graph
+from braid.actors.stage.step_records import StepRecorder
+from braid.actors.stage.streams import streams_on
+from braid.actors.stage.weights import ShardedWeights
+from braid.scheduling.code import Code
+from braid.scheduling.layers import built_in_parts
+from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
+from braid.scheduling.operators import Part
+from braid.scheduling.planner.decide import anything, decide, measured
+from braid.scheduling.planner.space import PART_BY_PART
+from braid.scheduling.schedule import Schedule
+from braid.scheduling.setting import Setting
+from braid.scheduling.sizes import part_sizes
+from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.trace import OverlapNumbers
+from braid.scheduling.validate import linked
+from tests.gpu.host_link import HostGroups
+
+SERIAL: Final = "megatron"
+"""The schedule without overlap."""
+SCHEDULES: Final = (SERIAL, "wavelet", "dhelix", "braid")
+PATIENCE: Final = timedelta(seconds=120)
+_BUCKET_BYTES: Final = 25 << 20
+
+
+def llama(layers: int, sequence: int, vocabulary: int, **widths: int) -> ModelShape:
+    """A Llama; by default with the layers of Llama-3-8B (Llama team, 2024, table 3)."""
+    sizes = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128, **widths}
+    return ModelShape(family="llama", layers=layers, vocabulary=vocabulary, sequence=sequence, **sizes)
+
+
+TINY: Final = llama(2, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained."""
+
+    shape: ModelShape
+    micro_batch: int = 1
+    micro_batches: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    kernels: str = "torch"
+    spans: bool = True
+    lr: float = 3e-3
+    """Large models need a small learning rate, or losses grow, and small differences with them."""
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        adam = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+        return OptimizerSettings(lr=self.lr, min_lr_fraction=1.0, warmup_steps=2, steps=1000, **adam)
+
+    @property
+    def samples(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.shape.sequence
+
+    def setting(self, schedule: str) -> Setting:
+        """What a planner is told."""
+        work = Workload(global_batch=self.samples, micro_batch=self.micro_batch)
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        return Setting(model=self.shape, layout=self.layout, workload=work, schedule=schedule, dtype=dtype)
+
+    @cached_property
+    def graphs(self) -> Mapping[str, Part]:
+        """Operators of embedding, layer and head."""
+        return built_in_parts(part_sizes(self.shape, self.layout, self.micro_batch))
+
+    @property
+    def serial(self) -> Schedule:
+        """The schedule without overlap, which needs no profile."""
+        return training_schedule(self.setting(SERIAL), self.graphs, Choices())
+
+    def code(self, schedule: Schedule) -> Code:
+        """What a schedule is run as."""
+        own = {"unit_layers": schedule.unit_layers, "partitions": schedule.partitions}
+        units = scheduled_parts(self.graphs, self.layout, self.shape.kinds, **own)
+        return linked(schedule, self.layout, self.shape.kinds, units)
+
+    def decided(self, samples: Sequence[Samples], *, free: bool) -> dict[str, tuple[Schedule, int]]:
+        """Every schedule, and what the planner expects of a step in ns, from measurements of all ranks.
+
+        ``free``: as if operators and transfers cost each other nothing, so that all comes together that can.
+        """
+        profile = combine(samples, self.graphs)
+        if free:
+            effects = dict.fromkeys(profile.oef, 1.0)
+            profile = replace(profile, oef=effects, slowdowns={}, issue_ns={}, take_ns={})
+        found, bench_of = {}, measured(self.graphs, profile)
+        for name in SCHEDULES:
+            taken = decide([self.setting(name)], bench_of, anything, PART_BY_PART)[0]
+            found[name] = taken.code.schedule, round(taken.step_ns)
+        return found
+
+    def windows(self, step: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Micro-batches of a step, samples x (sequence + 1) token ids each; some are rare, as in text."""
+        size = self.samples, self.shape.sequence + 1
+        uniform = torch.rand(size, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        return (uniform**3 * self.shape.vocabulary).long().to(device).split(self.micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one rank saw of a step: mean loss in nats, and the host's time until the device was done."""
+
+    loss: float
+    norm: float
+    seconds: float
+    overlap: OverlapNumbers
+
+
+class LocalRank:
+    """One rank: model, gradients, AdamW; it runs whatever schedule of its job it is given."""
+
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
+        self.job, self.mesh, self.device = job, mesh, device
+        self.streams = streams_on(accelerator_of(device))
+        sizes, choice = part_sizes(job.shape, job.layout, job.micro_batch), KernelChoice()
+        family = choice.family(job.kernels, sizes, mesh, device, job.dtype)
+        self.kernels = choice.told
+        """Which were chosen, for people; empty where nothing was to choose."""
+        self.model = StageModel(
+            shape=job.shape,
+            layout=job.layout,
+            place=mesh.place,
+            sizes=sizes,
+            device=device,
+            dtype=job.dtype,
+            operators=family,
+        )
+        self.model.initialise(0)
+        self.recorder = StepRecorder(self.streams, recording=job.spans)
+        shared = mesh, self.streams, self.recorder
+        self._gradients = GradientBuckets(self.model.parameters, *shared, _BUCKET_BYTES)
+        self._weights = ShardedWeights(self._gradients.plans, *shared)
+        self.optimizer = Optimizer(self._gradients, job.settings, accelerator_of(device))
+
+    def executor(self, schedule: Schedule, *, captured: bool = False) -> Executor:
+        """Ready to run a schedule; ``captured``: as a CUDA graph, after the first two steps."""
+        groups, ranks = self.mesh.groups, self.job.layout.ranks
+        assert groups is not None
+        return Executor(
+            code=self.job.code(schedule),
+            model=self.model,
+            mesh=self.mesh,
+            streams=self.streams,
+            recorder=self.recorder,
+            graph=step_graph(self.streams, self.recorder, captured, ranks, groups.gather),
+        )
+
+    def step(self, executor: Executor, step: int) -> Step:
+        """One optimizer step, on the samples of step ``step``."""
+        at_end = self.mesh.position["pp"] in (0, self.job.layout.pp - 1)
+        batches = [
+            MicroBatch(window[:, :-1].reshape(-1), window[:, 1:].reshape(-1)) if at_end else None
+            for window in self.job.windows(step, self.device)
+        ]
+        update = Update(self._gradients, self._weights, self.optimizer, step)
+        synchronise(self.device)
+        begin = perf_counter()
+        loss = executor.run(batches, 1.0 / self.job.tokens, update) / self.job.tokens
+        synchronise(self.device)
+        seconds = perf_counter() - begin
+        overlap = self.recorder.numbers(self.recorder.records())
+        return Step(loss=loss, norm=update.gradient_norm, seconds=seconds, overlap=overlap)
+
+    def in_place_us(self) -> dict[str, float]:
+        """The median time of every operator and transfer in the newest step, in microseconds."""
+        times: dict[str, list[float]] = {}
+        labels = self.recorder.labels.all
+        for row in self.recorder.records():
+            key = labels[row["label"]].key
+            times.setdefault(key, []).append((row["end_ns"] - row["start_ns"]) / 1e3)
+        return {key: float(median(values)) for key, values in times.items()}
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begin training anew."""
+        self.model.initialise(0)
+        for master, share in zip(self.optimizer.masters, self.optimizer.shares, strict=True):
+            master.copy_(share.tensor)
+        for kind, tensors in self.optimizer.named_tensors():
+            for tensor in tensors if kind != "parameter" else ():
+                tensor.zero_()
+        self.optimizer.restored(0)
+        self._gradients.zero()
+
+    def profile(self, rounds: int) -> Samples:
+        """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
+        profiler = Profiler(self.job.graphs, self.model, self.mesh, self.streams)
+        square: Callable[[], object] = self._gradients.square
+        samples = profiler.run(rounds, square, lambda: self.optimizer.step(0))
+        self.reset()
+        return samples
+
+    def trained(self, executor: Executor, steps: int) -> dict[str, Any]:
+        """Losses, gradient norms and a digest of this rank's weights after so many steps from the begin."""
+        self.reset()
+        done = [self.step(executor, number) for number in range(steps)]
+        digest = hashlib.sha256()
+        for master in self.optimizer.masters:
+            digest.update(master.detach().cpu().numpy().tobytes())
+        found = {"losses": [one.loss for one in done], "norms": [one.norm for one in done]}
+        return {**found, "weights": digest.hexdigest()[:16]}
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Global name and local slices of every parameter that this rank updates."""
+        for share in self.optimizer.shares:
+            for piece in share.slices:
+                yield piece.source.name, piece.of_local(share.tensor)
+
+
+def host_rank(job: Job, device: torch.device, rank: int = 0, *, free: bool = False) -> LocalRank:
+    """One rank of a job, alone on this machine: what the others give comes over `HostGroups`' link."""
+    groups = HostGroups(device, rank, free)
+    return LocalRank(job, build_mesh(job.layout, rank, timeout=PATIENCE, groups=groups), device)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget(device: torch.device) -> None:
+    """Give back the memory of what is no longer used."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
