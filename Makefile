@@ -43,7 +43,7 @@ check: setup  ## formatting, lint, types, import rules
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-races: setup  ## the CUDA path on a model of the machine: races, lifetimes, communicators, other orders
+races: setup  ## the CUDA path on a model of the machine: races, lifetimes, other orders; RACES='--draw 10': some of it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.races $(RACES)
 
 gpu:  ## check and measure this machine's GPUs with the python that is here (needs PyTorch and pytest, no setup)
