@@ -1,6 +1,6 @@
 """Steps as graphs, on the model of the machine: the bits of steps that are issued one operator at a time."""
 
-import random
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,50 +23,34 @@ from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.replay import Replay, same
 from tests.cuda.steps import MICRO_BATCH, Case, Ranked, made, recorded
-from tests.cuda.test_machine import SEVERAL_STAGES
 from tests.cuda.verdict import faults, left
-from tests.scheduling.cases import LOWERED, exists
 
 pytestmark = pytest.mark.alone
 
-SEED = random.SystemRandom().randrange(2**31)
+SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 4
 """Two that are not captured, one that is, and its first repetition with other tokens."""
+CASES = [
+    Case(schedule="interleaved", pp=2),
+    Case(schedule="zbv", pp=2),
+    Case(schedule="dhelix", tp=2, gpt=True),
+    Case(schedule="expert_overlap", dp=2, ep=2, capacity=True, micro_batches=2),
+    Case(schedule="braid:w", tp=2, pp=2, micro_batches=2),
+    Case(schedule="braid:w", cp=2, ring=True, micro_batches=2),
+    Case(schedule="ddp", dp=2, zero=2, micro_batches=2, rounded=True),
+    Case(schedule="braid:w", tp=2, dp=2, zero=3, least=4096, micro_batches=2),
+]
 
 
-def cases() -> list[Case]:
-    """Every schedule, over stages or tensor parallel as it comes, and some over both and over replicas."""
-    layouts: list[dict[str, int]] = [{"pp": 2}, {"tp": 2}]
-    found = []
-    for n, name in enumerate(LOWERED):
-        stages = name in SEVERAL_STAGES or (n % 2 == 0 and exists(name, 2, 4))
-        found.append(Case(schedule=name, **layouts[not stages]))
-    found += [Case(schedule="braid:w", tp=2, pp=2, micro_batches=2), Case(schedule="braid:w", dp=2)]
-    for zero in (1, 2, 3):
-        found.append(Case(schedule="ddp", dp=2, zero=zero, least=4096, micro_batches=2))
-    found += [Case(schedule="ddp", dp=2, zero=zero, micro_batches=2, rounded=True) for zero in (0, 2)]
-    found.append(Case(schedule="braid:w", cp=2, ring=True, micro_batches=2))
-    found.append(Case(schedule="expert_overlap", dp=2, ep=2, capacity=True, micro_batches=2))
-    return [*found, Case(schedule="braid:w", tp=2, dp=2, zero=3, micro_batches=2)]
-
-
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_graph_changes_no_bit(case: Case) -> None:
-    case = replace(case, steps=STEPS, gpt=random.Random(f"{SEED} {case.name}").random() < 0.5)
+    case = replace(case, steps=STEPS)
     assert faults(replace(case, graph=True), expected=left(case)) == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(schedule="megatron", experts=True, capacity=True),
-        Case(schedule="braid:w", dp=2, experts=True, capacity=True),
-    ],
-    ids=lambda case: case.name,
-)
-def test_what_routers_do_in_a_graph_is_added_up_once_a_step(case: Case) -> None:
+def test_what_routers_do_in_a_graph_is_added_up_once_a_step() -> None:
     """Also in steps of before the graph, and in the one that captures it."""
-    case = replace(case, steps=STEPS)
+    case = Case(schedule="braid:w", dp=2, experts=True, capacity=True, steps=STEPS)
     expected = left(case)
     samples = case.micro_batches * case.layout.dp * MICRO_BATCH
     visits = samples * case.shape.sequence * case.shape.top_k
@@ -79,12 +63,7 @@ def test_what_routers_do_in_a_graph_is_added_up_once_a_step(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(schedule="dhelix", tp=2),
-        Case(schedule="braid:w", tp=2),
-        Case(schedule="ddp", dp=2, zero=2, least=4096),
-        Case(schedule="braid:w", dp=2, zero=3, least=4096),
-    ],
+    [Case(schedule="braid:w", tp=2), Case(schedule="braid:w", dp=2, zero=3, least=4096)],
     ids=lambda case: case.name,
 )
 def test_every_order_of_a_graph_leaves_the_same_bits(case: Case) -> None:
@@ -92,8 +71,8 @@ def test_every_order_of_a_graph_leaves_the_same_bits(case: Case) -> None:
     machine, _ = recorded(replace(case, micro_batches=2, steps=3, graph=True))
     replay = Replay(machine)
     first = replay.run(None)
-    for order in range(100):
-        assert same(first, replay.run(SEED + order)), f"seed {SEED} order {order}"
+    for order in range(SEED, SEED + 50):
+        assert same(first, replay.run(order)), f"order {order}"
 
 
 @dataclass
@@ -222,11 +201,11 @@ def test_what_cuda_refuses_to_capture() -> None:
             Machine(1).run(does)
 
 
-@dataclass(eq=False)
 class Timed:
     """An event that was passed at a time, or not yet."""
 
-    at: float | None = None
+    def __init__(self, at: float | None = None) -> None:
+        self.at = at
 
     def query(self) -> bool:
         """Whether it was."""
@@ -239,32 +218,28 @@ class Timed:
         return other.at - self.at
 
 
-def test_marks_of_a_graph_count_once_its_replay_has_passed_them() -> None:
-    """Until then they have the times of the replay before: a sign of life that tells nothing."""
+def test_marks_and_transfers_are_passed_once_the_device_has() -> None:
+    """Until a replay has passed them, marks of a graph have the times of the replay before: a sign of life
+    that tells nothing. Nobody asks for a transfer that is being captured: that would end the capture."""
     marks = [Timed(at=float(n)) for n in range(3)]
-    machine, streams = Machine(1), []
-    machine.run(lambda log: streams.append(CudaStreams(log)))
-    one: Any = Captured(graph=None, marks=marks, began=Timed(at=10.0))  # type: ignore[arg-type]
-    streams[0]._replaying = one
-    before = streams[0].progress()
+    machine, made_streams = Machine(1), list[CudaStreams]()
+    machine.run(lambda log: made_streams.append(CudaStreams(log)))
+    (streams,) = made_streams
+    graph: Any = None
+    streams._replaying = Captured(graph=graph, marks=marks, began=Timed(at=10.0))
+    before = streams.progress()
     marks[0].at = 11.0
-    assert streams[0].progress() == before + 1
+    assert streams.progress() == before + 1
     marks[1].at = marks[2].at = 12.0
-    assert streams[0].progress() == before + 3
-    assert streams[0].progress() == before + 3
-
-
-def test_a_transfer_is_under_way_until_the_device_has_passed_its_end() -> None:
-    """Nobody asks for one that is being captured: that would end the capture."""
-    machine, streams = Machine(1), []
-    machine.run(lambda log: streams.append(CudaStreams(log)))
+    assert streams.progress() == before + 3
+    assert streams.progress() == before + 3
     end = Timed()
     transfer = Transfer(launch=None, work=None, begin=Timed(at=1.0), end=end)
-    assert not streams[0].complete(transfer)
+    assert not streams.complete(transfer)
     end.at = 2.0
-    assert streams[0].complete(transfer)
-    streams[0]._capturing = Captured(graph=None)  # type: ignore[arg-type]
-    assert not streams[0].complete(transfer)
+    assert streams.complete(transfer)
+    streams._capturing = Captured(graph=graph)
+    assert not streams.complete(transfer)
 
 
 def test_a_layer_more_costs_the_host_nothing() -> None:
