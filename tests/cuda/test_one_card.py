@@ -85,7 +85,7 @@ def on_one_card() -> list[Case]:
     """Every schedule on two ranks, and all of `tests.cuda.test_machine` that fits."""
     staged = ("interleaved", "zbv", "dualpipev")
     pairs = [Case(schedule=name, **{"pp" if name in staged else "tp": 2}) for name in SCHEDULES]
-    return [*pairs, *(case for case in CASES if case.layout.ranks <= MOST_RANKS)]
+    return [*pairs, *(case for case in CASES if case.layout.ranks <= MOST_RANKS and not case.copies)]
 
 
 @pytest.mark.parametrize("case", on_one_card(), ids=lambda case: case.name)
