@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -13,11 +13,11 @@ from braid.actors.stage.accelerator import Accelerator
 from braid.actors.stage.executor import Executor
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.kernel_choice import KernelChoice
-from braid.actors.stage.layers import load_layers
+from braid.actors.stage.layers import LayerDefinition, load_layers
 from braid.actors.stage.mesh import Groups, Mesh, build_mesh
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, Update, optimizer_settings
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update, optimizer_settings
 from braid.actors.stage.routing import routing_of
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
@@ -27,8 +27,10 @@ from braid.scheduling.code import Code
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.operators import Part
+from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.sizes import PartSizes
+from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import linked
 
 BUCKET_BYTES: Final = 25 << 20
@@ -61,7 +63,9 @@ class Assembly:
         """An executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
         return Executor(code=code, model=self.model, mesh=self.mesh, streams=self.streams, **how)
 
-    def update(self, step: int, intact: Callable[[], None], kind: Callable[..., Update] = Update) -> Update:
+    def update(
+        self, step: int, intact: Callable[[], None] = lambda: None, kind: Callable[..., Update] = Update
+    ) -> Update:
         """The end of optimizer step ``step`` (from 0). intact: raises once communication was broken off."""
         return kind(self.gradients, self.weights, self.optimizer, step, intact)
 
@@ -88,47 +92,79 @@ def assemble(
     accelerator: Accelerator | None,
     kernels: KernelChoice | None = None,
 ) -> Assembly:
-    """Build the rank of a mesh; all ranks call this together, as kernels are chosen by all.
-
-    ``accelerator`` has the streams of ``device``; None on a CPU. ``kernels`` remembers earlier choices.
-    """
-    config, layout, train = plan.config, mesh.layout, plan.config.train
-    dtype = DTYPES[train.dtype]
+    """Build the rank of a mesh as a run's plan says; all ranks call this together (`put_together`)."""
+    config, train = plan.config, plan.config.train
     definitions = load_layers(config.model.own_layers)
     sizes = config.sizes(plan.shape)
-    parts = model_parts(sizes, {kind: definition.graph for kind, definition in definitions.items()})
-    schedule = parse(plan.schedule)
-    units = scheduled_parts(
-        parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+    return put_together(
+        mesh,
+        device,
+        accelerator,
+        sizes=sizes,
+        parts=model_parts(sizes, {kind: definition.graph for kind, definition in definitions.items()}),
+        schedule=parse(plan.schedule),
+        settings=optimizer_settings(config),
+        dtype=DTYPES[train.dtype],
+        reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
+        deterministic=train.deterministic_reduction,
+        layers=definitions,
+        kernels=train.kernels,
+        choice=kernels,
+        seed=train.seed,
+        # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
+        captured=False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs,
+        spans=config.telemetry.spans,
+        solo_ns=plan.solo_ns,
     )
-    code = linked(schedule, layout, sizes.kinds, units)
-    kernels = kernels or KernelChoice()
+
+
+def put_together(
+    mesh: Mesh,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    *,
+    sizes: PartSizes,
+    parts: Mapping[str, Part],
+    schedule: Schedule,
+    settings: OptimizerSettings,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    layers: Mapping[str, LayerDefinition] | None = None,
+    kernels: str = "torch",
+    choice: KernelChoice | None = None,
+    seed: int = 0,
+    captured: bool | Literal["auto"] = False,
+    spans: bool = True,
+    solo_ns: Mapping[str, int] | None = None,
+) -> Assembly:
+    """Build the rank of a mesh; all ranks call this together, as kernels are chosen by all.
+
+    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: of the user's own, by kind.
+    ``choice`` remembers which kernels earlier calls chose. ``solo_ns``: times of operators alone, for spans.
+    """
+    layout = mesh.layout
     model_of = partial(
         StageModel,
-        shape=plan.shape,
+        shape=sizes.shape,
         layout=layout,
         sizes=sizes,
         dtype=dtype,
-        layers=definitions,
-        operators=kernels.family(train.kernels, sizes, mesh, device, dtype),
+        layers=layers,
+        operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
     )
     model = model_of(place=mesh.place, device=device)
-    model.initialise(train.seed)
+    model.initialise(seed)
     streams = streams_on(accelerator)
-    recorder = StepRecorder(streams, plan.solo_ns, recording=config.telemetry.spans)
+    recorder = StepRecorder(streams, solo_ns, recording=spans)
     gradients = GradientBuckets(
-        model.parameters,
-        mesh,
-        streams,
-        recorder,
-        BUCKET_BYTES,
-        deterministic=train.deterministic_reduction,
-        reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
+        *(model.parameters, mesh, streams, recorder, BUCKET_BYTES),
+        deterministic=deterministic,
+        reduce_dtype=reduce_dtype,
     )
     weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
-    optimizer = Optimizer(gradients, optimizer_settings(config), accelerator)
-    # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
-    captured = False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs
+    optimizer = Optimizer(gradients, settings, accelerator)
+    code = code_of(schedule, sizes, parts, layout)
     assert mesh.groups is not None
     executor = Executor(
         code=code,
@@ -153,3 +189,11 @@ def assemble(
         optimizer=optimizer,
         executor=executor,
     )
+
+
+def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], layout: ParallelLayout) -> Code:
+    """What a schedule over the model's parts is run as."""
+    units = scheduled_parts(
+        parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+    )
+    return linked(schedule, layout, sizes.kinds, units)

@@ -57,12 +57,6 @@ def test_freed_memory_is_used_again() -> None:
     assert given_back > 10 * kept, "else nobody needs this"
 
 
-def test_what_the_environment_says_of_memory_stands() -> None:
-    keeps, given_back = faults("keep", MALLOC_MMAP_THRESHOLD_="65536")
-    assert not keeps
-    assert given_back > PAGES / 2
-
-
 class Node:
     """Something that may refer to itself, so that only the garbage collector finds its end."""
 

@@ -352,20 +352,20 @@ def test_16_bits(exchange: Exchange, kind: str) -> None:
 
 @pytest.mark.slow
 def test_from_the_command_line(exchange: Exchange, tmp_path: Path) -> None:
-    """Sizes from the directory, a relative path, Ray's ranks; a resumed run does not begin anew."""
+    """Sizes from the directory, a relative path; a resumed run does not begin anew."""
     write_corpus(tmp_path)
     random_model("llama", SEED).save_pretrained(tmp_path / "weights")
     data = {"tokenizer": "bytes"}
-    config = write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"tp": 2}, data=data)
+    config = write_config(tmp_path, parallel={"tp": 2}, data=data)
     content = yaml.safe_load(config.read_text()) | {"model": {"initial": "weights"}}
     config.write_text(yaml.safe_dump(content))
     first = braid(tmp_path, "train", "run.yaml", "--until", "2")
     assert first.code == 0, first.errors
     shape = json.loads((tmp_path / "runs" / "run" / "model.json").read_text())
     assert (shape["vocabulary"], shape["rotary_base"], shape["sequence"]) == (VOCABULARY, 50_000.0, SEQUENCE)
-    again = braid(tmp_path, "train", "run.yaml", "--resume", "--launcher", "processes")
+    again = braid(tmp_path, "train", "run.yaml", "--resume")
     assert again.code == 0, again.errors
-    whole = braid(tmp_path, "train", "run.yaml", "--set", "name=whole", "--launcher", "processes")
+    whole = braid(tmp_path, "train", "run.yaml", "--set", "name=whole")
     assert whole.code == 0, whole.errors
     resumed, straight = (
         [json.loads(line)["loss"] for line in (tmp_path / "runs" / n / "metrics.jsonl").open()]

@@ -15,30 +15,24 @@ from torch import Tensor
 
 from braid.actors.controller.combining import combine
 from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.assembly import code_of, put_together
 from braid.actors.stage.executor import Executor, MicroBatch
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.kernel_choice import KernelChoice
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.messages import Samples
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update
+from braid.actors.stage.optimizer import OptimizerSettings
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.step_graph import step_graph
-from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import streams_on
-from braid.actors.stage.weights import ShardedWeights
-from braid.scheduling.code import Code
 from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
+from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.operators import Part
 from braid.scheduling.planner.decide import anything, decide, measured
 from braid.scheduling.planner.space import PART_BY_PART
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.trace import OverlapNumbers
-from braid.scheduling.validate import linked
 from tests.gpu.host_link import HostGroups
 
 SERIAL: Final = "megatron"
@@ -93,18 +87,16 @@ class Job:
     @cached_property
     def graphs(self) -> Mapping[str, Part]:
         """Operators of embedding, layer and head."""
-        return built_in_parts(part_sizes(self.shape, self.layout, self.micro_batch))
+        return built_in_parts(self.sizes)
+
+    @property
+    def sizes(self) -> PartSizes:
+        return part_sizes(self.shape, self.layout, self.micro_batch)
 
     @property
     def serial(self) -> Schedule:
         """The schedule without overlap, which needs no profile."""
         return training_schedule(self.setting(SERIAL), self.graphs, Choices())
-
-    def code(self, schedule: Schedule) -> Code:
-        """What a schedule is run as."""
-        own = {"unit_layers": schedule.unit_layers, "partitions": schedule.partitions}
-        units = scheduled_parts(self.graphs, self.layout, self.shape.kinds, **own)
-        return linked(schedule, self.layout, self.shape.kinds, units)
 
     def decided(self, samples: Sequence[Samples], *, free: bool) -> dict[str, tuple[Schedule, int]]:
         """Every schedule, and what the planner expects of a step in ns, from measurements of all ranks.
@@ -142,40 +134,30 @@ class LocalRank:
     """One rank: model, gradients, AdamW; it runs whatever schedule of its job it is given."""
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device) -> None:
-        self.job, self.mesh, self.device = job, mesh, device
-        self.streams = streams_on(accelerator_of(device))
-        sizes, choice = part_sizes(job.shape, job.layout, job.micro_batch), KernelChoice()
-        family = choice.family(job.kernels, sizes, mesh, device, job.dtype)
+        self.job, self.mesh, self.device, choice = job, mesh, device, KernelChoice()
+        self.parts = put_together(
+            *(mesh, device, accelerator_of(device)),
+            sizes=job.sizes,
+            parts=job.graphs,
+            schedule=job.serial,
+            settings=job.settings,
+            dtype=job.dtype,
+            kernels=job.kernels,
+            choice=choice,
+            spans=job.spans,
+        )
+        self.streams, self.recorder = self.parts.streams, self.parts.recorder
+        self.optimizer = self.parts.optimizer
         self.kernels = choice.told
         """Which were chosen, for people; empty where nothing was to choose."""
-        self.model = StageModel(
-            shape=job.shape,
-            layout=job.layout,
-            place=mesh.place,
-            sizes=sizes,
-            device=device,
-            dtype=job.dtype,
-            operators=family,
-        )
-        self.model.initialise(0)
-        self.recorder = StepRecorder(self.streams, recording=job.spans)
-        shared = mesh, self.streams, self.recorder
-        self._gradients = GradientBuckets(self.model.parameters, *shared, _BUCKET_BYTES)
-        self._weights = ShardedWeights(self._gradients.plans, *shared)
-        self.optimizer = Optimizer(self._gradients, job.settings, accelerator_of(device))
 
     def executor(self, schedule: Schedule, *, captured: bool = False) -> Executor:
         """Ready to run a schedule; ``captured``: as a CUDA graph, after the first two steps."""
         groups, ranks = self.mesh.groups, self.job.layout.ranks
         assert groups is not None
-        return Executor(
-            code=self.job.code(schedule),
-            model=self.model,
-            mesh=self.mesh,
-            streams=self.streams,
-            recorder=self.recorder,
-            graph=step_graph(self.streams, self.recorder, captured, ranks, groups.gather),
-        )
+        graph = step_graph(self.streams, self.recorder, captured, ranks, groups.gather)
+        code = code_of(schedule, self.parts.sizes, self.job.graphs, self.job.layout)
+        return self.parts.bind(code, recorder=self.recorder, graph=graph)
 
     def step(self, executor: Executor, step: int) -> Step:
         """One optimizer step, on the samples of step ``step``."""
@@ -184,7 +166,7 @@ class LocalRank:
             MicroBatch(window[:, :-1].reshape(-1), window[:, 1:].reshape(-1)) if at_end else None
             for window in self.job.windows(step, self.device)
         ]
-        update = Update(self._gradients, self._weights, self.optimizer, step)
+        update = self.parts.update(step)
         synchronise(self.device)
         begin = perf_counter()
         loss = executor.run(batches, 1.0 / self.job.tokens, update) / self.job.tokens
@@ -205,19 +187,19 @@ class LocalRank:
     @torch.no_grad()
     def reset(self) -> None:
         """Begin training anew."""
-        self.model.initialise(0)
+        self.parts.model.initialise(0)
         for master, share in zip(self.optimizer.masters, self.optimizer.shares, strict=True):
             master.copy_(share.tensor)
         for kind, tensors in self.optimizer.named_tensors():
             for tensor in tensors if kind != "parameter" else ():
                 tensor.zero_()
         self.optimizer.restored(0)
-        self._gradients.zero()
+        self.parts.gradients.zero()
 
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
-        profiler = Profiler(self.job.graphs, self.model, self.mesh, self.streams)
-        square: Callable[[], object] = self._gradients.square
+        profiler = Profiler(self.job.graphs, self.parts.model, self.mesh, self.streams)
+        square: Callable[[], object] = self.parts.gradients.square
         samples = profiler.run(rounds, square, lambda: self.optimizer.step(0))
         self.reset()
         return samples

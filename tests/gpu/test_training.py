@@ -199,6 +199,6 @@ def test_one_of_many(model: str, lab: Lab, finding: Finding) -> None:
         peak = torch.cuda.max_memory_allocated(lab.device) if lab.on_gpu else 1
         finding.numbers.setdefault("peak_bytes", peak)
     rank.streams.close()
-    told = rank_memory(job.code(job.serial), job.shape, job.setting(SERIAL).dtype, stage).total_bytes
+    told = rank_memory(rank.parts.code, job.shape, job.setting(SERIAL).dtype, stage).total_bytes
     near = abs(told / finding.numbers["peak_bytes"] - 1) <= NEAR
     finding.timed(near, told_bytes=told)

@@ -238,9 +238,7 @@ def at_twice_the_hidden(profile: BlockProfile, hidden: int) -> BlockProfile:
                 collective_ns=twice.collective_ns,
                 runtime_bytes=4 * costs.runtime_bytes,
             )
-    return replace(
-        profile, source=f"{profile.source} extrapolated", measured=measured, not_run=frozenset[BlockSize]()
-    )
+    return replace(profile, source=f"{profile.source} extrapolated", measured=measured)
 
 
 def _compute_ns(costs: BlockCosts) -> int:

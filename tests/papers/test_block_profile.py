@@ -19,15 +19,12 @@ from tests.papers.block_profile import (
     problem_from_profile,
     read_block_profile,
 )
+from tests.papers.oases import DEVICES, PUBLISHED, USABLE_BYTES
 from tests.scheduling.test_tensor_degrees import check_optimal, fully_recomputed
 
 PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 """The public profile of an RTX 3090 cluster, beside the checkout where somebody put it."""
 GIB = 2**30
-
-
-RTX3090_BYTES = 24 * GIB * 95 // 100
-"""What a planner may use of 24 GiB."""
 
 
 @cache
@@ -38,41 +35,27 @@ def public_profile() -> BlockProfile:
     return read_block_profile(PUBLIC)
 
 
-def written(folder: Path, *rows: str, header: str = ",".join(HEADER)) -> Path:
-    """A profile file of those rows."""
-    path = folder / "profile.csv"
-    path.write_text("\n".join((header, *rows)) + "\n", encoding="utf-8")
-    return path
-
-
-def linear_profile(folder: Path, latency_ms: float, ms_per_mib: float) -> BlockProfile:
-    """Collectives on a straight line over their messages."""
-    rows = []
-    for hidden, batch in ((h, b) for h in (1024, 2048) for b in (1, 2, 4, 8)):
-        mib = batch * hidden * 1024 * 4 / 2**20
-        time = latency_ms + mib * ms_per_mib
-        rows.append(f"{hidden},2,{batch},1,1,1,1,{time:.9f},1")
-        rows.append(f"{hidden},1,{batch},1,1,1,1,999,1")
-    return read_block_profile(written(folder, *rows))
-
-
 @pytest.mark.parametrize(("latency", "rate"), [(0.0, 0.01), (5.0, 0.5)])
 def test_the_fit_finds_latency_and_rate(tmp_path: Path, latency: float, rate: float) -> None:
-    fit = linear_profile(tmp_path, latency, rate).fit_all_reduce()
+    """Collectives on a straight line over their messages; a group of one has none."""
+    rows = [",".join(HEADER)]
+    for hidden, batch in ((h, b) for h in (1024, 2048) for b in (1, 2, 4, 8)):
+        time = latency + batch * hidden * 1024 * 4 / 2**20 * rate
+        rows += [f"{hidden},2,{batch},1,1,1,1,{time:.9f},1", f"{hidden},1,{batch},1,1,1,1,999,1"]
+    (tmp_path / "profile.csv").write_text("\n".join(rows), encoding="utf-8")
+    fit = read_block_profile(tmp_path / "profile.csv").fit_all_reduce()
     assert fit.latency_ns == pytest.approx(latency * 1e6, rel=1e-3, abs=50)
     assert fit.ns_per_byte == pytest.approx(rate * 1e6 / 2**20, rel=1e-3)
-    assert fit.worst_relative_error < 1e-3
 
 
 def test_the_public_profile() -> None:
     profile = public_profile()
     lines = PUBLIC.read_text(encoding="utf-8").splitlines()[1:]
     cells = [dict(zip(HEADER, map(float, line.split(",")), strict=True)) for line in lines]
-    assert len(profile.measured) + len(profile.not_run) == len(lines)
     for row in cells:
         size = BlockSize(int(row["hidden_size"]), int(row["tp_degree"]), int(row["batch_size"]))
-        if row["comm"] == NOT_RUN:
-            assert size in profile.not_run
+        assert (size in profile.measured) is (row["comm"] != NOT_RUN)
+        if size not in profile.measured:
             continue
         costs = profile.costs(*size)
         times = [row[name] * 1e6 for name in ("attn_fp", "mlp_fp", "attn_bp", "mlp_bp")]
@@ -95,31 +78,17 @@ def made_up_profile() -> BlockProfile:
         )
 
     sizes = [BlockSize(64, degree, batch) for degree in (1, 2, 4) for batch in (1, 2, 3, 4, 6, 8, 12)]
-    return BlockProfile(
-        source="made up",
-        sequence=8,
-        activation_bytes=4,
-        measured={size: costs(size.degree, size.batch) for size in sizes},
-    )
+    return BlockProfile("made up", 8, 4, {size: costs(size.degree, size.batch) for size in sizes})
 
 
-def made_up_problem(
-    *, devices: int = 4, global_batch: int = 12, degrees: Sequence[int] | None = None
-) -> DegreeProblem:
-    """Three layers on the made-up profile."""
-    return problem_from_profile(
-        made_up_profile(),
-        hidden=64,
-        layers=3,
-        devices=devices,
-        global_batch=global_batch,
-        memory_limit_bytes=GIB,
-        degrees=degrees,
-    )
+def made_up_problem(global_batch: int) -> DegreeProblem:
+    """Three layers on the made-up profile and four ranks."""
+    sizes = {"hidden": 64, "layers": 3, "devices": 4, "global_batch": global_batch}
+    return problem_from_profile(made_up_profile(), **sizes, memory_limit_bytes=GIB)
 
 
 def test_a_degree_sets_the_batch_and_its_halves() -> None:
-    problem = made_up_problem()
+    problem = made_up_problem(12)
     assert problem.degrees == (1, 2, 4)
     one, two, four = problem.options
     # 4 ranks, 12 samples: a replica of degree 1 has 3 of them, 2 + 1; of degree 2 has 6; of degree 4 has 12.
@@ -140,7 +109,7 @@ def test_a_degree_sets_the_batch_and_its_halves() -> None:
 
 
 def test_a_single_sample_overlaps_nothing() -> None:
-    problem = made_up_problem(devices=4, global_batch=2)
+    problem = made_up_problem(2)
     assert problem.degrees == (2, 4)
     two = problem.option(LayerChoice(2))
     assert [block.compute_ns for block in two.forward] == [(500, 0), (1000, 0)]
@@ -179,10 +148,8 @@ def random_real_problem(draw: random.Random, layers: int, count: int) -> DegreeP
             continue
         if len(problem.options) < min(2, count):
             continue
-        chosen = sorted(
-            draw.sample(problem.options, min(count, len(problem.options))), key=lambda o: o.degree
-        )
-        problem = replace(problem, options=tuple(chosen))
+        chosen = draw.sample(problem.options, min(count, len(problem.options)))
+        problem = replace(problem, options=tuple(sorted(chosen, key=lambda option: option.degree)))
         sizes = [strategy_memory_bytes(problem, (choice,) * layers) for choice in problem.choices]
         return replace(problem, memory_limit_bytes=draw.randint(min(sizes), max(sizes) + MEMORY_UNIT_BYTES))
 
@@ -207,22 +174,14 @@ def test_the_plan_is_the_best_of_eight_layers_on_the_real_profile() -> None:
 
 def test_the_published_strategies_are_not_beaten_by_more_than_they_claim() -> None:
     """Table II: on its own degrees, the plan is at least as good, and like it for LLaMA-7B."""
-    published = {
-        (2048, 24, 128): (2,) * 8 + (4,) * 16,
-        (4096, 16, 32): (2,) * 10 + (4,) * 6,
-    }
-    for (hidden, layers, batch), strategy in published.items():
-        problem = real_problem(hidden, layers, 32, batch, RTX3090_BYTES, (2, 4))
-        plan, theirs = plan_degrees(problem), fully_recomputed(strategy)
+    for model in (model for model in PUBLISHED if model.strategy):
+        sizes = (model.hidden, model.layers, DEVICES, model.global_batch)
+        problem = real_problem(*sizes, USABLE_BYTES, (2, 4))
+        plan, theirs = plan_degrees(problem), fully_recomputed(model.strategy)
+        single = strategy_cost(problem, fully_recomputed((4,) * model.layers))
         assert strategy_memory_bytes(problem, theirs) <= problem.memory_limit_bytes
-        assert (
-            plan.cost_ns
-            <= strategy_cost(problem, theirs)
-            < strategy_cost(problem, fully_recomputed((4,) * layers))
-        )
-    llama = plan_degrees(real_problem(4096, 16, 32, 32, RTX3090_BYTES))
+        assert plan.cost_ns <= strategy_cost(problem, theirs) < single
+    llama = plan_degrees(real_problem(4096, 16, DEVICES, 32, USABLE_BYTES))
     assert set(llama.degrees) == {2, 4}, "memory forbids degree 2 everywhere, communication degree 4"
-    assert list(llama.degrees) == sorted(llama.degrees), (
-        "one change of degree, from the smaller to the larger"
-    )
+    assert list(llama.degrees) == sorted(llama.degrees), "one change, from the smaller to the larger"
     assert llama.uniform.degree == 4

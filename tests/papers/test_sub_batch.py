@@ -214,7 +214,7 @@ def test_times_come_from_the_sub_batch_sizes() -> None:
         )
 
     measured = {BlockSize(8, 2, batch): costs(batch) for batch in (1, 2, 3)}
-    profile = BlockProfile(source="made up", sequence=4, activation_bytes=4, measured=measured)
+    profile = BlockProfile("made up", 4, 4, measured)
     attention, mlp = layer_times(profile, hidden=8, degree=2, batch=3, sub_batches=2)
     assert attention == BlockTimes(forward_ns=(2, 1), backward_ns=(6, 3), collective_ns=(10, 5))
     assert mlp == BlockTimes(forward_ns=(4, 2), backward_ns=(8, 4), collective_ns=(10, 5))

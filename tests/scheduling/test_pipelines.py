@@ -34,7 +34,7 @@ from braid.scheduling.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
     LLAMA,
-    LOWERED,
+    ORDERS,
     PAIRED,
     PAIRED_W,
     SEARCHED,
@@ -55,7 +55,7 @@ from tests.scheduling.cases import (
 )
 
 FORWARD, BACKWARD = PassKind.FORWARD, PassKind.BACKWARD
-NAMES = pytest.mark.parametrize("name", sorted(LOWERED))
+NAMES = pytest.mark.parametrize("name", sorted(ORDERS))
 
 
 def assert_complete(schedule: Schedule, layout: ParallelLayout, kinds: list[PassKind]) -> None:
@@ -130,7 +130,7 @@ def test_ends_are_taken_up_by_the_next_block_that_can(name: str, p: int) -> None
 
 def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
     """Ours begin in the last block of a chunk, the others after all."""
-    for name in LOWERED:
+    for name in ORDERS:
         stage = named_schedule(name, 2, 4, 2, dp=2).stages[0]
         last = {one.chunk: n for n, i in enumerate(stage) for one in passes_in(i)}
         begun = {one: n for n, i in enumerate(stage) if isinstance(i, Block) for one in i.sums}
@@ -199,7 +199,7 @@ def test_the_end_of_a_step(name: str) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("p", [1, 3, 6])
+@pytest.mark.parametrize("p", [1, 3])
 def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
     schedule = named_schedule(name, p, 12, 2)
     text = write(schedule)
@@ -208,7 +208,7 @@ def test_text_round_trips_in_short_lines(name: str, p: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("m", range(1, 13))
+@pytest.mark.parametrize("m", [1, 2, 5, 12])
 def test_first_and_last_passes_go_together_and_1f1b_between(count: int, m: int) -> None:
     """On one stage; on several it is 1F1B."""
     (order,) = named_schedule(f"braid:together_{count}", 1, m).passes
@@ -285,7 +285,7 @@ def test_paired_blocks_are_of_different_strands_and_directions(name: str, p: int
                 assert len(others) == 1
 
 
-@pytest.mark.parametrize("m", range(3, 13))
+@pytest.mark.parametrize("m", [3, 4, 7, 8])
 def test_twins_leave_no_pass_alone_but_the_odd_last(m: int) -> None:
     schedule = named_schedule("braid:twins", 1, m)
     blocks = [i.passes for i in schedule.stages[0] if isinstance(i, Block)]

@@ -45,7 +45,7 @@ from braid.scheduling.schedule_text import (
     write_sides,
     write_step,
 )
-from tests.scheduling.cases import LOWERED, PAIRED, SUB_BATCHES, named_schedule, valid_schedules
+from tests.scheduling.cases import ORDERS, PAIRED, SUB_BATCHES, named_schedule, valid_schedules
 from tests.scheduling.partition_cases import PARTITIONS
 
 NUMBERS = st.integers(0, 10_000)
@@ -239,8 +239,7 @@ def test_a_program_reads_like_this() -> None:
     assert "program I:layer" in write(named_schedule("zbv", 2, 4))
 
 
-@pytest.mark.parametrize("name", sorted(LOWERED))
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("name", "ends"), [*((name, False) for name in ORDERS), ("braid", True)])
 def test_one_line_per_block_and_no_long_lines(name: str, ends: bool) -> None:
     """Where a line would be too long, what is sent of a block stands in one more."""
     schedule = named_schedule(name, 4, 24, 2, ends=ends)
