@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +17,9 @@ from braid.actors.stage.step_graph import StepGraph, step_graph
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.norm import RMSNorm
+from tests.cuda.altered import Altered, altered
 from tests.cuda.log import RankLog
-from tests.cuda.machine import Machine
+from tests.cuda.machine import Machine, here
 from tests.cuda.replay import Replay, same
 from tests.cuda.steps import MICRO_BATCH, Case, Ranked, made, recorded
 from tests.cuda.verdict import faults, left
@@ -75,6 +74,16 @@ def test_every_order_of_a_graph_leaves_the_same_bits(case: Case) -> None:
         assert same(first, replay.run(order)), f"order {order}"
 
 
+def counted(captures: list[CudaStreams]) -> Altered:
+    """Streams that begin to capture, kept in a list."""
+
+    def capture(whole: Any, streams: CudaStreams) -> Any:
+        captures.append(streams)
+        return whole(streams)
+
+    return altered(CudaStreams, "capture", capture)
+
+
 @dataclass
 class Steps:
     """One rank's steps, each with a scale of its losses, with and without spans."""
@@ -86,12 +95,7 @@ class Steps:
 
     def run(self) -> tuple[Ranked, list[tuple[float, int]], int]:
         """The rank, the loss and the number of spans of every step, and how many graphs were captured."""
-        machine, ready, told, captures = Machine(1), [], [], Counter[str]()
-        capture = CudaStreams.capture
-
-        def counted(streams: CudaStreams) -> Any:
-            captures["all"] += 1
-            return capture(streams)
+        machine, ready, told, captures = Machine(1), [], [], list[CudaStreams]()
 
         def run(log: RankLog) -> None:
             rank = made(self.case, machine, log)
@@ -105,9 +109,9 @@ class Steps:
                 loss = executor.run(rank.batches(step), scale, rank.parts.update(step, rank.intact))
                 told.append((loss, recorder.count))
 
-        with patch.object(CudaStreams, "capture", counted):
+        with counted(captures):
             machine.run(run)
-        return ready[0], told, captures["all"]
+        return ready[0], told, len(captures)
 
 
 SINGLE = Case(schedule="megatron", micro_batches=2, steps=8)
@@ -124,18 +128,15 @@ def test_a_graph_is_captured_again_when_what_it_was_captured_for_changes() -> No
         assert torch.equal(rank.state()[name], tensor), name
 
 
-@contextmanager
-def _host_reads() -> Iterator[None]:
+def _host_reads() -> Altered:
     """An operator whose result the host looks at."""
-    forward = RMSNorm.forward
 
-    def looking(norm: RMSNorm, *values: Any) -> Any:
-        results = forward(norm, *values)
+    def looking(whole: Any, *given: Any) -> Any:
+        results = whole(*given)
         assert float(results[0].sum()) is not None
         return results
 
-    with patch.object(RMSNorm, "forward", looking):
-        yield
+    return altered(RMSNorm, "forward", looking)
 
 
 @pytest.mark.parametrize(
@@ -273,30 +274,25 @@ def test_a_layer_more_costs_the_host_nothing() -> None:
     assert few_calls == many_calls
 
 
-def _made(by_name: bool, *made_of: Any, **how: Any) -> StepGraph:
-    return StepGraph(*made_of, **{**how, "always": by_name})
-
-
 PAIR = Case(schedule="braid:w", tp=2, micro_batches=2, steps=STEPS, graph=True)
 
 
 @pytest.mark.parametrize("always", [False, True], ids=["auto", "true"])
 def test_a_graph_that_one_rank_cannot_capture_no_rank_has(always: bool) -> None:
     """Captured or not is uniform: the others drop theirs, and all are told of whom and why."""
-    capture = CudaStreams.capture
 
     @contextmanager
-    def captures(streams: CudaStreams) -> Iterator[Captured]:
-        with capture(streams) as captured:
+    def captures(whole: Any, streams: CudaStreams) -> Iterator[Captured]:
+        with whole(streams) as captured:
             yield captured
-            if streams._accelerator.rank == 1:  # type: ignore[attr-defined]
+            if here.log.rank == 1:
                 raise RuntimeError("rank 1 is out of memory")
 
     eager = left(replace(PAIR, graph=False))
     with (
-        patch.object(StepGraph, "_wants", lambda self: True),
-        patch.object(step_graphs, "StepGraph", partial(_made, always)),
-        patch.object(CudaStreams, "capture", captures),
+        altered(StepGraph, "_wants", lambda *_: True),
+        altered(step_graphs, "StepGraph", lambda whole, *of, **how: whole(*of, **{**how, "always": always})),
+        altered(CudaStreams, "capture", captures),
     ):
         if always:
             with pytest.raises(RuntimeError, match=r"cuda_graphs=true: rank 1: .* out of memory; set it to"):
@@ -309,17 +305,8 @@ def test_a_graph_that_one_rank_cannot_capture_no_rank_has(always: bool) -> None:
 
 def test_ranks_agree_whether_they_capture() -> None:
     """One whose host is ahead of its device keeps the others from it."""
-    eager, captures = left(replace(PAIR, graph=False)), []
-    capture = CudaStreams.capture
-
-    def wants(graph: StepGraph) -> bool:
-        return graph._streams._accelerator.rank == 0  # type: ignore[attr-defined]
-
-    def captured(streams: CudaStreams) -> Any:
-        captures.append(streams)
-        return capture(streams)
-
-    with patch.object(StepGraph, "_wants", wants), patch.object(CudaStreams, "capture", captured):
+    eager, captures = left(replace(PAIR, graph=False)), list[CudaStreams]()
+    with altered(StepGraph, "_wants", lambda *_: here.log.rank == 0), counted(captures):
         assert faults(PAIR, expected=eager) == []
     assert captures == []
 

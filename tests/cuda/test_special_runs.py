@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "degrees of a mixture": (
         sections(
-            *("ddp", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "tensor_degrees": "2 1 1 2"}),
+            *("ddp", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 1 1 2"}),
             *(MOE, {"micro_batch": 2}),
         ),
         {},
