@@ -20,7 +20,7 @@ from tests.cuda.replay import Replay, same
 from tests.cuda.steps import Case, made, recorded
 from tests.cuda.verdict import faults_of_mutant
 
-SEED = int(os.environ["BRAID_TEST_SEED"])
+SEED = int(os.environ.get("BRAID_TEST_SEED", "0"))
 LEAST = 4096
 """Parameters of a bucket, so that parts have several."""
 IN_STAGES = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
