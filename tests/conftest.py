@@ -38,13 +38,11 @@ def pytest_report_header() -> str:
 _THOROUGH = (
     "tests/papers/",
     *(f"tests/jobs/test_{name}" for name in ("bench_overlap", "bench_training", "peers", "expert_peers")),
-    "tests/cuda/test_machine.py::test_every_fault_is_found",  # `make races` draws some of them
 )
 """Beginnings of the names of tests that `make test` leaves out."""
 
 _MATRICES = (
     *(f"tests/actors/test_{name}.py::" for name in ("bytes_of_shares", "partitions_executed")),
-    *(f"tests/cuda/test_{name}.py::" for name in ("graphs", "machine", "standstills")),
     *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "mixed_layers")),
     *(f"tests/scheduling/test_{name}.py::" for name in ("memory", "pipelines", "sharing")),
 )

@@ -63,31 +63,21 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return signals
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("phase", ["reduce", "gather"])
+@pytest.mark.parametrize(("phase", "zero"), [("reduce", 0), ("reduce", 3), ("gather", 1)])
 def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zero: int) -> None:
-    """Before one of those of its phase, whichever is drawn, until it is let go; and once only."""
+    """Before any of its phase, whichever is drawn, until it is let go; and once only."""
     stretches = of_first_stage(tmp_path, {"dp": 2, "zero": zero}, "ddp")
-    begun = [
-        one.what
-        for stretch in stretches
-        for one in stretch.operations
-        if isinstance(one, Start) and isinstance(one.what, Reduce | Gather)
-    ]
-    wanted = [
-        one
-        for one in begun
-        if isinstance(one, Gather if phase == "gather" else Reduce)
-        and getattr(one, "chunk", None) is not None
-    ]
-    assert bool(wanted) == (zero > 0 or phase == "reduce")
+    starts = [one.what for each in stretches for one in each.operations if isinstance(one, Start)]
+    begun = [one for one in starts if isinstance(one, Reduce | Gather)]
+    kind = Gather if phase == "gather" else Reduce
+    wanted = [one for one in begun if isinstance(one, kind) and one.chunk is not None]
     draw, hit = random.Random(), set()
-    for number in range(12 if wanted else 0):
+    for number in range(8):
         one = fault(name=f"{number:03}", kind="hold", phase=phase, place=draw.random())
         saboteur = Saboteur([one], 1, tmp_path, stretches)
         assert saboteur.before(5, gradients()) is None
         assert saboteur.update(4) is Update
-        passed = Passed()
+        passed, again = Passed(), Passed()
         update = saboteur.update(5)(passed, passed, None, 5)
         thread = threading.Thread(target=lambda update=update: [update.start(what) for what in begun])
         thread.start()
@@ -101,7 +91,6 @@ def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zer
         let_go(tmp_path / FOLDER, one.name)
         thread.join(10)
         assert passed.begun == begun
-        again = Passed()
         for what in begun:
             saboteur.update(5)(again, again, None, 5).start(what)
         assert again.begun == begun, "the step is repeated, and nothing comes"
@@ -138,13 +127,25 @@ def positions(saboteur: Saboteur, step: int, count: int, signals: list[int]) -> 
     return found
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize(
+    ("phase", "kind", "sent"),
+    [
+        ("forward", "kill", signal.SIGKILL),
+        ("backward", "stop", signal.SIGSTOP),
+        ("optimizer", "kill", signal.SIGKILL),
+    ],
+)
 def test_it_comes_once_at_its_place(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int], phase: str
+    tmp_path: Path,
+    stretches: tuple[Stretch, ...],
+    killed: list[int],
+    phase: str,
+    kind: FaultKind,
+    sent: signal.Signals,
 ) -> None:
     draw, hit = random.Random(), set()
     for number in range(30):
-        one = fault(name=f"{number:03}", phase=phase, place=draw.random())
+        one = fault(name=f"{number:03}", kind=kind, phase=phase, place=draw.random())
         saboteur = Saboteur([one], 1, tmp_path, stretches)
         count = len(stretches)
         assert saboteur.before(4, gradients()) is None
@@ -160,7 +161,7 @@ def test_it_comes_once_at_its_place(
         assert positions(saboteur, 5, count, killed) == []
         assert positions(Saboteur([one], 1, tmp_path, stretches), 5, count, killed) == []
         assert abs(fired_at(tmp_path / FOLDER, one.name) - time.time()) < 60
-    assert killed == [signal.SIGKILL] * 30
+    assert killed == [sent] * 30
     assert len(hit) == 1 if phase == "optimizer" else len(hit) > 1
 
 
@@ -177,14 +178,7 @@ def test_without_a_step_it_comes_when_it_is_called(
     assert Saboteur([fault(step=None)], 0, tmp_path, stretches).before(7, gradients()) is None
 
 
-def test_a_stop_is_no_kill(tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]) -> None:
-    saboteur = Saboteur([fault(kind="stop", phase="backward")], 1, tmp_path, stretches)
-    assert len(positions(saboteur, 5, len(stretches), killed)) == 1
-    assert killed == [signal.SIGSTOP]
-
-
-@pytest.mark.parametrize("kind", ["nan", "skip"])
-@pytest.mark.parametrize("parallel", [{"pp": 2, "dp": 2}, {}], ids=["replicas", "one rank"])
+@pytest.mark.parametrize(("kind", "parallel"), [("nan", {"pp": 2, "dp": 2}), ("skip", {})], ids=str)
 def test_a_gradient_that_is_no_number(
     tmp_path: Path, killed: list[int], parallel: dict[str, int], kind: FaultKind
 ) -> None:
@@ -208,24 +202,29 @@ def test_a_gradient_that_is_no_number(
     assert held.buckets[0].share.isnan().any() == (kind == "skip")
 
 
+@pytest.mark.parametrize("step", [5, None], ids=["at a step", "when it is called"])
 def test_a_save_is_hit_while_it_writes(
-    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int]
+    tmp_path: Path, stretches: tuple[Stretch, ...], killed: list[int], step: int | None
 ) -> None:
-    saboteur = Saboteur([fault(phase="save")], 1, tmp_path, stretches)
+    def waiting() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "saboteur"]
+
+    saboteur = Saboteur([fault(step=step, phase="save")], 1, tmp_path, stretches)
     assert saboteur.before(5, gradients()) is None
     folder = tmp_path / "step-6.tmp-1"
     folder.mkdir()
     saboteur.during_save(5, folder)
-    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "a save too early"
+    assert not waiting(), "a save too early"
+    if step is None:
+        call(tmp_path / FOLDER, "000")
     saboteur.during_save(6, folder)
-    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "saboteur"]
+    (thread,) = waiting()
     assert killed == [], "nothing is written yet"
     (folder / "__1_0.distcp").write_bytes(b"half")
-    waiting.join(10)
+    thread.join(10)
     assert killed == [signal.SIGKILL]
     saboteur.during_save(12, folder)
-    assert not [thread for thread in threading.enumerate() if thread.name == "saboteur"], "it has fired"
-    assert killed == [signal.SIGKILL]
+    assert not waiting(), "it has fired"
 
 
 def test_of_many_who_fire_one_does(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Shares of parameters: boxes of flat ranges, buckets cut over ranks."""
 
-from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from types import SimpleNamespace
@@ -15,36 +15,18 @@ from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.shares import boxes_of_range, bucket_plans
+from braid.actors.stage.shares import boxes_of_range
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
-from braid.scheduling.buckets import ALIGNED, flat_elements, share_elements, share_ways
+from braid.scheduling.buckets import ALIGNED, share_elements
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 SHAPE = ModelShape(
-    family="llama",
-    hidden=64,
-    ffn=96,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocabulary=61,
-    sequence=32,
+    family="llama", hidden=64, ffn=96, layers=4, heads=4, kv_heads=2, head_dim=16, vocabulary=61, sequence=32
 )
-
-
-SETTINGS = OptimizerSettings(
-    lr=0.01,
-    min_lr_fraction=1.0,
-    warmup_steps=0,
-    steps=10,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
-    clip_norm=0.5,
-)
+SETTINGS: dict[str, Any] = {"lr": 0.01, "min_lr_fraction": 1.0, "warmup_steps": 0, "steps": 10}
+SETTINGS |= {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 0.5}
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
@@ -82,9 +64,9 @@ def held(
 
 
 LAYOUTS = [
-    *(ParallelLayout(dp=2, zero=zero) for zero in range(4)),
-    *(ParallelLayout(dp=3, tp=2, zero=zero) for zero in (1, 2, 3)),
-    *(ParallelLayout(dp=2, tp=2, pp=2, zero=zero) for zero in (1, 2, 3)),
+    ParallelLayout(dp=2),
+    ParallelLayout(dp=3, tp=2, zero=1),
+    ParallelLayout(dp=2, tp=2, pp=2, zero=2),
     ParallelLayout(dp=4, zero=3, shards=2),
 ]
 MANY = [buckets.LEAST_ELEMENTS, 2048]
@@ -110,35 +92,30 @@ class Gathers:
 
 
 @pytest.mark.parametrize("least", MANY)
-@pytest.mark.parametrize("shared", [0, 1])
-def test_a_buckets_gradients_are_one_behind_the_other(
-    shared: int, least: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buckets_gradients_are_one_behind_the_other(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is summed early is the bucket's, also where the model has a shared expert behind the router."""
     monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
     layout = ParallelLayout(dp=4, ep=2)
-    mixture = {"family": "moe", "experts": 4, "top_k": 2, "shared_experts": shared}
-    _, gradients = sharded(held(layout, ModelShape(**{**vars(SHAPE), **mixture}), 0), 0, layout)
+    mixture = replace(SHAPE, family="moe", experts=4, top_k=2, shared_experts=1)
+    _, gradients = sharded(held(layout, mixture, 0), 0, layout)
     for bucket in gradients.buckets:
         found = dict.fromkeys(bucket.parts, 0)
         for parameter in bucket.plan.members:
             part, own = bucket.parts[parameter.bucket], parameter.gradient
             assert own is not None
-            begin = own.storage_offset() - part.storage_offset()
-            assert 0 <= begin <= part.numel() - own.numel()
+            assert 0 <= own.storage_offset() - part.storage_offset() <= part.numel() - own.numel()
             found[parameter.bucket] += own.numel()
         assert found == {n: part.numel() for n, part in bucket.parts.items()}
 
 
-@pytest.mark.parametrize("least", MANY)
+@pytest.mark.parametrize(("least", "tied"), zip(MANY, (False, True), strict=True))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
-@pytest.mark.parametrize("tied", [False, True])
 def test_ranks_update_every_element_of_the_model_once(
     layout: ParallelLayout, tied: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that hold the same count as one. What they update is what the model begins with."""
     monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
-    shape = ModelShape(**{**vars(SHAPE), "tied_head": tied})
+    shape = replace(SHAPE, tied_head=tied)
     counts: dict[str, torch.Tensor] = {}
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank in range(layout.ranks):
@@ -162,8 +139,7 @@ def test_ranks_update_every_element_of_the_model_once(
         assert bool((count == 1).all()), name
 
 
-@pytest.mark.parametrize("least", MANY)
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "least"), [(1, MANY[0]), (2, MANY[1]), (3, MANY[1])])
 def test_whole_buckets_are_there_between_start_and_release(
     zero: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,15 +184,14 @@ def test_whole_buckets_are_there_between_start_and_release(
                 _ = sums.plan.members[0].gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
 def test_masters_are_in_shares(zero: int, dtype: torch.dtype) -> None:
     """And in the memory that gathers read, where parameters are no narrower."""
     layout = ParallelLayout(dp=2, zero=zero)
     model = held(layout, SHAPE, 0, dtype)
     model.initialise(7)
     weights, gradients = sharded(model, 0, layout)
-    optimizer = Optimizer(gradients, SETTINGS)
+    optimizer = Optimizer(gradients, OptimizerSettings(**SETTINGS))
     apart = {one.own.untyped_storage().data_ptr() for one in weights.buckets}
     for master, share in zip(optimizer.masters, optimizer.shares, strict=True):
         assert master.shape == share.shape
@@ -228,22 +203,7 @@ def test_masters_are_in_shares(zero: int, dtype: torch.dtype) -> None:
     assert sum(one.numel() for one in optimizer.masters) <= sum(one.own.numel() for one in weights.buckets)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
-def test_plans_cut_what_the_linker_says(layout: ParallelLayout) -> None:
-    """Elements of every flat memory, and the ranks that it is cut over, are known without a model."""
-    model, kinds = held(layout, SHAPE, 0), {"tp", "ends", "edp"}
-    for plan in bucket_plans(model.parameters, model.context.place, 1 << 30):
-        own = model._buckets.of(plan.chunk)
-        chosen = own if plan.bucket is None else own[plan.bucket : plan.bucket + 1]
-        counts = Counter[frozenset[str]]()
-        for one in chosen:
-            for axes, count in flat_elements(layout, one.parameters).items():
-                counts[frozenset(axes) & kinds] += count
-        assert plan.offsets[-1] == counts[frozenset(plan.axes) & kinds]
-        assert plan.ways == share_ways(layout, plan.axes)
-
-
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 1])
 def test_who_holds_the_same_state(zero: int) -> None:
     layout = ParallelLayout(dp=2, tp=2, pp=2, zero=zero)
     for rank, other in product(range(layout.ranks), repeat=2):

@@ -19,15 +19,22 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.trace import Label
 
+LITTLE = 1 << 16
+"""Bytes that the caller sends by itself."""
+
 
 class Made:
     """A transfer that ends when it may, and knows when it was issued."""
 
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+    def __init__(self, log: list[str], name: str, *, fails: str = "", sends: int = 1 << 20) -> None:
+        self.log, self.name, self.fails, self.sends = log, name, fails, sends
         self.may_begin, self.may_end = threading.Event(), threading.Event()
-        self.fails = ""
-        self.sends = 1 << 20
+
+    def free(self) -> "Made":
+        """It may begin and end."""
+        self.may_begin.set()
+        self.may_end.set()
+        return self
 
     def issue(self) -> "Made":
         assert self.may_begin.wait(10)
@@ -97,60 +104,39 @@ def test_the_oldest_transfer_under_way_is_named_once_nothing_gets_on(streams: Ho
     assert recorder.pulse() == (3, "")
 
 
-def test_what_is_awaited_at_once_is_issued_by_the_caller_behind_the_others(streams: HostStreams) -> None:
+@pytest.mark.parametrize(
+    ("sends", "awaited_next"), [(1 << 20, True), (LITTLE, False)], ids=["awaited at once", "little is sent"]
+)
+def test_the_caller_issues_behind_the_others(streams: HostStreams, sends: int, awaited_next: bool) -> None:
     log: list[str] = []
-    one, two = Made(log, "one"), Made(log, "two")
-    start(streams, one)
-    threading.Timer(0.05, one.may_begin.set).start()
-    two.may_begin.set()
-    last = start(streams, two, awaited_next=True)
-    assert log == ["one", "two"]
-    two.may_end.set()
-    streams.wait(last)
-    assert last.begin <= last.end
-    one.may_end.set()
-
-
-def test_little_is_sent_by_the_caller_behind_the_others_and_awaited_by_a_thread(streams: HostStreams) -> None:
-    log: list[str] = []
-    large, small = Made(log, "large"), Made(log, "small")
-    small.sends = 1 << 16
-    start(streams, large)
-    threading.Timer(0.05, large.may_begin.set).start()
-    small.may_begin.set()
-    transfer = start(streams, small, lane="send down")
-    assert log == ["large", "small"], "both are issued before the caller goes on"
-    small.may_end.set()
+    before, own = Made(log, "before"), Made(log, "own", sends=sends)
+    start(streams, before)
+    threading.Timer(0.05, before.may_begin.set).start()
+    own.may_begin.set()
+    transfer = start(streams, own, awaited_next=awaited_next, lane="send down")
+    assert log == ["before", "own"], "both are issued before the caller goes on"
+    own.may_end.set()
     streams.wait(transfer)
-    assert transfer.begin <= transfer.end, "stamped by the thread that waited"
-    large.may_end.set()
+    assert transfer.begin <= transfer.end
+    before.may_end.set()
 
 
-def test_much_may_follow_little(streams: HostStreams) -> None:
+def test_what_only_receives_and_what_sends_much_is_left_to_the_thread(streams: HostStreams) -> None:
     log: list[str] = []
-    small, large = Made(log, "small"), Made(log, "large")
-    small.sends = 1 << 16
-    for made in (small, large):
-        made.may_begin.set()
-        made.may_end.set()
-    for transfer in [start(streams, small), start(streams, large)]:
+    receives, large = Made(log, "receives", sends=0), Made(log, "large")
+    streams.wait(start(streams, Made(log, "small", sends=LITTLE).free()))
+    transfers = [start(streams, receives), start(streams, large)]
+    assert log == ["small"]
+    for made in (receives, large):
+        made.free()
+    for transfer in transfers:
         streams.wait(transfer)
-    assert log == ["small", "large"]
+    assert log == ["small", "receives", "large"]
+    assert transfer.take() is not None
+    assert (transfer.launch, transfer.work) == (None, None), "nothing keeps a result alive"
 
 
-def test_what_only_receives_is_left_to_the_thread(streams: HostStreams) -> None:
-    made = Made([], "receives")
-    made.sends = 0
-    transfer = start(streams, made)
-    assert made.log == []
-    made.may_begin.set()
-    made.may_end.set()
-    streams.wait(transfer)
-    assert made.log == ["receives"]
-
-
-@pytest.mark.parametrize("where", ["caller", "at once", "thread"])
-@pytest.mark.parametrize("fails", ["", "issue"])
+@pytest.mark.parametrize(("where", "fails"), [("caller", ""), ("at once", "issue"), ("thread", "issue")])
 def test_who_sends_goes_first_for_as_long_as_it_takes(streams: HostStreams, where: str, fails: str) -> None:
     """Real-time while it issues, whatever comes of it, and ordinary again afterwards."""
     usual = os.sched_getscheduler(0)
@@ -161,12 +147,9 @@ def test_who_sends_goes_first_for_as_long_as_it_takes(streams: HostStreams, wher
             seen.append(os.sched_getscheduler(0))
             return super().issue()
 
-    made = Looks([], "one")
-    made.fails, made.sends = fails, 1 << 20 if where == "thread" else 1 << 16
-    made.may_begin.set()
-    made.may_end.set()
+    made = Looks([], "one", fails=fails, sends=1 << 20 if where == "thread" else LITTLE)
     with contextlib.suppress(RuntimeError):
-        streams.wait(start(streams, made, awaited_next=where == "at once"))
+        streams.wait(start(streams, made.free(), awaited_next=where == "at once"))
     allowed = usual == os.SCHED_OTHER and may_use_real_time()
     assert seen == [os.SCHED_RR | os.SCHED_RESET_ON_FORK if allowed else usual]
     threads = [int(name) for name in os.listdir("/proc/self/task")]
@@ -179,31 +162,15 @@ def may_use_real_time() -> bool:
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("sends", [1 << 16, 1 << 20])
-@pytest.mark.parametrize("where", ["issue", "wait"])
+@pytest.mark.parametrize(("where", "sends"), [("issue", LITTLE), ("issue", 1 << 20), ("wait", LITTLE)])
 def test_a_failure_reaches_who_waits_and_the_next_transfer_goes_on(
     streams: HostStreams, where: str, sends: int
 ) -> None:
     log: list[str] = []
-    bad, good = Made(log, "bad"), Made(log, "good")
-    bad.fails = where
-    bad.sends = good.sends = sends
-    for made in (bad, good):
-        made.may_begin.set()
-        made.may_end.set()
-    first, second = start(streams, bad), start(streams, good)
+    bad, good = Made(log, "bad", fails=where, sends=sends), Made(log, "good", sends=sends)
+    first, second = start(streams, bad.free()), start(streams, good.free())
     with pytest.raises(RuntimeError, match="bad: connection reset"):
         streams.wait(first)
     streams.wait(second)
     assert second.take() is not None
     assert log == ["bad", "good"]
-
-
-def test_nothing_keeps_a_result_alive(streams: HostStreams) -> None:
-    made = Made([], "one")
-    made.may_begin.set()
-    made.may_end.set()
-    transfer = start(streams, made)
-    streams.wait(transfer)
-    assert transfer.take() is not None
-    assert (transfer.launch, transfer.work) == (None, None)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Channel, Line
+from tests.cuda.communicators import Collectives
 
 ISSUE_NS = 10_000
 """Of the host, for an operator, a collective or an event."""
@@ -146,8 +147,8 @@ class _Work:
 
 
 @dataclass(eq=False)
-class TimedGroup:
-    """What `Communicator` asks of a library, where the other members are always there."""
+class TimedGroup(Collectives):
+    """What `Communicator` asks of a library, where the other members are always there. No numbers move."""
 
     timed: TimedDevice
     ranks: int
@@ -170,20 +171,11 @@ class TimedGroup:
         """Operators compute on the CPU."""
         return torch.device("cpu")
 
-    def all_gather(self, y: Tensor, x: Tensor) -> _Work:
-        """Into y: numbers of no meaning."""
-        return self._kernel(y.nbytes)
-
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> _Work:
-        """Into y: numbers of no meaning."""
-        return self._kernel(x.nbytes)
-
-    def all_reduce(self, x: Tensor) -> _Work:
-        """Nothing is added."""
-        return self._kernel(2 * x.nbytes)
+    def _collective(self, kind: str, x: Tensor, y: Tensor) -> _Work:
+        return self._kernel(x.nbytes + y.nbytes if kind == "all_reduce" else max(x.nbytes, y.nbytes))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> _Work:
-        """Nothing arrives."""
+        """As one kernel."""
         return self._kernel(sum(x.nbytes for x, _ in (*sends, *receives)))
 
     def _kernel(self, size: int) -> _Work:

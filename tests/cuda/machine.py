@@ -29,6 +29,8 @@ from tests.cuda.host_memory import HostMemory
 from tests.cuda.log import LostError, RankLog
 
 PATIENCE_SECONDS = 60.0
+here = threading.local()
+"""``here.log``: that of the rank whose thread asks."""
 
 
 class DeadlockError(RuntimeError):
@@ -63,6 +65,7 @@ class Machine:
         errors: list[BaseException] = []
 
         def run(log: RankLog) -> None:
+            here.log = log
             try:
                 with log, HostMemory(log):
                     rank(log)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
@@ -79,22 +79,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
-        degrees = ((axis, getattr(self, axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))
-        axes = "".join(f" {axis}{degree}" for axis, degree in degrees if degree > 1)
-        axes += f" degrees {' '.join(map(str, self.degrees))}" if self.degrees else ""
-        axes += f" recompute {self.recompute}" if self.recompute != "none" else ""
-        axes += " ring" if self.ring else ""
-        axes += f" zero{self.zero}" if self.zero else ""
-        axes += f" over {self.shards}" if self.shards else ""
-        axes += f" {', '.join(self.partitions)}" if self.partitions else ""
-        axes += f" buckets of {self.least}" if self.least != Case.least else ""
-        said = "".join(
-            f" {name}"
-            for name in ("tied", "gpt", "ends", "graph", "experts", "capacity", "rounded")
-            if getattr(self, name)
-        )
-        return f"{self.schedule}{axes}{said}"
+        """For people: what is not usual."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)[1:]}
+        unusual = {key: value for key, value in given.items() if value != getattr(Case, key)}
+        said = (key if value is True else f"{key} {value}" for key, value in unusual.items())
+        return ", ".join((self.schedule, *said))
 
     @property
     def layout(self) -> ParallelLayout:

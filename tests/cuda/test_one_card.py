@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.one_card import Card, CardRank
 from tests.cuda.steps import Case, made
-from tests.cuda.test_machine import PARTITIONED, SEVERAL_STAGES, cases
+from tests.cuda.test_machine import CASES
 from tests.cuda.verdict import left
-from tests.scheduling.cases import LOWERED, exists
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -82,15 +82,10 @@ def different(first: State, second: State) -> list[str]:
 
 
 def on_one_card() -> list[Case]:
-    """Every schedule on two ranks of each axis; all else of `tests.cuda.test_machine` that fits."""
-    pairs = [
-        Case(schedule=name, **{axis: 2})
-        for axis in ("tp", "pp", "dp")
-        for name in LOWERED
-        if exists(name, 2 if axis == "pp" else 1, 4) and (axis == "pp" or name not in SEVERAL_STAGES)
-    ]
-    more = [case for case in (*cases(), *PARTITIONED) if case.layout.ranks <= MOST_RANKS]
-    return sorted(dict.fromkeys([*pairs, *more]), key=lambda case: case.layout.ranks)
+    """Every schedule on two ranks, and all of `tests.cuda.test_machine` that fits."""
+    staged = ("interleaved", "zbv", "dualpipev")
+    pairs = [Case(schedule=name, **{"pp" if name in staged else "tp": 2}) for name in SCHEDULES]
+    return [*pairs, *(case for case in CASES if case.layout.ranks <= MOST_RANKS and not case.copies)]
 
 
 @pytest.mark.parametrize("case", on_one_card(), ids=lambda case: case.name)

@@ -71,24 +71,16 @@ OF_WIDTH = (
 IN_STAGES = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "units": (sections("braid:w", {"tp": 2}), {"unit_layers": 4}),
-    "units of two stages": (sections("braid:w", {"tp": 2, "pp": 2}), {"unit_layers": 4}),
-    "put off": (sections("braid:w", {"tp": 2}), {"unit_layers": 4, "put_off": True}),
     "put off by twins": (sections("braid:twins", {"tp": 2}), {"unit_layers": 4, "put_off": True}),
     "tp 4": (sections("braid", {"tp": 4}), {}),
     "pp 3, uneven": (sections("braid:w", {"pp": 3}, {"layers": 7}, {"global_batch": 6}), {}),
     "pp 4": (sections("dhelix", {"pp": 4}, {"layers": 8}), {}),
     "zbv, uneven": (sections("zbv", {"pp": 2}, {"layers": 5}), {}),
-    "interleaved, uneven": (sections("interleaved", {"pp": 2}, {"layers": 7}), {}),
     "dualpipev, pp 3": (sections("dualpipev", {"pp": 3}, {"layers": 6}, {"global_batch": 6}), {}),
     "eight ranks": (sections("braid:w", {"tp": 2, "pp": 2, "dp": 2, "zero": 3}), {}),
     "shares of two in four": (sections("ddp", {"dp": 4, "zero": 3, "shards": 2}), {}),
-    "shares of states": (sections("braid:together_4", {"dp": 4, "zero": 1, "shards": 2}), {}),
     "ring of four, documents": (sections("wavelet", {"cp": 4, "context": "ring"}, **DOCUMENTS), {}),
     "cp and replicas": (sections("braid:w", {"cp": 2, "dp": 2, "zero": 2}), {}),
-    "degrees": (
-        sections("braid:w", {"tp": 4, "tensor_degrees": "4 2 1 2"}, train={"micro_batch": 4}),
-        {},
-    ),
     "degrees and policies": (
         sections(
             *("oases", {"tp": 4, "tensor_degrees": "4 2 1 2"}),
@@ -98,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "degrees of a mixture": (
         sections(
-            *("ddp", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "tensor_degrees": "2 1 1 2"}),
+            *("ddp", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 1 1 2"}),
             *(MOE, {"micro_batch": 2}),
         ),
         {},
@@ -141,7 +133,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         sections("braid:w", {"dp": 2, "ep": 2, "tp": 2}, {**MOE, "balance_rate": 0.02}),
         {},
     ),
-    "unnormalised": (sections("ddp", {"dp": 2, "ep": 2}, {**MOE, "normalised": False, "top_k": 3}), {}),
 }
 """Configurations, and what is decided for them (`Runs.of`)."""
 
@@ -176,7 +167,7 @@ OWN = {
 
 @pytest.mark.parametrize(
     ("schedule", "parallel", "unit_layers"),
-    [("dhelix", {"pp": 2}, 0), ("wavelet", {"tp": 2}, 0), ("braid:w", {"tp": 2, "pp": 2}, 2)],
+    [("dhelix", {"pp": 2}, 0), ("braid:w", {"tp": 2, "pp": 2}, 2)],
     ids=str,
 )
 def test_layers_of_several_kinds_train_as_with_nothing_beside_anything(
@@ -247,7 +238,6 @@ class Replicas(PlainTrainer):
 @pytest.mark.parametrize(
     ("schedule", "parallel", "tolerance"),
     [
-        ("megatron", {"dp": 2}, IN_ORDER),
         ("ddp", {"dp": 2, "zero": 1}, IN_ORDER),
         ("braid:w", {"dp": 2, "zero": 2}, IN_ORDER),
         ("ddp", {"dp": 4}, IN_ANY_ORDER),

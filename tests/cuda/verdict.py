@@ -1,10 +1,13 @@
 """What the model says of a step."""
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from tests.cuda.checks import faults_of_communicators, faults_of_memory
+from tests.cuda.machine import Machine
+from tests.cuda.mutants import Mutant
 from tests.cuda.replay import Replay, same
 from tests.cuda.steps import Case, recorded
 
@@ -16,6 +19,24 @@ def left(case: Case) -> dict[Any, Any]:
     for rank in ranks:
         found |= {(rank.log.rank, key): value for key, value in rank.found.items()}
         found |= {(rank.log.rank, key): x.detach().clone() for key, x in rank.state().items()}
+    return found
+
+
+@cache
+def left_without_faults(case: Case) -> dict[Any, Any]:
+    """The same of a case that shows a mutant: whole, it has no fault, or every mutant would be found."""
+    wanted = left(case)
+    assert faults(case, 0 if case.graph else 3, wanted) == []
+    return wanted
+
+
+def faults_of_mutant(mutant: Mutant) -> list[str]:
+    """What is said of a mutant; AssertionError where that is no fault of the runtime's."""
+    expected = left_without_faults(mutant.case)
+    with mutant.apply():
+        found = faults(mutant.case, 30, expected)
+    broken = ("TypeError", "AttributeError", "NameError", "AssertionError")
+    assert not any(fault.startswith(broken) for fault in found), f"the mutant itself is broken: {found}"
     return found
 
 
@@ -39,7 +60,7 @@ def faults(case: Case, orders: int = 0, expected: dict[Any, Any] | None = None) 
     return found
 
 
-def faults_of_orders(machine: Any, orders: int) -> list[str]:
+def faults_of_orders(machine: Machine, orders: int) -> list[str]:
     """Orders that cannot run, or leave other bits."""
     try:
         replay = Replay(machine)
