@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from braid.actors.config import Config
+from braid.actors.controller.planning import model_graphs
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.memory_meter import MemoryMeter
 from braid.actors.stage.messages import RunPlan
@@ -27,10 +28,12 @@ from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTr
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.planning.work import Request, fixed_setting
+from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.code import Compute, Operation, Start, name_of
 from braid.scheduling.memory import rank_memory
-from braid.scheduling.planner.decide import Outcome, evaluate, modelled, replay
+from braid.scheduling.planner.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
 from braid.scheduling.planner.orders import decisions
+from braid.scheduling.planner.space import COARSE
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
@@ -161,7 +164,12 @@ class Runs:
         ranks = config.layout().ranks
         spec = cluster(nodes=hosts, gpus=ranks // hosts, intra=4e8)
         setting = replace(fixed_setting(Request(config, shape, spec)), **decided)
-        outcome = evaluate(setting, spec)
+        if config.model.own_layers:
+            graphs = model_graphs(config, shape)
+            bench_of = measured(graphs, analytic_profile(spec, setting.layout, graphs, 8))
+            outcome = decide([setting], bench_of, anything, COARSE)[0]
+        else:
+            outcome = evaluate(setting, spec)
         if put_off:
             choices, _ = decisions(modelled(spec)(outcome.setting))[-1]
             outcome = replay(outcome.setting, choices, spec)
@@ -192,7 +200,8 @@ def assert_predicted(outcome: Outcome, run: Trained) -> None:
         free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
         told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
         assert told == watch.ran - Counter(name_of(one.what) for one in free)
-        if not setting.model.experts:  # how many rows come to an expert, routers decide
+        # How many rows come to an expert, routers decide; what layers of a user's own keep, autograd does.
+        if not setting.model.experts and "parallel" not in setting.model.kinds:
             memory = rank_memory(
                 outcome.code, setting.model, setting.dtype, stage, reduce_dtype=setting.reduce_dtype
             )
