@@ -82,6 +82,9 @@ class Optimizer:
             held.setdefault(keys[id(share)], []).append((master, share))
         assert None not in held or len(held) == 1, "all gradients are in shares, or none"
         self._groups = {key: self._group(own) for key, own in held.items()}
+        buckets = [(plan.chunk, plan.bucket or 0) for plan in gradients.plans]
+        self._keys: list[BucketKey | None] = [*dict.fromkeys(buckets)] if in_shares else [None]
+        """Of all buckets. Other ranks may update a small one whole; its gradients are cleared here, too."""
 
     def _group(self, masters: list[tuple[Tensor, Share]]) -> _Group:
         rounded = []
@@ -160,7 +163,7 @@ class Optimizer:
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """`clip` and update everything; returns what `clip` does."""
         norm, lr = self.clip(step, intact)
-        for key in self._groups:
+        for key in self._keys:
             self.update(key)
         return norm, lr
 
@@ -190,17 +193,17 @@ class Optimizer:
     @torch.no_grad()
     def update(self, key: BucketKey | None) -> None:
         """Update a bucket that is in shares, or (None) what is not, and clear its gradients."""
-        group = self._groups.get(key)
-        if self._factor is None or group is None:
+        if self._factor is None:
             return
-        if self._factor != 1.0:
-            self._gradients.scale(self._factor, key)
-        for rounded, gradient in group.rounded:
-            rounded.copy_(gradient)
-        group.adamw.step()
-        for master, share, rate in group.signed:
-            master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
-        _publish(group)
+        if (group := self._groups.get(key)) is not None:
+            if self._factor != 1.0:
+                self._gradients.scale(self._factor, key)
+            for rounded, gradient in group.rounded:
+                rounded.copy_(gradient)
+            group.adamw.step()
+            for master, share, rate in group.signed:
+                master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
+            _publish(group)
         self._gradients.zero(key)
 
 

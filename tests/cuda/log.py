@@ -1,5 +1,7 @@
 """One rank on the model of the machine: streams, events, memory, log (`tests.cuda.machine`)."""
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,7 +115,10 @@ class RankLog(TorchDispatchMode):
         self.graph: Graph | None = None
         """What is captured at the moment."""
         self._graphs: list[Graph] = []
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int, object]] = {}
+        """Memory that is alive, by a key that is not used again meanwhile, with what tells when it is gone."""
+        self._gone: deque[int] = deque()
+        """Keys of memory that was given back since somebody looked."""
         self._of_host: dict[int, StorageWeakRef] = {}
         """Memory that is the host's."""
         self._host, self._hosts_turn = Stream(self, HOST), False
@@ -159,7 +164,7 @@ class RankLog(TorchDispatchMode):
             with self.on(stream):
                 yield graph
             self._collect()
-            graph.end({memory: _bytes_of(reference) for reference, memory in self._known.values()})
+            graph.end({memory: _bytes_of(reference) for reference, memory, _ in self._known.values()})
             self._graphs.append(graph)
         except BaseException:
             graph.undo()
@@ -222,6 +227,7 @@ class RankLog(TorchDispatchMode):
         self.entries.clear()
         self.first.clear()
         self._known.clear()
+        self._gone.clear()
 
     def next_number(self) -> int:
         """For a stream, an event, or memory."""
@@ -255,8 +261,8 @@ class RankLog(TorchDispatchMode):
         return sorted({name for graph in self._graphs for name in graph.refers_to})
 
     def _collect(self) -> None:
-        gone = [key for key, (reference, _) in self._known.items() if reference.expired()]
-        for key in gone:
+        while self._gone:
+            key = self._gone.popleft()
             freed = Freed(self._known.pop(key)[1])
             if self.graph is None or not self.graph.freed(freed):
                 self.entries.append(freed)
@@ -270,7 +276,8 @@ class RankLog(TorchDispatchMode):
         key = storage._cdata
         if key not in self._known:
             memory = self.next_number()
-            self._known[key] = StorageWeakRef(storage), memory
+            told = weakref.ref(storage, lambda _: self._gone.append(key))
+            self._known[key] = StorageWeakRef(storage), memory, told
             met(memory, storage)
         if self.graph is not None and not self._is_hosts(storage):
             self.graph.keep(self._known[key][1], x)

@@ -17,7 +17,7 @@ from tests.cuda.training import Runs, assert_predicted, assert_same_bits, short_
 from tests.end_to_end.command import ROOT
 
 SEED = int(os.environ["BRAID_TEST_SEED"])
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,14 @@ def sections(
     usual = {"hidden": 32, "heads": 4, "kv_heads": 4, "sequence": 16, "layers": 4}
     given = {"micro_batch": 1, **(train or {})}
     batch = 4 * given["micro_batch"] * parallel.get("dp", 1)
-    steps = {"dtype": "fp64", "steps": STEPS, "warmup_steps": 0, "seed": SEED % 1000, "global_batch": batch}
+    steps = {
+        "dtype": "fp64",
+        "steps": STEPS,
+        "warmup_steps": 0,
+        "eps": 1e-6,
+        "seed": SEED % 1000,
+        "global_batch": batch,
+    }
     return {
         "model": {**usual, **(model or {})},
         "train": {**steps, **given},
@@ -61,7 +68,7 @@ def plain_of(run: Mapping[str, Mapping[str, Any]], *kept: str) -> dict[str, Mapp
 
 
 DOCUMENTS = {"data": {"document_mask": True, "restart_positions": True}}
-MOE = {"family": "moe", "experts": 8, "top_k": 2, "ffn": 32}
+MOE = {"family": "moe", "layers": 2, "experts": 4, "top_k": 2, "ffn": 32}
 GATHER_IN_PARTS = "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2"
 SCATTER_IN_PIECES = "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1"
 OF_WIDTH = (
@@ -91,7 +98,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "degrees of a mixture": (
         sections(
             *("ddp", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "tensor_degrees": "2 1 1 2"}),
-            *(MOE, {"micro_batch": 2}),
+            *({**MOE, "layers": 4}, {"micro_batch": 2, "global_batch": 8}),
         ),
         {},
     ),
@@ -125,7 +132,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "some layers of experts": (
         sections(
             *("megatron:folded", {"dp": 2, "ep": 2, "pp": 2}),
-            {**MOE, "pattern": "dense layer", "softmax_after": True, "capacity_factor": 1.5},
+            {**MOE, "layers": 4, "pattern": "dense layer", "softmax_after": True, "capacity_factor": 1.5},
         ),
         {},
     ),
@@ -151,8 +158,6 @@ def test_a_special_run(runs: Runs, name: str) -> None:
     )
     assert run.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
     assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=1e-9, abs=0)
-    if content["model"].get("experts"):
-        return  # AdamW blows up the rounding of gradients that are zero
     trained = {key: tensor.detach() for key, tensor in plain.model.named_parameters()}
     found = {key: tensor for key, tensor in run.parameters().items() if key in trained}
     torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
