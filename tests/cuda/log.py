@@ -116,7 +116,7 @@ class RankLog(TorchDispatchMode):
         """What is captured at the moment."""
         self._graphs: list[Graph] = []
         self._known: dict[int, tuple[StorageWeakRef, int, object]] = {}
-        """Memory that is alive, by a key that is not used again meanwhile, with what tells when it is gone."""
+        """Memory that is alive, by a key not used again meanwhile, with what tells when it is gone."""
         self._gone: deque[int] = deque()
         """Keys of memory that was given back since somebody looked."""
         self._of_host: dict[int, StorageWeakRef] = {}
