@@ -24,6 +24,8 @@ from braid.scheduling.planner.decide import Outcome
 from tests.cuda.training import Runs, Trained, assert_predicted, assert_same_bits, short_documents
 from tests.end_to_end.runs import PlainRun
 
+pytestmark = pytest.mark.alone
+
 SEED = int(os.environ["BRAID_TEST_SEED"])
 """Of weights and text; which cases there are does not depend on it."""
 STEPS, MICRO_BATCHES = 2, 4

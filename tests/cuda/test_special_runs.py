@@ -16,6 +16,8 @@ from braid.scheduling.partition import parse_partition
 from tests.cuda.training import Runs, assert_predicted, assert_same_bits, short_documents
 from tests.end_to_end.command import ROOT
 
+pytestmark = pytest.mark.alone
+
 SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 2
 
