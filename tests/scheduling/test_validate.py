@@ -1,11 +1,9 @@
-"""Damaged schedules: whatever is broken, validation finds it and says where and why."""
+"""Whole schedules that are refused, and how a message shows the fault."""
 
 import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.schedule import (
@@ -17,127 +15,32 @@ from braid.scheduling.schedule import (
     Prefetch,
     Receive,
     Reduce,
+    Schedule,
     Side,
     Step,
 )
 from braid.scheduling.schedule_text import parse, parse_instruction, write
-from braid.scheduling.spec import Placement
+from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.validate import ScheduleError
-from tests.scheduling import damages_of_overlap
 from tests.scheduling.cases import (
     LLAMA,
-    LOWERED,
     PAIRED,
     code_of,
     layout_for,
+    model_parts,
     named_schedule,
     on_strands,
-    valid_schedules,
     with_stage,
 )
-from tests.scheduling.damages import DAMAGES, PARTS, Place, message_of
 
-assert damages_of_overlap.__doc__, "imported to register its damages"
-
-# -- damages -----------------------------------------------------------------------------------------------
+PARTS = model_parts(tp=2)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.slow
-def test_a_damaged_list_is_refused(name: str) -> None:
-    kind, tried = DAMAGES[name], set()
-
-    @given(data=st.data())
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-    def find(data: st.DataObject) -> None:
-        least = data.draw(st.sampled_from([1, 2]))
-        zero = data.draw(st.sampled_from(kind.zero))
-        schedule, layout = data.draw(
-            valid_schedules(min_stages=least, max_stages=3, names=kind.names, zero=zero, ends=kind.ends)
-        )
-        at = Place(data.draw, schedule, layout)
-        message = message_of(with_stage(schedule, at.stage, kind.list_of(at)), layout)
-        assume("is used by no block" not in message)  # what was damaged was the only one of its kind
-        found = re.match(r"schedule (\w+), stage (\d+), at (.+?): (.+)\n", message)
-        assert found, message
-        assert found[1] == schedule.name
-        assert re.search(kind.cause, found[4]), message
-        # A fault in a message shows on the stage that sends it or on the one that misses it, others at home.
-        if "next message" not in kind.cause and "deadlock" not in kind.cause:
-            assert int(found[2]) == at.stage, message
-        tried.add(message)
-
-    find()
-    assert tried
-
-
-def test_there_are_many_damages() -> None:
-    assert len(DAMAGES) >= 85
-    assert {name for damage in DAMAGES.values() for name in damage.names} == set(LOWERED)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "fault"),
-    [
-        ("SEND(F0.1>1)", "SEND(F0.0>1)", "stage 0, at SEND(F0.0>1): F0.0 takes nothing from this stage"),
-        ("SEND(F0.1>1)", "SEND(F0.2>1)", "stage 0, at SEND(F0.2>1): F0.2 takes nothing from this stage"),
-        ("SEND(F0.1>1)", "SEND(F0.1>0)", "stage 0, at SEND(F0.1>0): F0.1 runs on stage 1"),
-        (
-            "F0.2 ",
-            "F0.2 SEND(F0.2>0) ",
-            "stage 1, at SEND(F0.2>0): F0.2 runs on this stage, there is nothing to send",
-        ),
-        ("SEND(F0.3>0)", "", "stage 1, at WAIT(SEND F0.3>0): SEND(F0.3>0) is not started"),
-        ("RECV(F0.1<0)", "RECV(F0.1<1)", "stage 1, at RECV(F0.1<1): nothing for F0.1 comes from stage 1"),
-        (
-            "RECV(F0.1<0)",
-            "RECV(F0.1<0) RECV(F0.2<0)",
-            "stage 1, at RECV(F0.2<0): nothing for F0.2 comes from stage 0",
-        ),
-        ("WAIT(RECV F0.1<0) F0.1", "F0.1", "stage 1, at F0.1: its input from stage 0 has not arrived"),
-        ("F0.1\n", "F0.2\n", "stage 1, at the end: F0.1 never runs"),
-        ("STEP", "F0.0 STEP", "stage 0, at F0.0: F0.0 runs twice (embedding has run)"),
-        ("WAIT(REDUCE 0 tp)", "", "stage 0, at NORM: REDUCE(0 tp) is not waited for"),
-        ("REDUCE(0 tp) ", "", "stage 0, at WAIT(REDUCE 0 tp): no REDUCE(0 tp) is under way"),
-        ("  NORM\n", "", "stage 0, at REDUCE(norm tp): the squares are not there yet: NORM comes first"),
-        (
-            "  WAIT(REDUCE norm pp)\n  STEP",
-            "  STEP\n  WAIT(REDUCE norm pp)\n",
-            "stage 0, at STEP: the squares of the norm are not summed over pp",
-        ),
-        ("B0.0\n", "\n", "stage 0, at the end: B0.0 never runs"),
-    ],
-)
-def test_messages(old: str, new: str, fault: str) -> None:
-    text = write(named_schedule("megatron:folded", 2, 1, 2))
-    assert old in text
-    message = message_of(parse(text.replace(old, new, 1)), layout_for("megatron:folded", 2, 2))
-    assert message.splitlines()[0].startswith(f"schedule megatron:folded, {fault}")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "fault"),
-    [
-        (
-            "[F2.3b|B0.0|L1.3]",
-            "[F2.3b|B0.0|L2.3b]",
-            "at [F2.3b|B0.0|L2.3b]: no block before it has left an end of B2.3b for L2.3b",
-        ),
-        (
-            "[F3.3b|B1.0|L2.3b]",
-            "[F3.3b|B1.0|L1.3]",
-            "at [F3.3b|B1.0|L1.3]: no block before it has left an end of B1.3 for L1.3",
-        ),
-        ("[F2.3b|B0.0|L1.3]", "[F2.3b|B0.0|L0.0]", "at [F2.3b|B0.0|L0.0]: a block has a pass twice"),
-        ("[F2.3b|B0.0|L1.3]", "L1.3 [F2.3b|B0.0]", "at L1.3: an end has nothing to run beside"),
-        ("[F3.0b|B1.3]", "[B1.3|F3.0b]", "at [B1.3|F3.0b]: no program is for B beside F"),
-    ],
-)
-def test_messages_of_paired_blocks(old: str, new: str, fault: str) -> None:
-    text = write(named_schedule("braid", 2, 6, 2, ends=True))
-    assert old in text
-    message = message_of(parse(text.replace(old, new, 1)), layout_for("braid", 2, 2))
-    assert message.splitlines()[0] == f"schedule braid, stage 0, {fault}"
+def message_of(schedule: Schedule, layout: ParallelLayout) -> str:
+    """The message with which a schedule is refused."""
+    with pytest.raises(ScheduleError) as error:
+        code_of(schedule, layout)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("ends", [False, True])

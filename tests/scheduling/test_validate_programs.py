@@ -1,286 +1,75 @@
-"""Damaged operator programs: validation finds what is broken and says where and why."""
+"""Programs of operators that are wrong, a fault for every rule: validation says where and why."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
 from braid.scheduling.lowering.fixed_orders import by_turns
-from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import program_of
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Barrier, Compute, PassKind, Program, Schedule, Side, Sides, Start, Wait
-from braid.scheduling.schedule_text import parse_sides, write_sides
-from braid.scheduling.spec import ParallelLayout
-from tests.scheduling.cases import PAIRED, SPLIT, code_of, layout_for, named_schedule, pairs_of
-from tests.scheduling.damages import PARTS, message_of
+from braid.scheduling.schedule import Barrier, Compute, Program, Schedule, Sides
+from braid.scheduling.schedule_text import parse, parse_sides, write
+from tests.scheduling.cases import code_of, layout_for, named_schedule
+from tests.scheduling.test_validate import PARTS, message_of
 
-OPERATORS = {
-    op.name: op
-    for part in PARTS.values()
-    for graph in (part.forward, part.backward)
-    for op in graph.operators
+BASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "plain": ("megatron", 2, 4, {}),
+    "split": ("zbv", 2, 4, {}),
+    "paired": ("braid", 2, 6, {}),
+    "leaving": ("braid", 2, 6, {"ends": True}),
+    "twins": ("braid:twins", 1, 4, {}),
 }
-COLLECTIVE = ("F", "B", "I", "F|B", "F|B|L", "F|F", "B|B")
-"""Kinds of programs that have collectives: passes, input gradients, pairs, pairs that leave ends, twins."""
-EVERYWHERE = (*COLLECTIVE, "W")
-SEVERAL = ("F|B", "F|B|L", "F|F", "B|B")
-ORDERED = tuple(name for name in PAIRED if pairs_of(name) is PairMethod.ORDER)
+"""Valid schedules of two tensor-parallel ranks: name, stages, micro-batches, what else."""
+
+FAULTS = """
+plain F:layer: compute qkv -> : attention needs qkv, which is not done yet
+plain F:layer: compute mlp_residual -> : attention_norm needs mlp_residual, which is not done yet
+plain F:layer: compute qkv -> compute qkv / compute qkv : F0.0 runs twice (qkv has run)
+plain F:layer: wait mlp_gather -> wait mlp_gather / start mlp_gather on intra : F0.0 runs twice (mlp_gather has run)
+plain F:layer: wait mlp_gather -> wait mlp_gather / wait mlp_gather : F0.0 runs twice (mlp_gather has run)
+plain F:layer: compute qkv -> compute nothing : the graph has no operator 'nothing'
+plain F:layer: start mlp_gather on intra -> start mlp_gather on compute : no collective runs on the compute stream
+plain F:layer: start mlp_gather on intra -> : mlp_gather is not started
+plain F:layer: wait mlp_gather -> : mlp_in needs mlp_gather, which is not done yet
+plain F:layer: wait mlp_scatter -> : mlp_residual needs mlp_scatter, which is not done yet
+plain F:layer: start mlp_gather on intra -> compute mlp_gather : mlp_gather is a collective
+plain F:layer: compute qkv -> start qkv on intra / wait qkv : qkv is not a collective
+plain F:layer: compute qkv -> compute qkv / wait qkv : qkv is not a collective
+plain B:layer: compute qkv.wgrad -> : qkv.wgrad of B0.0 never runs
+plain B:layer: compute qkv.dgrad -> : attention_gather.grad needs qkv.dgrad, which is not done yet
+split I:layer: compute qkv.dgrad -> compute qkv.dgrad / compute qkv.wgrad : runs twice
+split W:layer: compute qkv.wgrad -> compute qkv.wgrad / compute qkv.dgrad : runs twice
+paired F:layer|B:layer: compute 0:qkv -> compute 1:qkv : the graph has no operator 'qkv'
+paired F:layer|B:layer: compute 1:qkv.wgrad -> : never runs
+leaving F:layer|B:layer|L:layer: compute 2:qkv.wgrad -> : never runs
+leaving F:layer|B:layer|L:layer: compute 0:qkv -> compute 0:qkv / compute 2:qkv.dgrad : runs twice
+leaving F:layer|B:layer|L:layer: compute 1:qkv.dgrad -> compute 1:qkv.dgrad / compute 1:qkv.wgrad : runs twice
+leaving F:layer|B:layer|L:layer: compute 1:qkv.dgrad -> compute 2:qkv.dgrad : which is not done yet
+twins F:layer|F:layer: compute 1:qkv -> compute 0:qkv : F0.0 runs twice (qkv has run)
+twins B:layer|B:layer: compute 0:qkv.wgrad -> & compute 1:qkv.wgrad -> compute 1:qkv.wgrad / compute 0:qkv.wgrad \
+: gradients are added up in the order of micro-batches
+"""
+"""Base and program: the line that stands there -> lines in its place (& more of both) : the cause."""
 
 
-class Place:
-    """A program, with what a damage needs: its list of actions, and choices."""
-
-    def __init__(self, data: st.DataObject, sides: Sides, actions: Program) -> None:
-        self._data, self.sides = data, sides
-        self.list: list[Any] = [*actions]
-        part = PARTS[sides[0].unit]
-        self.graph = (part.forward if sides[0].kind is PassKind.FORWARD else part.backward).operators
-
-    def number(self, low: int, high: int) -> int:
-        """A number between two, both included."""
-        return self._data.draw(st.integers(low, high))
-
-    def some(self, *kinds: type, where: Callable[[Any], bool] = lambda _: True) -> int:
-        """The position of some action of one of the kinds (default: all that name an operator)."""
-        kinds = kinds or (Compute, Start, Wait)
-        found = [n for n, action in enumerate(self.list) if isinstance(action, kinds) and where(action)]
-        assume(found)
-        return found[self.number(0, len(found) - 1)]
-
-
-@dataclass(frozen=True)
-class ProgramDamage:
-    """A way to break a program, the cause (a pattern) that the message must give, and where it can be."""
-
-    breaks: Callable[[Place], None]
-    cause: str
-    kinds: tuple[str, ...]
-
-
-PROGRAM_DAMAGES: dict[str, ProgramDamage] = {}
-
-
-def damage(
-    cause: str, kinds: tuple[str, ...] = EVERYWHERE
-) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
-    """Register a damage."""
-
-    def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
-        PROGRAM_DAMAGES[function.__name__] = ProgramDamage(function, cause, kinds)
-        return function
-
-    return register
-
-
-UNDONE = "not done yet|never runs|never waited for|is not started|has not run"
-
-
-@damage(UNDONE)
-def drop_an_action(at: Place) -> None:
-    del at.list[at.some()]
-
-
-@damage("runs twice|is started twice|is waited for twice")
-def repeat_an_action(at: Place) -> None:
-    n = at.some()
-    at.list.insert(at.number(n, len(at.list)), at.list[n])
-
-
-@damage("the graph has no operator 'nothing'")
-def run_an_unknown_operator(at: Place) -> None:
-    n = at.some()
-    at.list.insert(n, replace(at.list[n], operator="nothing"))
-
-
-@damage("no collective runs on the compute stream", COLLECTIVE)
-def use_the_compute_stream(at: Place) -> None:
-    n = at.some(Start)
-    at.list[n] = replace(at.list[n], stream=Stream.COMPUTE)
-
-
-@damage("is not started", COLLECTIVE)
-def wait_before_the_start(at: Place) -> None:
-    wait = at.list.pop(at.some(Wait))
-    start = next(
-        n
-        for n, i in enumerate(at.list)
-        if isinstance(i, Start) and (i.operator, i.turn) == (wait.operator, wait.turn)
+@pytest.mark.parametrize("fault", FAULTS.replace("\\\n", "").strip().splitlines())
+def test_a_faulty_program_is_refused(fault: str) -> None:
+    where, _, rest = fault.partition(": ")
+    base, sides = where.split()
+    edits, _, cause = rest.rpartition(" : ")
+    name, stages, micro_batches, more = BASES[base]
+    before, header, text = write(named_schedule(name, stages, micro_batches, 2, **more)).partition(
+        f"program {sides}\n"
     )
-    at.list.insert(at.number(0, start), wait)
-
-
-@damage("not done yet|never waited for|has not run", COLLECTIVE)
-def do_not_wait(at: Place) -> None:
-    del at.list[at.some(Wait)]
-
-
-@damage("is a collective", COLLECTIVE)
-def compute_a_collective(at: Place) -> None:
-    n = at.some(Start)
-    at.list[n] = Compute(at.list[n].operator, at.list[n].turn)
-
-
-@damage("is not a collective")
-def start_a_compute_operator(at: Place) -> None:
-    n = at.some(Compute)
-    one = at.list[n]
-    at.list[n : n + 1] = [Start(one.operator, Stream.COMPUTE, one.turn), Wait(one.operator, one.turn)]
-
-
-@damage("is not a collective")
-def wait_for_a_compute_operator(at: Place) -> None:
-    n = at.some(Compute)
-    at.list.insert(at.number(n, len(at.list)), Wait(at.list[n].operator, at.list[n].turn))
-
-
-@damage("not done yet", COLLECTIVE)
-def read_before_it_is_written(at: Place) -> None:
-    """Move what makes a value behind the first action that reads it."""
-    n = at.some(Compute)
-    one = at.list[n]
-    written = set(OPERATORS[one.operator].writes)
-    readers = [
-        m
-        for m, action in enumerate(at.list)
-        if isinstance(action, Compute | Start)
-        and action.turn == one.turn
-        and written & set(OPERATORS[action.operator].reads)
-    ]
-    assume(readers)
-    at.list.insert(at.number(readers[0], len(at.list) - 1), at.list.pop(n))
-
-
-@damage("is of none of its . passes")
-def name_a_pass_that_is_none(at: Place) -> None:
-    n = at.some()
-    at.list[n] = replace(at.list[n], turn=[len(at.sides), len(at.sides) + 1, -1][at.number(0, 2)])
-
-
-@damage("the graph has no operator", ("F|B", "F|B|L"))
-def name_the_other_pass(at: Place) -> None:
-    n = at.some(where=lambda i: i.turn < 2)
-    at.list[n] = replace(at.list[n], turn=1 - at.list[n].turn)
-
-
-@damage("runs twice|is (started|waited for) twice|not done yet|is not started", ("F|F", "B|B"))
-def name_the_other_twin(at: Place) -> None:
-    n = at.some()
-    at.list[n] = replace(at.list[n], turn=1 - at.list[n].turn)
-
-
-@damage("not done yet", SEVERAL)
-def start_with_the_last_action_of_a_pass(at: Place) -> None:
-    turn = at.number(0, 1)
-    last = max(n for n, i in enumerate(at.list) if isinstance(i, Compute) and i.turn == turn)
-    at.list.insert(0, at.list.pop(last))
-
-
-@damage("gradients are added up in the order of micro-batches", ("B|B",))
-def turn_the_weight_gradients_of_twins_round(at: Place) -> None:
-    """The second's before the first's: another sum, in bits."""
-    n = at.some(Compute, where=lambda i: i.turn == 1 and gives_weights(i.operator))
-    first = next(
-        m
-        for m, i in enumerate(at.list)
-        if isinstance(i, Compute) and (i.operator, i.turn) == (at.list[n].operator, 0)
-    )
-    at.list.insert(n, at.list.pop(first))
-
-
-@damage("of B.* never runs", ("F|B",))
-def leave_weight_gradients_that_nothing_takes_up(at: Place) -> None:
-    del at.list[at.some(Compute, where=lambda i: i.turn == 1 and gives_weights(i.operator))]
-
-
-@damage("of B.* never runs", ("F|B|L",))
-def take_up_less_than_is_left(at: Place) -> None:
-    del at.list[at.some(where=lambda i: i.turn == 2)]
-
-
-@damage("runs twice", ("F|B|L",))
-def take_up_what_has_run(at: Place) -> None:
-    n = at.some(Compute, where=lambda i: i.turn == 1)
-    at.list.insert(at.number(0, len(at.list)), replace(at.list[n], turn=2))
-
-
-@damage("runs twice", ("F|B|L",))
-def run_what_is_left_as_well(at: Place) -> None:
-    n = at.some(Compute, where=lambda i: i.turn == 2)
-    at.list.append(replace(at.list[n], turn=1))
-
-
-@damage("not done yet|its output cannot be handed on", ("F|B|L",))
-def leave_what_the_rest_of_the_pass_needs(at: Place) -> None:
-    """Or the layer before."""
-    n = at.some(Compute, where=lambda i: i.turn == 1 and not gives_weights(i.operator))
-    at.list[n] = replace(at.list[n], turn=2)
-
-
-@damage("runs twice", ("I",))
-def compute_weight_gradients_with_those_of_the_input(at: Place) -> None:
-    names = [op.name for op in at.graph if gives_weights(op.name)]
-    assume(names)
-    at.list.append(Compute(names[at.number(0, len(names) - 1)]))
-
-
-@damage("runs twice|not done yet", ("W",))
-def compute_input_gradients_with_those_of_the_weights(at: Place) -> None:
-    names = [op.name for op in at.graph if not (gives_weights(op.name) or op.kind.communicates)]
-    assume(names)
-    at.list.insert(at.number(0, len(at.list)), Compute(names[at.number(0, len(names) - 1)]))
-
-
-def gives_weights(operator: str) -> bool:
-    """Whether an operator computes weight gradients."""
-    return OPERATORS[operator].phase is Phase.WEIGHT_GRADIENT
-
-
-def held_by(draw: st.DataObject, kinds: str) -> tuple[Schedule, ParallelLayout, Sides]:
-    """A schedule that has a program of some kinds of passes, its layout, and what for."""
-    ends, stages = kinds == "F|B|L", 1 if kinds in ("F|F", "B|B") else 2
-    holders = {
-        "I": SPLIT,
-        "W": SPLIT,
-        "F|B": PAIRED,
-        "F|B|L": ORDERED,
-        "F|F": ("braid:twins",),
-        "B|B": ("braid:twins",),
-    }.get(kinds, ("megatron:folded", "braid:v"))
-    name = draw.draw(st.sampled_from(holders))
-    schedule = named_schedule(name, stages, 4, 2, ends=ends)
-    part = "layer" if "|" in kinds else draw.draw(st.sampled_from(sorted(PARTS)))
-    sides = parse_sides("|".join(f"{kind}:{part}" for kind in kinds.split("|")))
-    return schedule, layout_for(name, stages, 2), sides
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"), [(name, kinds) for name, wrong in PROGRAM_DAMAGES.items() for kinds in wrong.kinds]
-)
-@pytest.mark.slow
-def test_a_damaged_program_is_refused(name: str, kinds: str) -> None:
-    wrong, tried = PROGRAM_DAMAGES[name], set()
-
-    @given(data=st.data())
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-    def find(data: st.DataObject) -> None:
-        schedule, layout, sides = held_by(data, kinds)
-        at = Place(data, sides, schedule.programs[sides])
-        wrong.breaks(at)
-        damaged = with_program(schedule, sides, tuple(at.list))
-        message = message_of(damaged, layout).splitlines()[0]
-        label = rf"program {re.escape(write_sides(sides))}: |stage ., at .*: "
-        assert re.match(rf"schedule {schedule.name}[:,] ({label})", message), message
-        assert re.search(wrong.cause, message), message
-        tried.add(message)
-
-    find()
-    assert tried
+    for edit in edits.split(" & "):
+        old, _, new = edit.partition(" ->")
+        assert f"  {old}\n" in text
+        lines = "".join(f"  {line.strip()}\n" for line in new.split(" / ") if line)
+        text = text.replace(f"  {old}\n", lines, 1)
+    message = message_of(parse(before + header + text), layout_for(name, stages, 2)).splitlines()[0]
+    assert re.match(rf"schedule {name}, stage ., at |schedule {name}: program {re.escape(sides)}: ", message)
+    assert cause in message
 
 
 def with_program(schedule: Schedule, sides: Sides, actions: Program) -> Schedule:
@@ -313,31 +102,6 @@ def test_an_operator_that_is_left_may_run_anywhere_in_the_next_program() -> None
     assert taken
     for actions in ((*taken, *rest), (*rest, *taken), (*rest[:9], *taken[::-1], *rest[9:])):
         code_of(with_program(schedule, sides, actions), layout_for("braid", 2, 2))
-
-
-def missing(schedule: Schedule, sides: str) -> str:
-    """The first line of the message with which a schedule without a program is refused."""
-    layout = layout_for(schedule.name, 2, 2)
-    return message_of(without(schedule, parse_sides(sides)), layout).splitlines()[0]
-
-
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("part", sorted(PARTS))
-@pytest.mark.parametrize("kind", ["I", "W"])
-def test_a_missing_split_program_is_refused(name: str, part: str, kind: str) -> None:
-    message = missing(named_schedule(name, 2, 4, 2), f"{kind}:{part}")
-    found = rf"schedule {name}, stage ., at {kind}\d\.\d(b|): program {kind}:{part} is missing"
-    assert re.fullmatch(found, message)
-
-
-@pytest.mark.parametrize("name", PAIRED)
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_missing_paired_program_is_refused(name: str, ends: bool) -> None:
-    ends = ends and name in ORDERED
-    message = missing(
-        named_schedule(name, 2, 4, 2, ends=ends), "F:layer|B:layer|L:layer" if ends else "F:layer|B:layer"
-    )
-    assert re.fullmatch(rf"schedule {name}, stage ., at \[F.*B.*\]: no program is for F beside B", message)
 
 
 def test_twins_without_a_program_run_one_behind_the_other() -> None:
@@ -385,10 +149,18 @@ def test_a_program_of_other_runs_is_used_where_they_meet() -> None:
         assert re.search(cause, message)
 
 
-@pytest.mark.parametrize("sides", sorted(named_schedule("megatron", 2, 2, 2).programs))
-def test_a_missing_program_is_refused(sides: tuple[Side]) -> None:
-    message = missing(named_schedule("megatron", 2, 2, 2), write_sides(sides))
-    direction, part = sides[0].kind.value, sides[0].unit
-    stage = 1 if part == "head" else 0
-    block = f"{direction}0.{stage}"
-    assert message == f"schedule megatron, stage {stage}, at {block}: program {direction}:{part} is missing"
+@pytest.mark.parametrize(
+    ("name", "ends", "sides", "cause"),
+    [
+        ("megatron", False, "B:head", r"at B0\.1: program B:head is missing"),
+        ("megatron", False, "F:layer", r"at F0\.0: program F:layer is missing"),
+        ("zbv", False, "I:layer", r"at I\d\.\d: program I:layer is missing"),
+        ("zbv", False, "W:embedding", r"at W\d\.0: program W:embedding is missing"),
+        ("dualpipev", False, "F:layer|B:layer", r"at \[F.*B.*\]: no program is for F beside B"),
+        ("braid", True, "F:layer|B:layer|L:layer", r"at \[F.*B.*\]: no program is for F beside B"),
+    ],
+)
+def test_a_missing_program_is_refused(name: str, ends: bool, sides: str, cause: str) -> None:
+    schedule = without(named_schedule(name, 2, 4, 2, ends=ends), parse_sides(sides))
+    message = message_of(schedule, layout_for(name, 2, 2)).splitlines()[0]
+    assert re.fullmatch(rf"schedule {name}, stage ., {cause}", message)
