@@ -19,7 +19,7 @@ TESTS = {
     "measure": 850,
     "papers": 3650,
     "recorded": 900,
-    "scheduling": 14100,
+    "scheduling": 12800,
 }
 PAGE = 2_300
 ROOM = 150
