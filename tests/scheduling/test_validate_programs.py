@@ -26,10 +26,10 @@ FAULTS = """
 plain F:layer: compute qkv -> : attention needs qkv, which is not done yet
 plain F:layer: compute mlp_residual -> : attention_norm needs mlp_residual, which is not done yet
 plain F:layer: compute qkv -> compute qkv / compute qkv : F0.0 runs twice (qkv has run)
-plain F:layer: wait mlp_gather -> wait mlp_gather / start mlp_gather on intra : F0.0 runs twice (mlp_gather has run)
+plain F:layer: wait mlp_gather -> wait mlp_gather / start mlp_gather on intra : F0.0 runs twice
 plain F:layer: wait mlp_gather -> wait mlp_gather / wait mlp_gather : F0.0 runs twice (mlp_gather has run)
 plain F:layer: compute qkv -> compute nothing : the graph has no operator 'nothing'
-plain F:layer: start mlp_gather on intra -> start mlp_gather on compute : no collective runs on the compute stream
+plain F:layer: start mlp_gather on intra -> start mlp_gather on compute : no collective runs on
 plain F:layer: start mlp_gather on intra -> : mlp_gather is not started
 plain F:layer: wait mlp_gather -> : mlp_in needs mlp_gather, which is not done yet
 plain F:layer: wait mlp_scatter -> : mlp_residual needs mlp_scatter, which is not done yet
@@ -47,7 +47,8 @@ leaving F:layer|B:layer|L:layer: compute 0:qkv -> compute 0:qkv / compute 2:qkv.
 leaving F:layer|B:layer|L:layer: compute 1:qkv.dgrad -> compute 1:qkv.dgrad / compute 1:qkv.wgrad : runs twice
 leaving F:layer|B:layer|L:layer: compute 1:qkv.dgrad -> compute 2:qkv.dgrad : which is not done yet
 twins F:layer|F:layer: compute 1:qkv -> compute 0:qkv : F0.0 runs twice (qkv has run)
-twins B:layer|B:layer: compute 0:qkv.wgrad -> & compute 1:qkv.wgrad -> compute 1:qkv.wgrad / compute 0:qkv.wgrad \
+twins B:layer|B:layer: compute 0:qkv.wgrad -> & \
+compute 1:qkv.wgrad -> compute 1:qkv.wgrad / compute 0:qkv.wgrad \
 : gradients are added up in the order of micro-batches
 """
 """Base and program: the line that stands there -> lines in its place (& more of both) : the cause."""
