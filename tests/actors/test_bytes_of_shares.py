@@ -7,7 +7,6 @@ import pytest
 from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.memory_meter import held_bytes
 from braid.actors.stage.rank import Rank
 from braid.scheduling.code import Code
 from braid.scheduling.memory import rank_memory
@@ -15,14 +14,8 @@ from braid.scheduling.schedule_text import parse
 from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
 from tests.actors.ranks import Probed, Ranks
+from tests.cuda.training import state_bytes
 from tests.end_to_end.runs import prepare_text, small_config
-
-LAYOUTS = {
-    "dp 2": {"dp": 2},
-    "tp 2 x dp 2": {"tp": 2, "dp": 2},
-    "pp 2 x dp 2": {"pp": 2, "dp": 2},
-    "dp 4, shards 2": {"dp": 4, "shards": 2},
-}
 
 
 class Weighed(Probed):
@@ -30,13 +23,7 @@ class Weighed(Probed):
 
     def state_bytes(self) -> tuple[int, int, int]:
         """Of parameters, gradients and optimizer states, between steps."""
-        masters = self._optimizer.masters
-        weights = [p.tensor for p in self._model.parameters] + [s.tensor for s in self._optimizer.shares]
-        buffers = [b.buffer if b.buffer is not None else b.share for b in self._gradients.buckets]
-        state = [self._optimizer.states[master] for master in masters]
-        moments = [entry[kind] for entry in state for kind in ("exp_avg", "exp_avg_sq")]
-        held = held_bytes(weights)
-        return held, held_bytes(buffers), held_bytes(weights, masters, moments) - held
+        return state_bytes(self._parts)
 
 
 def weighed(rank: int, address: str) -> Weighed:
@@ -44,30 +31,23 @@ def weighed(rank: int, address: str) -> Weighed:
     return Weighed(rank, address)
 
 
-CASES = [
-    (0, "ddp", False, None),
-    (1, "megatron", True, None),
-    (2, "ddp", True, None),
-    (2, "megatron", False, None),
-    (3, "ddp", False, None),
-    (3, "megatron", True, None),
-    (0, "megatron", True, "bf16"),
-    (1, "ddp", False, "bf16"),
-    (2, "ddp", True, "bf16"),
-    (3, "megatron", False, "bf16"),
+CASES: list[tuple[dict[str, int], str, bool, str | None]] = [
+    ({"dp": 2, "zero": 0}, "megatron", True, "bf16"),
+    ({"dp": 2, "tp": 2, "zero": 1}, "ddp", False, "bf16"),
+    ({"dp": 2, "pp": 2, "zero": 2}, "ddp", True, "bf16"),
+    ({"dp": 4, "zero": 3, "shards": 2}, "megatron", False, "bf16"),
+    ({"dp": 4, "zero": 2, "shards": 2}, "megatron", False, None),
+    ({"dp": 4, "zero": 1, "shards": 2}, "ddp", True, None),
 ]
-"""ZeRO stage, schedule, whether embedding and head are one table, to what gradients are rounded."""
+"""Layout, schedule, whether embedding and head are one table, to what gradients are rounded: beside what
+`tests.cuda.test_combinations` weighs."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "schedule", "tied_head", "reduce_dtype"), CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("parallel", "schedule", "tied_head", "reduce_dtype"), CASES)
 def test_ranks_hold_what_the_model_of_memory_says(
-    tmp_path: Path, layout: str, zero: int, schedule: str, tied_head: bool, reduce_dtype: str | None
+    tmp_path: Path, parallel: dict[str, int], schedule: str, tied_head: bool, reduce_dtype: str | None
 ) -> None:
-    parallel = {**LAYOUTS[layout], "zero": zero}
-    if not zero:
-        parallel.pop("shards", None)
     config = small_config(
         tmp_path,
         model={"layers": 4, "kv_heads": 4, "tied_head": tied_head},

@@ -16,7 +16,7 @@ from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Rendezvous, Rescue
-from braid.actors.stage.optimizer import Optimizer
+from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.telemetry import Recorder
@@ -42,7 +42,7 @@ class Trained:
         streams = HostStreams()
         recorder = Recorder(streams)
         self.gradients = GradientBuckets(self.model.parameters, mesh, streams, recorder, 1 << 20)
-        self.optimizer = Optimizer(self.gradients, SETTINGS)
+        self.optimizer = Optimizer(self.gradients, OptimizerSettings(**SETTINGS))
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -96,7 +96,8 @@ def saved_and_restored(rank: int, home: Path) -> None:
     assert optimizer.updates == SAVED - 1
     assert not saves.save(home / "saved").failure
     saves.take(SAVED)
-    copies.keep(optimizer, SAVED, wait=True)
+    copies.keep(optimizer, SAVED)
+    copies.settle()
     held_now = optimizer.shares, optimizer.named_tensors()
     older = {name: one for name, one in global_state(*held_now, torch.zeros(1)).items() if name != UPDATES}
     write_slices(home / "of before", older)

@@ -18,7 +18,7 @@ from torch import Tensor
 from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs
 from braid.actors.stage.assembly import Assembly, assemble, join
-from braid.actors.stage.memory_meter import MemoryMeter
+from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.samples import Batches, ReplicaSamples
@@ -185,9 +185,22 @@ class Runs:
         return self._plain[key]
 
 
+def state_bytes(rank: Assembly) -> tuple[int, int, int]:
+    """What a rank holds between steps, in bytes: parameters, gradients, optimizer states."""
+    optimizer = rank.optimizer
+    weights = [p.tensor for p in rank.model.parameters] + [share.tensor for share in optimizer.shares]
+    buffers = [b.buffer if b.buffer is not None else b.share for b in rank.gradients.buckets]
+    states = [optimizer.states[master] for master in optimizer.masters]
+    moments = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+    held = held_bytes(weights)
+    return held, held_bytes(buffers), held_bytes(weights, optimizer.masters, moments) - held
+
+
 def assert_predicted(outcome: Outcome, run: Trained) -> None:
     """Memory to the byte, and every operation by name, on every rank."""
     setting = outcome.setting
+    fullest: dict[int, tuple[int, int, int]] = {}
+    predicted: dict[int, tuple[int, int, int]] = {}
     for rank, watch in zip(run.ranks, run.watches, strict=True):
         stage = rank.mesh.position["pp"]
         linked = [one for stretch in outcome.code.stages[stage] for one in stretch.operations]
@@ -200,12 +213,16 @@ def assert_predicted(outcome: Outcome, run: Trained) -> None:
         free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
         told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
         assert told == watch.ran - Counter(name_of(one.what) for one in free)
+        memory = rank_memory(
+            outcome.code, setting.model, setting.dtype, stage, reduce_dtype=setting.reduce_dtype
+        )
+        fullest[stage] = max(fullest.get(stage, (0, 0, 0)), state_bytes(rank))
+        predicted[stage] = memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes
         # How many rows come to an expert, routers decide; what layers of a user's own keep, autograd does.
         if not setting.model.experts and "parallel" not in setting.model.kinds:
-            memory = rank_memory(
-                outcome.code, setting.model, setting.dtype, stage, reduce_dtype=setting.reduce_dtype
-            )
             assert watch.meter.peak_bytes == memory.activation_bytes
+    # A small bucket is updated by some ranks alone; the others hold less.
+    assert fullest == predicted
 
 
 def assert_same_bits(run: Trained, other: Trained) -> None:
