@@ -127,7 +127,7 @@ class ExpertModel(PlainModel):
     def __init__(
         self, sizes: PlainSizes, shape: ModelShape, dtype: torch.dtype, groups: Sequence[Tensor]
     ) -> None:
-        super().__init__(sizes)
+        super().__init__(sizes, dtype)
         self.layers = nn.ModuleList(
             ExpertLayer(sizes, shape, groups) if kind == "layer" else Layer(sizes) for kind in shape.kinds
         )
