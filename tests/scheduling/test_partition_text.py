@@ -105,7 +105,7 @@ OTHER_WORDS = """
 """
 
 
-@pytest.mark.parametrize("text", map(str.strip, OTHER_WORDS.split("|")))
+@pytest.mark.parametrize("text", [text.strip() for text in OTHER_WORDS.split("|")])
 def test_other_words_are_refused_with_how_to_write_them(text: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_partition(text)
