@@ -38,11 +38,8 @@ from braid.scheduling.schedule_text import (
     parse,
     parse_action,
     parse_instruction,
-    parse_pass,
-    parse_sides,
     parse_step,
     write,
-    write_sides,
     write_step,
 )
 from tests.scheduling.cases import ORDERS, PAIRED, SUB_BATCHES, named_schedule, valid_schedules
@@ -147,25 +144,9 @@ def test_any_schedule_round_trips(schedule: Schedule) -> None:
     assert write(parse(text)) == text
 
 
-@given(valid_schedules())
-@settings(max_examples=30, deadline=None)
-def test_generated_schedules_round_trip(case: tuple[Schedule, object]) -> None:
-    assert parse(write(case[0])) == case[0]
-
-
 @given(st.one_of(INSTRUCTIONS))
 def test_every_instruction_round_trips(instruction: Instruction) -> None:
     assert parse_instruction(str(instruction)) == instruction
-
-
-@given(PASSES)
-def test_every_pass_round_trips(one: Pass) -> None:
-    assert parse_pass(str(one)) == one
-
-
-@given(SIDES)
-def test_what_a_program_is_for_round_trips(sides: Sides) -> None:
-    assert parse_sides(write_sides(sides)) == sides
 
 
 @given(st.integers(1, 4), WORDS, st.data())
@@ -205,40 +186,6 @@ def stage_lines(schedule: Schedule, stage: int) -> list[str]:
     return text.split("\n\n")[0].rstrip("\n").split("\n")
 
 
-def test_the_text_reads_like_this() -> None:
-    assert stage_lines(named_schedule("megatron:folded", 2, 1, 2, dp=2), 1) == [
-        "  RECV(F0.1<0) WAIT(RECV F0.1<0) F0.1",
-        "  RECV(B0.2<0) F0.2 SEND(F0.3>0)",
-        "  WAIT(RECV B0.2<0) WAIT(SEND F0.3>0) B0.2",
-        "  B0.1 SEND(B0.0>0)",
-        "  WAIT(SEND B0.0>0)",
-        "  REDUCE(1 tp) REDUCE(2 tp)",
-        "  WAIT(REDUCE 1 tp) WAIT(REDUCE 2 tp)",
-        "  REDUCE(1 dp) REDUCE(2 dp)",
-        "  WAIT(REDUCE 1 dp) WAIT(REDUCE 2 dp)",
-        "  NORM",
-        "  REDUCE(norm tp)",
-        "  WAIT(REDUCE norm tp)",
-        "  REDUCE(norm pp)",
-        "  WAIT(REDUCE norm pp)",
-        "  STEP",
-    ]
-
-
-def test_a_program_reads_like_this() -> None:
-    text = write(named_schedule("braid", 2, 6, 2, ends=True))
-    assert "  WAIT(RECV F2.3b<1) WAIT(RECV B0.0<1) WAIT(SEND F0.1>1) [F2.3b|B0.0|L1.3]\n" in text
-    program = text.split("program F:layer|B:layer|L:layer\n")[1].splitlines()
-    assert program[:4] == [
-        "  compute 0:attention_norm",
-        "  start 0:attention_gather on intra",
-        "  compute 2:mlp_out.wgrad",
-        "  compute 2:mlp_in.wgrad",
-    ]
-    assert "  compute 1:mlp_out.dgrad" in program
-    assert "program I:layer" in write(named_schedule("zbv", 2, 4))
-
-
 @pytest.mark.parametrize(("name", "ends"), [*((name, False) for name in ORDERS), ("braid", True)])
 def test_one_line_per_block_and_no_long_lines(name: str, ends: bool) -> None:
     """Where a line would be too long, what is sent of a block stands in one more."""
@@ -249,14 +196,6 @@ def test_one_line_per_block_and_no_long_lines(name: str, ends: bool) -> None:
         blocks = [str(i) for i in schedule.stages[stage] if isinstance(i, Block)]
         with_block = [line for line in lines if set(line.split()) & set(blocks)]
         assert len(with_block) == len(blocks)
-        assert lines[-6:] == [
-            "  NORM",
-            "  REDUCE(norm tp)",
-            "  WAIT(REDUCE norm tp)",
-            "  REDUCE(norm pp)",
-            "  WAIT(REDUCE norm pp)",
-            "  STEP",
-        ]
         last = lines.index(with_block[-1])
         others = [line for line in lines[:last] if line not in with_block]
         if name not in (*PAIRED, *SUB_BATCHES):

@@ -19,6 +19,7 @@ BASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "zero 1": ("megatron", 2, 2, {"zero": 1}),
     "zero 2": ("ddp", 1, 3, {"zero": 2}),
     "zero 3": ("megatron", 2, 2, {"zero": 3}),
+    "early": ("ddp", 1, 3, {"dp": 2}),
 }
 """Valid schedules of two tensor-parallel ranks: name, stages, micro-batches, what else."""
 
@@ -111,6 +112,13 @@ zero 2: |REDUCE(0 dp)] -> |REDUCE(0 dp)|REDUCE(1 dp)] : chunk 1 is not on this s
 zero 2: |REDUCE(0 dp)] -> |REDUCE(0 dp)|REDUCE(0 cp)] : over cp there is nothing to do here
 zero 2: [F0.0 -> REDUCE(0 dp) [F0.0 : sums over dp stand in blocks, behind what adds to the gradients
 zero 2: |REDUCE(0 tp)|REDUCE(0 dp)] -> |REDUCE(0 dp)|REDUCE(0 tp)] : sums of the same come one after the other
+early: B1.0 -> [B1.0|REDUCE(0 tp)|REDUCE(0 dp)] : chunk 0 still has passes to run
+early: |REDUCE(0 tp)|REDUCE(0 dp)] -> |REDUCE(0 dp)|REDUCE(0 tp)] : sums of the same come one after the other
+early: |REDUCE(0 tp) -> : the gradients of chunk 0 are not summed over tp
+early: |REDUCE(0 dp)] -> |REDUCE(0 dp)|REDUCE(3 dp)] : chunk 3 is not on this stage
+early: WAIT(REDUCE 0 dp) -> REDUCE(0 dp) WAIT(REDUCE 0 dp) : REDUCE(0 dp) stands twice
+early: WAIT(REDUCE 0 dp) -> : REDUCE(0 dp) is not waited for
+early: WAIT(REDUCE 0 dp) -> WAIT(REDUCE 0 tp) WAIT(REDUCE 0 dp) : no REDUCE(0 tp) is under way
 zero 2: WAIT(REDUCE 0 dp) -> & F1.0 -> WAIT(REDUCE 0 dp) F1.0 : REDUCE(0 dp) is not waited for
 """
 """Base: what stands there -> what is put in its place (& more of both) : the cause."""
@@ -127,6 +135,6 @@ def test_a_faulty_list_is_refused(fault: str) -> None:
         old, _, new = edit.replace("\\n", "\n").partition(" ->")
         assert old in text
         text = text.replace(old, new.removeprefix(" "), 1)
-    message = message_of(parse(text), layout_for(name, stages, 2, 1 + bool(zero), zero))
+    message = message_of(parse(text), layout_for(name, stages, 2, more.get("dp", 1 + bool(zero)), zero))
     assert message.startswith(f"schedule {name}, stage ")
     assert cause in message.splitlines()[0]
