@@ -1,6 +1,5 @@
 """What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -259,16 +258,6 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-ALONE = modelled(cluster(gpus=2))(setting("braid:w", tp=2))
-
-
-def refused(steps: Iterable[str]) -> str:
-    """The message with which an order of a layer is refused."""
-    with pytest.raises(ValueError) as error:
-        lowered(ALONE, Choices(orders={"F:layer|B:layer|L:layer": tuple(steps)}))
-    return str(error.value).partition("\n")[0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -308,30 +297,3 @@ def test_an_end_that_nobody_has_left_is_refused() -> None:
     with pytest.raises(ScheduleError) as error:
         linked(with_stage(schedule, 0, changed), two.setting.layout, two.setting.model.kinds, two.parts)
     assert "at [B1.0b|L0.0]: no block before it has left an end of B0.0" in str(error.value)
-
-
-def test_what_is_needed_cannot_be_left() -> None:
-    forward = [f"0:{op.name}" for op in ALONE.members["layer"].forward.operators]
-    first, *between, last = (op.name for op in ALONE.members["layer"].backward.operators)
-    middle = [f"1:{name}" for name in between]
-    assert refused([*forward, f"2:{first}", *middle, f"1:{last}"]).startswith(
-        f"order of F:layer|B:layer|L:layer: {first} is left to the end, but 1:"
-    )
-    assert f"needs {last}, which is not done yet" in refused([*forward, f"1:{first}", *middle, f"2:{last}"])
-
-
-def test_what_has_run_is_not_left() -> None:
-    """An end of which the pass has done some already, or a step says that nothing of it is left."""
-    forward = [f"0:{op.name}" for op in ALONE.members["layer"].forward.operators]
-    backward = [op.name for op in ALONE.members["layer"].backward.operators]
-    own = [f"1:{name}" for name in backward if name != "qkv.wgrad"]
-    assert "runs twice (mlp_in.wgrad has run)" in refused([*forward, *own, "2:mlp_in.wgrad", "2:qkv.wgrad"])
-    whole = [*forward, *(f"1:{name}" for name in backward), "2:qkv.wgrad"]
-    programs = Choices(orders={"F:layer|B:layer|L:layer": tuple(whole)})
-    found = backward_names(lowered(ALONE, programs).simulation)
-    assert found["qkv.wgrad"] == ALONE.setting.model.layers * ALONE.setting.micro_batches
-
-
-def backward_names(simulation: Simulation) -> Counter[str]:
-    """How often operators run."""
-    return Counter(span.operator for span in simulation.spans())

@@ -22,7 +22,6 @@ from braid.scheduling.operators import Kind
 from braid.scheduling.partition import Partition
 from braid.scheduling.schedule import Gather, Norm, Prefetch, Reduce
 from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.stages import Move, moves_of
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import LLAMA, choices_for, layout_for, parts_for, setting_for
@@ -58,22 +57,6 @@ def test_parts_that_are_moved_add_up(kind: Kind, mesh: tuple[int, ...], order: t
     assert {(one.factor.axis, one.factor.mesh) for one in moves} == {("dp", mesh)}
     dims = [one.factor.dim for one in moves]
     assert dims == [*order, *order[-2::-1]] if kind is Kind.ALL_REDUCE else dims == [*order]
-
-
-def test_an_all_reduce_is_scattered_summed_and_gathered() -> None:
-    """Between nodes goes the least where the ranks of a node scatter first."""
-    moves = staged(Kind.ALL_REDUCE, (2, 4), (1, 0))
-    assert [(one.kind, str(one.factor), one.part) for one in moves] == [
-        (Kind.REDUCE_SCATTER, "dp.2x4.1", 1),
-        (Kind.ALL_REDUCE, "dp.2x4.0", 4),
-        (Kind.ALL_GATHER, "dp.2x4.1", 1),
-    ]
-    other = staged(Kind.ALL_REDUCE, (2, 4), (0, 1))
-    assert [(one.kind, str(one.factor), one.part) for one in other] == [
-        (Kind.REDUCE_SCATTER, "dp.2x4.0", 1),
-        (Kind.ALL_REDUCE, "dp.2x4.1", 2),
-        (Kind.ALL_GATHER, "dp.2x4.0", 1),
-    ]
 
 
 def test_what_is_not_divided_has_no_stages() -> None:
@@ -391,10 +374,3 @@ def test_shares_are_summed_over_replicas_when_all_stages_are_over(name: str, zer
             assert key not in under_way
             summed += 1
     assert summed
-
-
-def test_a_mesh_of_other_ranks_is_refused() -> None:
-    layout = ParallelLayout(dp=6)
-    own = setting_for("ddp", layout, 2, partitions=partitions_of(0, (0, 1)))
-    with pytest.raises(ValueError, match="mesh=2x2 has 4 ranks, the axis dp has 6"):
-        parts_for(own)
