@@ -155,45 +155,6 @@ def gradient_of(part: Part, weights: dict[str, int]) -> tuple[int, int]:
     return kept["d.x"], expected
 
 
-def parallel_layer(gather_once: bool) -> Part:
-    """PaLM's layer: attention and MLP read the same norm, both add to x."""
-    g = builder(tp=2)
-    x = g.input()
-    h = g.norm("norm", x)
-    a = m = g.gather("gather", h) if gather_once else h
-    if not gather_once:
-        a, m = g.gather("attention_gather", h), g.gather("mlp_gather", h)
-    a = g.rows("projection", g.attention("attention", g.columns("qkv", a, 24)), 16)
-    x = g.residual("attention_residual", g.scatter("attention_scatter", a), x)
-    m = g.rows("mlp_out", g.activation("activation", g.columns("mlp_in", m, 32)), 16)
-    return g.build(g.residual("mlp_residual", g.scatter("mlp_scatter", m), x))
-
-
-@pytest.mark.parametrize(
-    ("gather_once", "shared", "parts"),
-    [(True, "gather.out", ("mlp_in", "qkv")), (False, "norm.out", ("mlp_gather", "attention_gather"))],
-)
-def test_a_value_with_two_readers_gets_the_sum_of_their_gradients(
-    gather_once: bool, shared: str, parts: tuple[str, str]
-) -> None:
-    layer = parallel_layer(gather_once)
-    additions = [op for op in layer.backward.operators if op.kind is Kind.ADD]
-    assert [(op.reads, op.writes) for op in additions] == [
-        ((f"d.{shared}~1", f"d.{shared}@{parts[1]}"), (f"d.{shared}",))
-    ]
-    producer = {name: op.module for op in layer.backward.operators for name in op.writes}
-    assert [producer[name] for name in additions[0].reads] == list(parts)
-    # The residual stream needs no addition: the norm's backward takes the gradient that goes around it.
-    norm = layer.backward.named("norm.grad")
-    assert norm.reads[-1] == "d.x~1"
-    assert producer["d.x~1"] == "attention_residual"
-    run_symbolically(layer, layer.backward, {*layer.saved(), f"d.{layer.output}"}, {"d.x"})
-    weights = {f"{op.module}.{n}": p for p, op in enumerate(layer.forward.operators, 2) for n in range(2)}
-    weights |= {f"{name}.{n}": 1 for name in ("attention_residual", "mlp_residual") for n in range(2)}
-    actual, expected = gradient_of(layer, weights)
-    assert actual == expected != 0
-
-
 @st.composite
 def random_parts(draw: st.DrawFn) -> Part:
     """Layers in which any value may be read any number of times."""

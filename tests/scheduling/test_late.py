@@ -226,17 +226,6 @@ def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
     assert fastest(quick).step_ns == min(found)
 
 
-def test_the_block_that_takes_an_end_up_names_it() -> None:
-    """In the next block, also in one of a backward pass by itself where its program has a side for it."""
-    *_, last = decisions(bench(micro_batches=16))
-    with_ending = lowered(BENCH, last[0]).code.schedule
-    blocks = [str(i) for i in with_ending.stages[0] if isinstance(i, Block)]
-    assert blocks == ["F0.0", "[F1.0b|B0.0]", "[F2.0|B1.0b|L0.0]", "[F3.0b|B2.0|L1.0b]", "[B3.0b|L2.0]"]
-    orders = {sides: order for sides, order in last[0].orders.items() if sides != ENDING}
-    without = lowered(BENCH, Choices(orders=orders)).code.schedule
-    assert [str(i) for i in without.stages[0] if isinstance(i, Block)] == [*blocks[:-1], "B3.0b"]
-
-
 def test_nothing_is_left_without_a_block_that_takes_it_up() -> None:
     assert len(decisions(bench(micro_batches=2))) == 1
 

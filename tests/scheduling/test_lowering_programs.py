@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import layer_part
-from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
 from braid.scheduling.operators import Graph, Kind, Part, Stream
@@ -123,20 +122,6 @@ def paired(order: Iterable[Step]) -> Program:
 
 
 # -- one pass ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "full", "fine"])
-def test_serial_programs_wait_at_once(tp: int, recompute: str) -> None:
-    for part in model_parts(LLAMA, tp, recompute).values():
-        for graph in (part.forward, part.backward):
-            program = serial_program(graph)
-            replay(program, {0: graph}, {0: given_values(part, graph)})
-            for action, after in pairwise([*program, None]):
-                if isinstance(action, Start):
-                    assert after == Wait(action.operator)
-            issued = [acting(a).operator for a in program if not isinstance(a, Wait)]
-            assert issued == [op.name for op in graph.operators]
 
 
 def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
@@ -290,20 +275,6 @@ def lines_of(program: Program) -> list[str]:
     schedule = named_schedule("dhelix", 1, 2, 2)
     text = write(replace(schedule, programs={parse_sides(PAIR): program}))
     return [line.strip() for line in text.partition("program ")[2].splitlines()[1:]]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_strands_in_turns(tp: int) -> None:
-    """Wavelet's round robin: one operator of each until one has no more; the backward strand begins."""
-    layer = model_parts(tp=tp)["layer"]
-    graphs = {0: layer.forward, 1: layer.backward}
-    parts, sides = {"layer": layer}, parse_sides(PAIR)
-    program = program_of(sides, parts, by_turns(sides, parts))
-    replay(program, graphs, {turn: given_values(layer, graph) for turn, graph in graphs.items()})
-    turns = [a.turn for a in program if isinstance(a, Compute | Start)]
-    shared = 2 * min(len(layer.forward.operators), len(layer.backward.operators))
-    assert turns[:shared] == [1, 0] * (shared // 2)
-    assert set(turns[shared:]) <= {1}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

@@ -104,13 +104,6 @@ def test_operators_of_a_ring() -> None:
     assert {op.axis for op in shifts} == {"cp"}
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_collectives_of_degree_one_vanish(degree: int) -> None:
-    for tp, cp, ep in ((degree, 1, 1), (1, degree, 1), (1, 1, degree)):
-        axes = {op.axis for op in both(layer_of(MOE, tp, cp, ep)) if op.kind.communicates}
-        assert axes == {axis for axis, size in (("tp", tp), ("cp", cp), ("ep", ep)) if size > 1}
-
-
 def test_axes_decide_the_stream() -> None:
     for op in both(layer_of(MOE, 2, 2, 2)):
         wanted = {"tp": Stream.INTRA, "cp": Stream.INTER, "ep": Stream.INTER, None: Stream.COMPUTE}

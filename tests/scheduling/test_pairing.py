@@ -4,7 +4,7 @@ import os
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import permutations, product
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -26,19 +26,12 @@ from braid.scheduling.planner.list_schedule import (
     turns_order,
 )
 from braid.scheduling.planner.orders import Bench, decide_pairing, exact_pairing, layer_pair, order_steps
-from braid.scheduling.planner.pairing import Pairing, is_segment, pair, pairing_of, segment_ns
+from braid.scheduling.planner.pairing import Pairing, is_segment, pair, segment_ns
 from braid.scheduling.planner.strands import PairProblem, StrandGraph
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.schedule import Sides
 from braid.scheduling.schedule_text import parse_sides, write_sides
-from tests.scheduling.pairing_cases import (
-    brute_force,
-    made_up_problem,
-    orders,
-    round_robin,
-    segmentations,
-    serial_order,
-)
+from tests.scheduling.pairing_cases import brute_force, made_up_problem, orders, round_robin, serial_order
 from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
 GRAPHS = 500
@@ -101,19 +94,6 @@ def test_pairing_equals_brute_force_on_random_graphs() -> None:
     assert improved > GRAPHS // 2, f"seed {seed}"
 
 
-def test_brute_force_looks_at_every_order_and_every_cut() -> None:
-    free = StrandGraph(names=("a", "b", "c"), streams=(0, 1, 2), solo_ns=(1.0, 1.0, 1.0), before=(0, 0, 0))
-    assert set(orders(free)) == set(permutations(range(3)))
-    # Ordered set partitions of three: 13.
-    assert len(segmentations(free)) == 13
-    chain = replace(free, before=(0, 1, 2))
-    assert list(orders(chain)) == [(0, 1, 2)]
-    # Each waits for the one before on another stream: no segment of two.
-    assert segmentations(chain) == {(1, 2, 4)}
-    one_stream = replace(chain, streams=(0, 0, 0))
-    assert segmentations(one_stream) == {(1, 2, 4), (3, 4), (1, 6), (7,)}
-
-
 def test_segment_needs_nothing_of_its_own_on_another_stream_even_through_others() -> None:
     graph = StrandGraph(
         names=("a", "b", "c"), streams=(1, 0, 1), solo_ns=(1.0, 1.0, 1.0), before=(0, 1, 0b10)
@@ -174,27 +154,6 @@ def _one(graph: StrandGraph, op: int) -> StrandGraph:
     return StrandGraph(
         names=(graph.names[op],), streams=(graph.streams[op],), solo_ns=(graph.solo_ns[op],), before=(0,)
     )
-
-
-def test_operators_of_one_stream_run_one_after_the_other() -> None:
-    problem = layer_pair(bench_of())
-    gemms = [op for op, stream in enumerate(problem.forward.streams) if stream == 0][:2]
-    mask = sum(1 << op for op in gemms)
-    alone = sum(problem.forward.solo_ns[op] for op in gemms)
-    assert segment_ns(problem, mask, 0) == pytest.approx(alone)
-    theirs = next(op for op, stream in enumerate(problem.backward.streams) if stream == 0)
-    both = alone + problem.backward.solo_ns[theirs] + problem.barrier_ns
-    assert segment_ns(problem, mask, 1 << theirs) == pytest.approx(both)
-
-
-def test_a_barrier_is_paid_once_per_paired_segment() -> None:
-    draw = random.Random(5)
-    problem = replace(made_up_problem(draw, (3, 3)), barrier_ns=0.0)
-    dear = replace(problem, barrier_ns=1e9)
-    masks = [(1, 1), (0, 2), (2, 0), (4, 4)]
-    assert pairing_of(dear, masks).ns == pytest.approx(pairing_of(problem, masks).ns + 2e9)
-    # At that price nothing is paired.
-    assert not any(segment.paired for segment in pair(dear).segments)
 
 
 # -- orders without barriers ---------------------------------------------------------------------------------

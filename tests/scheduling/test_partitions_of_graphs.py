@@ -162,29 +162,6 @@ def test_schedules_of_cut_layers_are_valid_and_round_trip(
     assert parse(write(schedule)) == schedule
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("first", "again"),
-    [
-        ("mesh 2x2 order 0,1", "mesh 2x2 order 1,0"),
-        ("mesh 2x2 order 0,1", "mesh 2x2 order 1,0,1 delivered of tokens with 1"),
-        ("pieces 2 of tokens with 1", "pieces 2 of width with 1"),
-        ("pieces 2", ""),
-        ("", "pieces 2"),
-    ],
-)
-def test_what_is_gathered_again_may_be_cut_in_another_way(shape: str, first: str, again: str) -> None:
-    """Although it makes values of the same names."""
-    part = model_parts(SHAPES[shape], 4, "full")["layer"]
-    texts = []
-    for name in ("attention_gather", "mlp_gather"):
-        part.forward.named(name)
-        part.backward.named(f"{name}.again")
-        texts += [f"layer/{name} {first}"] if first else []
-        texts += [f"layer/{name}.again {again}"] if again else []
-    check_cut(part, partitioned(part, 4, *texts))
-
-
 # -- what is cut, and into what ------------------------------------------------------------------------------
 
 
@@ -263,14 +240,12 @@ def test_what_nothing_else_reads_is_never_whole() -> None:
 @pytest.mark.parametrize(
     ("text", "forward", "backward"),
     [
-        ("layer/mlp_scatter pieces 4 of tokens with 1", {"mlp_out", "mlp_scatter"}, set()),
         ("layer/mlp_scatter pieces 4 of tokens with 2", {"activation", "mlp_out", "mlp_scatter"}, set()),
-        ("layer/mlp_scatter pieces 4", {"mlp_scatter"}, set()),
         ("layer/mlp_scatter.grad pieces 4 of tokens with 1", set(), {"mlp_scatter.grad", "mlp_out.dgrad"}),
         (
-            "tp/reduce_scatter pieces 4",
-            {"attention_scatter", "mlp_scatter"},
-            {"attention_gather.grad", "mlp_gather.grad"},
+            "tp/all_gather pieces 4",
+            {"attention_gather", "mlp_gather"},
+            {"attention_scatter.grad", "mlp_scatter.grad"},
         ),
         ("dp/reduce_scatter mesh 2x2 order 0,1", set(), set()),
     ],

@@ -266,6 +266,7 @@ def test_what_pipelines_hold(p: int, m: int, hop: int) -> None:
     """1F1B what is ahead, in stages; the W in half-stages as much as its first stage, there on every stage;
     the eager W hop (p-1) + 1 journeys from a forward pass to its backward pass, two half-stages each."""
     wanted = {name: [min(p - i, m) for i in range(p)] for name in ("megatron", "intra_batch")}
+    wanted["megatron:eager_1f1b"] = [min(2 * (p - i) - 1, m) for i in range(p)]
     for name in ("megatron:folded", *PAIRED_W):
         wanted[name] = [min(2 * p, m + 1 + i, 2 * m) for i in range(p)]
     eager = f"braid:eager_w/{hop}"

@@ -42,7 +42,7 @@ from braid.scheduling.schedule_text import (
     write,
     write_step,
 )
-from tests.scheduling.cases import ORDERS, PAIRED, SUB_BATCHES, named_schedule, valid_schedules
+from tests.scheduling.cases import valid_schedules
 from tests.scheduling.partition_cases import PARTITIONS
 
 NUMBERS = st.integers(0, 10_000)
@@ -178,34 +178,6 @@ def test_comments_and_white_space_do_not_matter(case: tuple[Schedule, object], d
 
 
 # -- layout ------------------------------------------------------------------------------------------------
-
-
-def stage_lines(schedule: Schedule, stage: int) -> list[str]:
-    """The lines of a stage in the text."""
-    text = write(schedule).split(f"\nstage {stage}\n")[1]
-    return text.split("\n\n")[0].rstrip("\n").split("\n")
-
-
-@pytest.mark.parametrize(("name", "ends"), [*((name, False) for name in ORDERS), ("braid", True)])
-def test_one_line_per_block_and_no_long_lines(name: str, ends: bool) -> None:
-    """Where a line would be too long, what is sent of a block stands in one more."""
-    schedule = named_schedule(name, 4, 24, 2, ends=ends)
-    assert max(map(len, write(schedule).splitlines())) <= COLUMNS
-    for stage in range(4):
-        lines = stage_lines(schedule, stage)
-        blocks = [str(i) for i in schedule.stages[stage] if isinstance(i, Block)]
-        with_block = [line for line in lines if set(line.split()) & set(blocks)]
-        assert len(with_block) == len(blocks)
-        last = lines.index(with_block[-1])
-        others = [line for line in lines[:last] if line not in with_block]
-        if name not in (*PAIRED, *SUB_BATCHES):
-            assert not others
-        if name in SUB_BATCHES:
-            continue  # two messages come for a block, and stand before it
-        ahead = r"WAIT\(SEND \S+|SEND\(\S+\)|REDUCE\(. tp\)|WAIT\(REDUCE . tp\)"
-        assert all(re.fullmatch(rf" ( ({ahead}))+", line) for line in others)
-        waits = [line for line in lines[last + 1 :] if re.fullmatch(r" ( WAIT\(SEND \S+)+", line)]
-        assert len(waits) <= 1, "the last sends are waited for in one line"
 
 
 @given(st.lists(INSTRUCTIONS, max_size=40))

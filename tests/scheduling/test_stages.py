@@ -1,7 +1,7 @@
 """Stages of what replicas share: they come to what the whole collective does, one after the other."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import permutations, product
@@ -72,46 +72,16 @@ def test_what_is_not_divided_has_no_stages() -> None:
 # -- what they come to ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class World:
-    """Ranks on a mesh, whose collectives are carried out when all of them have been launched."""
-
-    mesh: tuple[int, ...]
-    launched: list[tuple[Kind, "FakeLine", Tensor, Tensor]] = field(default_factory=list)
-
-    def line(self, rank: int, dim: int) -> "FakeLine":
-        """That of a rank along a dim."""
-        (group,) = [tuple(group) for group in sub_groups(self.mesh, dim) if rank in group]
-        return FakeLine(self, group, group.index(rank))
-
-    def carry_out(self) -> None:
-        """Do what has been launched."""
-        for group in dict.fromkeys(line.group for _, line, _, _ in self.launched):
-            own = sorted((one for one in self.launched if one[1].group == group), key=lambda one: one[1].rank)
-            assert [line.rank for _, line, _, _ in own] == [*range(len(group))]
-            ((kind),) = {kind for kind, _, _, _ in own}
-            sent = [x.clone() for _, _, x, _ in own]
-            whole = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
-            for number, (_, _, _, y) in enumerate(own):
-                y.copy_(whole.chunk(len(group))[number] if kind is Kind.REDUCE_SCATTER else whole)
-        self.launched.clear()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FakeLine:
-    """Ranks along a dim, as one of them sees them."""
+    """Ranks along a dim, as one of them sees them; what they launch is carried out for all at once."""
 
-    world: World
-    group: tuple[int, ...]
     rank: int
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return len(self.group)
+    size: int
+    launched: tuple[Kind, Tensor, Tensor] | None = None
 
     def _launch(self, kind: Kind, x: Tensor, y: Tensor) -> Launch:
-        self.world.launched.append((kind, self, x, y))
+        self.launched = kind, x, y
         return Launch(y, lambda: None)  # type: ignore[arg-type, return-value]
 
     def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
@@ -129,23 +99,26 @@ class FakeLine:
 
 def carried_out(moves: tuple[Move, ...], mesh: tuple[int, ...], held: list[Tensor]) -> list[Tensor]:
     """What every rank has in the end, with the functions that the runtime moves buckets with."""
-    world = World(mesh)
     whole = max(x.numel() for x in held) * (prod(mesh) if moves[0].kind is Kind.ALL_GATHER else 1)
     for move in moves:
+        dim, ways = move.factor.dim, mesh[move.factor.dim]
+        lines = [FakeLine(place_in(mesh, rank)[dim], ways) for rank in range(prod(mesh))]
         launches = []
-        for rank, x in enumerate(held):
-            line = world.line(rank, move.factor.dim)
-            assert line.rank == place_in(mesh, rank)[move.factor.dim]
-            match move.kind:
-                case Kind.ALL_REDUCE:
-                    launches.append(line.all_reduce(x))
-                case Kind.REDUCE_SCATTER:
-                    launches.append(scatter_stage(line, x, move.outer))  # type: ignore[arg-type]
-                case _:
-                    launches.append(gather_stage(line, x, move.outer))  # type: ignore[arg-type]
+        for line, x in zip(lines, held, strict=True):
+            if move.kind is Kind.ALL_REDUCE:
+                launches.append(line.all_reduce(x))
+            else:
+                stage = scatter_stage if move.kind is Kind.REDUCE_SCATTER else gather_stage
+                launches.append(stage(line, x, move.outer))  # type: ignore[arg-type]
             moved = launches[-1].result if move.kind is Kind.ALL_GATHER else x
             assert moved.numel() * move.part == whole, "it moves that part of the whole"
-        world.carry_out()
+        for group in sub_groups(mesh, dim):
+            kinds, sent, into = zip(*(lines[rank].launched or () for rank in group), strict=True)
+            ((kind),) = {*kinds}
+            all_of_it = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
+            parts = all_of_it.chunk(ways) if kind is Kind.REDUCE_SCATTER else [all_of_it] * ways
+            for y, part in zip(into, parts, strict=True):
+                y.copy_(part)
         for launch in launches:
             if launch.finish is not None:
                 launch.finish()
