@@ -151,7 +151,7 @@ class Walk:
         if self.behind and not self.begun:
             last = self.code.stages[self.stage][-1]
             first = (o.what for o in last.operations if isinstance(o, Start))
-            self.under_way = {one: -1 for one in first if isinstance(one, Gather)}
+            self.under_way = {replace(one, move=None): -1 for one in first if isinstance(one, Gather)}
         self.begun = tuple(one for one in self.under_way if isinstance(one, Gather))
         if not self.code.schedule.trains:
             self.there.clear()  # steps have come in between
@@ -179,6 +179,13 @@ class Walk:
     # -- rules -------------------------------------------------------------------------------------------
 
     def _share(self, operation: Operation, stretch: Stretch) -> None:
+        """What goes in stages begins with the first and ends with the last of them."""
+        if isinstance(operation, Start | Wait) and isinstance(what := operation.what, Gather | Reduce):
+            if what.move is not None and not (
+                what.move.last if isinstance(operation, Wait) else what.move.number == 0
+            ):
+                return
+            operation = replace(operation, what=replace(what, move=None))
         match operation:
             case Start(what=Gather() as what):
                 self._start_gather(what, stretch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling import buckets
-from braid.scheduling.code import Body, Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.mesh import place_in, sub_groups
 from braid.scheduling.operators import Kind
@@ -215,29 +215,6 @@ def two_steps(code: Code, stage: int) -> Iterator[Operation]:
         yield from (one for stretch in own for one in stretch.operations)
 
 
-def with_whole_transfers(code: Code) -> Code:
-    """The code with one start, that of the first stage, and one wait, for the last, of every transfer."""
-    bodies: dict[int, Body] = {}
-
-    def whole(operation: Operation) -> Operation | None:
-        what = shared_by(operation)
-        if what is None:
-            return operation
-        assert isinstance(operation, Start | Wait)
-        assert what.move is not None
-        end = what.move.number == 0 if isinstance(operation, Start) else what.move.last
-        return replace(operation, what=replace(what, move=None)) if end else None
-
-    def body_of(body: Body) -> Body:
-        if id(body) not in bodies:
-            found = (whole(operation) for operation in body.operations)
-            bodies[id(body)] = Body(tuple(one for one in found if one is not None))
-        return bodies[id(body)]
-
-    stages = tuple(tuple(replace(one, body=body_of(one.body)) for one in stage) for stage in code.stages)
-    return replace(code, stages=stages)
-
-
 CASES = [
     pytest.param(name, pp, zero, order, id=f"{name}-pp{pp}-zero{zero}-{order[0]}{order[1]}")
     for n, (name, pp, zero) in enumerate(product(NAMES, (1, 2), range(4)))
@@ -301,7 +278,7 @@ def test_what_is_read_is_there_and_what_is_added_is_summed(
 ) -> None:
     """As where nothing is divided: a gather ends right before a use, a sum before anything is added."""
     for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
-        check_shared(with_whole_transfers(code_with(name, pp, zero, order, distances)))
+        check_shared(code_with(name, pp, zero, order, distances))
 
 
 @pytest.mark.parametrize("zero", range(4))

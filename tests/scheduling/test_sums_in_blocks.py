@@ -1,7 +1,6 @@
 """Gradients that are summed in blocks: bucket by bucket, as soon as they are final, and none forgotten."""
 
 import re
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling import buckets
-from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.code import Compute, Node, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.planner.decide import anything, modelled, outcome_of
 from braid.scheduling.planner.orders import decisions
@@ -36,16 +35,6 @@ BEHIND = "behind the passes stand gathers of parameters and then sums of gradien
 EARLY = tuple(name for name in LOWERED if kind_of(name).early_sums)
 
 
-def walk(code: Code, stage: int) -> Iterator[tuple[int, Operation, int]]:
-    """A stage's operations with their numbers and, of operators, their chunks."""
-    number = 0
-    for stretch in code.stages[stage]:
-        for operation in stretch.operations:
-            chunk = stretch.passes[operation.turn].chunk if stretch.block_passes else -1
-            yield number, operation, chunk
-            number += 1
-
-
 @given(
     name=st.sampled_from(EARLY),
     p=st.integers(1, 3),
@@ -70,12 +59,13 @@ def test_every_bucket_is_summed_once_right_behind_its_last_gradient(
         started: dict[Reduce, int] = {}
         waited: dict[Reduce, int] = {}
         normed = -1
-        for number, operation, chunk in walk(code, stage):
+        stretches = [(stretch, one) for stretch in code.stages[stage] for one in stretch.operations]
+        for number, (stretch, operation) in enumerate(stretches):
             match operation:
                 case Compute(what=Node() as node) if node.operator.adds_gradients:
                     assert normed < 0
-                    key = code.buckets.home(chunk, node.part, node.operator.module)
-                    if key is not None:
+                    chunk = stretch.passes[operation.turn].chunk
+                    if (key := code.buckets.home(chunk, node.part, node.operator.module)) is not None:
                         added[key] = number
                 case Compute(what=Norm()):
                     normed = number
@@ -92,24 +82,14 @@ def test_every_bucket_is_summed_once_right_behind_its_last_gradient(
         assert set(started) == {Reduce(chunk, axis, bucket) for chunk, bucket in own for axis in axes}
         assert set(waited) == set(started)
         assert max(waited.values()) < normed
-        kinds = {number: operation for number, operation, _ in walk(code, stage)}
         for (chunk, bucket), last in added.items():
             first = min(started[Reduce(chunk, axis, bucket)] for axis in axes)
             assert first > last
-            computes = [n for n in range(last + 1, first) if isinstance(kinds[n], Compute)]
+            computes = any(isinstance(one, Compute) for _, one in stretches[last + 1 : first])
             # Where the last operator stands in an earlier block, the sums begin the next one.
-            assert not computes or code_block(code, stage, last) != code_block(code, stage, first)
+            assert not computes or stretches[last][0] is not stretches[first][0]
             if tp > 1:
                 assert waited[Reduce(chunk, "tp", bucket)] < started[Reduce(chunk, "dp", bucket)]
-
-
-def code_block(code: Code, stage: int, number: int) -> int:
-    """The position of the stretch that an operation stands in."""
-    for position, stretch in enumerate(code.stages[stage]):
-        number -= len(stretch.operations)
-        if number < 0:
-            return position
-    raise AssertionError
 
 
 def test_passes_together_go_layer_by_layer() -> None:

@@ -119,13 +119,6 @@ def test_uniform_is_the_best_of_the_uniform(problem: DegreeProblem) -> None:
     assert plan_degrees(problem).cost_ns <= found.cost_ns
 
 
-@given(problems(most_layers=4, most_degrees=3), st.integers(1, 2**26))
-@settings(deadline=None)
-def test_more_memory_never_costs_time(problem: DegreeProblem, more: int) -> None:
-    roomy = replace(problem, memory_limit_bytes=problem.memory_limit_bytes + more)
-    assert plan_degrees(roomy).cost_ns <= plan_degrees(problem).cost_ns
-
-
 @given(problems())
 @settings(deadline=None)
 def test_too_little_memory_says_how_much_would_do(problem: DegreeProblem) -> None:

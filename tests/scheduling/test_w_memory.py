@@ -78,13 +78,10 @@ def test_units_of_four_layers_take_five_percent_more(unit_layers: int, least: fl
 
 
 @pytest.mark.parametrize("schedule", ["dhelix", "braid:w"])
-def test_as_many_layers_fit_but_one_in_forty_where_tables_are_left_out(schedule: str) -> None:
+def test_as_many_layers_fit_but_one_in_forty(schedule: str) -> None:
+    """Where tables are left out; with embedding and head on one stage 43 of 44, 97.8 % of the parameters (the
+    paper: 97.5)."""
     assert largest(schedule) >= 0.975 * largest("megatron")
-
-
-@pytest.mark.parametrize("schedule", ["dhelix", "braid:w"])
-def test_embedding_and_head_on_one_stage_cost_one_layer(schedule: str) -> None:
-    """43 of 44 layers, 97.8 % of the parameters (the paper: 97.5)."""
     single, two = largest("megatron", tables=True), largest(schedule, tables=True)
     assert two == single - 1
     counts = [replace(LAYERS, layers=n, vocabulary=128256).parameters() for n in (single, two)]
