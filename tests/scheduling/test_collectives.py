@@ -30,11 +30,16 @@ BEYOND = {"bytes_per_s": 1e30, "latency_ns": 0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "sent"),
-    [(Kind.ALL_GATHER, 75), (Kind.REDUCE_SCATTER, 75), (Kind.ALL_TO_ALL, 75), (Kind.SEND_RECEIVE, 100)],
+    ("kind", "sent", "messages"),
+    [
+        (Kind.ALL_GATHER, 75, 3),
+        (Kind.REDUCE_SCATTER, 75, 3),
+        (Kind.ALL_TO_ALL, 75, 2),
+        (Kind.SEND_RECEIVE, 100, 1),
+    ],
 )
-def test_volumes_of_100_bytes(kind: Kind, sent: float) -> None:
-    assert sent_bytes(kind, 100, 4) == sent
+def test_volumes_of_100_bytes_among_four_ranks(kind: Kind, sent: float, messages: int) -> None:
+    assert (sent_bytes(kind, 100, 4), hops(kind, 4)) == (sent, messages)
 
 
 @given(st.integers(1, 64), PAYLOADS)
@@ -94,7 +99,7 @@ def test_one_rank_and_no_bytes_cost_nothing(kind: Kind, name: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize(("per_node", "nodes"), [(8, 1), (1, 4), (2, 4), (8, 2), (8, 32)])
+@pytest.mark.parametrize(("per_node", "nodes"), [(8, 1), (2, 1), (1, 4), (2, 4), (8, 2), (8, 32)])
 def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int, nodes: int) -> None:
     """A hop between nodes is counted for every node boundary, there and back, the others inside."""
     group, payload = Group(size=per_node * nodes, per_node=per_node), 1e8
