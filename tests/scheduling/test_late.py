@@ -286,3 +286,16 @@ def test_an_end_that_nobody_has_left_is_refused() -> None:
     with pytest.raises(ScheduleError) as error:
         linked(with_stage(schedule, 0, changed), two.setting.layout, two.setting.model.kinds, two.parts)
     assert "at [B1.0b|L0.0]: no block before it has left an end of B0.0" in str(error.value)
+
+
+def test_what_a_pass_has_run_is_not_left_too() -> None:
+    """A step may say so: nothing of it is left then."""
+    own = modelled(cluster(gpus=2))(setting("braid:w", tp=2))
+    layer = own.members["layer"]
+    both = (
+        *(f"0:{op.name}" for op in layer.forward.operators),
+        *(f"1:{op.name}" for op in layer.backward.operators),
+    )
+    outcome = lowered(own, Choices(orders={"F:layer|B:layer|L:layer": (*both, "2:qkv.wgrad")}))
+    count = sum(span.operator == "qkv.wgrad" for span in outcome.simulation.spans())
+    assert count == own.setting.model.layers * own.setting.micro_batches
