@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -158,18 +157,9 @@ class TimedGroup(Collectives):
     def __post_init__(self) -> None:
         self.own_stream = self.timed.stream()
 
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.own
-
     def size(self) -> int:
         """How many there are."""
         return self.ranks
-
-    @property
-    def device(self) -> torch.device:
-        """Operators compute on the CPU."""
-        return torch.device("cpu")
 
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> _Work:
         return self._kernel(x.nbytes + y.nbytes if kind == "all_reduce" else max(x.nbytes, y.nbytes))

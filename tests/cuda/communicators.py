@@ -37,7 +37,19 @@ class Work:
 
 
 class Collectives(ABC):
-    """Those of a group, by their kind."""
+    """Those of a group (`braid.kernels.collectives.communicator.Group`), by their kind."""
+
+    own: int
+    """This rank's number."""
+    device = torch.device("cpu")
+
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.own
+
+    @abstractmethod
+    def size(self) -> int:
+        """How many there are."""
 
     @abstractmethod
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Any:
@@ -58,7 +70,7 @@ class Collectives(ABC):
 
 @dataclass(eq=False)
 class ModelGroup(Collectives):
-    """A communicator as one rank has it (`braid.kernels.collectives.communicator.Group`)."""
+    """A communicator as one rank has it."""
 
     log: RankLog
     shared: "Shared"
@@ -67,18 +79,9 @@ class ModelGroup(Collectives):
     calls: int = 0
     pairs: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
 
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.own
-
     def size(self) -> int:
         """How many there are."""
         return len(self.shared.ranks)
-
-    @property
-    def device(self) -> torch.device:
-        """The model's is a CPU."""
-        return torch.device("cpu")
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel; as none if there are none."""

@@ -302,9 +302,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     RING: {
         "keys are passed on from memory that is given back at once": lambda: from_a_copy("shift"),
         "keys are attended to before they have come around": lambda: _attended_at_once(Kind.SEND_RECEIVE),
-        "keys are passed on by a stream that does not wait for them": lambda: elsewhere(
-            ModelGroup, "messages"
-        ),
+        "keys are passed on by a stream that waits for nothing": lambda: elsewhere(ModelGroup, "messages"),
         "keys are received where they are sent from": _received_where_it_is_sent_from,
         "one rank passes keys the other way around": lambda: on_rank_one(
             Communicator, "shift", lambda whole, own, x, by: whole(own, x, -by)
@@ -338,14 +336,12 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "sums of two buckets are swapped on one rank": lambda: on_rank_one(
             GradientBuckets, "_summed", lambda whole, own, what: whole(own, swapped(what))
         ),
-        "the sum of a bucket is not awaited": lambda: taken_at_once(
+        "a bucket's sum is not awaited": lambda: taken_at_once(
             GradientBuckets, lambda what: what.bucket == 0
         ),
     },
     SUMS: {
-        "a scatter starts before the last operator adds to its bucket": lambda: earlier(
-            is_a(Start, Reduce, "dp"), adds
-        ),
+        "a scatter starts before its bucket is final": lambda: earlier(is_a(Start, Reduce, "dp"), adds),
         "a share is added before its scatter has ended": _share_added_before_its_scatter_has_ended,
         "gradients are let go of when their scatter was issued": lambda: given_back_in_transfer(
             GradientBuckets, lambda bucket: bucket.allocate()
@@ -353,14 +349,10 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "gradients begin with what was in their memory": _unfilled,
     },
     replace(SUMS, rounded=True): {
-        "rounded gradients are put back before their sum is there": lambda: finished_at_once(
-            GradientBuckets, "_launch_rounded"
-        ),
+        "rounded gradients are put back early": lambda: finished_at_once(GradientBuckets, "_launch_rounded"),
     },
     replace(REPLICAS, rounded=True): {
-        "gradients are rounded on a stream that waits for nothing": lambda: elsewhere(
-            GradientBuckets, "_launch_rounded"
-        ),
+        "gradients are rounded on a stream apart": lambda: elsewhere(GradientBuckets, "_launch_rounded"),
     },
     Case(schedule="ddp", dp=4, zero=2, shards=2, micro_batches=2): {
         "shares are summed over replicas before they are there": lambda: earlier(
@@ -368,18 +360,12 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     STAGED: {
-        "a stage of a sum begins before the stage before it has ended": lambda: taken_at_once(
-            GradientBuckets, _not_last
-        ),
-        "a stage of a gather begins before the stage before it has ended": lambda: taken_at_once(
-            ShardedWeights, _not_last
-        ),
-        "a gathered bucket is put in order before it is there": lambda: finished_at_once(
-            weights, "gather_stage"
-        ),
+        "a stage of a sum begins too early": lambda: taken_at_once(GradientBuckets, _not_last),
+        "a stage of a gather begins too early": lambda: taken_at_once(ShardedWeights, _not_last),
+        "a gathered bucket is put in order too early": lambda: finished_at_once(weights, "gather_stage"),
     },
     SHARDED: {
-        "parameters are used before they are gathered": lambda: relinked(
+        "parameters are used too early": lambda: relinked(
             lambda found: sorted(found, key=is_a(Wait, Gather))
         ),
         "two buckets are gathered in another order on one rank": lambda: on_rank_one(
@@ -387,33 +373,21 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     PASSING: {
-        "a bucket is let go of before the last operator that reads it": lambda: earlier(
-            is_a(Release), is_a(Compute)
-        ),
-        "a gather is waited for behind the first operator that reads its bucket": lambda: later(
-            is_a(Wait, Gather), is_a(Compute)
-        ),
+        "a bucket is let go of before its last reader": lambda: earlier(is_a(Release), is_a(Compute)),
+        "a gather is waited for behind its first reader": lambda: later(is_a(Wait, Gather), is_a(Compute)),
         "a bucket's memory is given back while it is gathered": lambda: given_back_in_transfer(
             ShardedWeights, lambda bucket: bucket.make()
         ),
-        "what is gathered lies in memory of another stream than its readers'": lambda: elsewhere(
-            ShardedWeights, "start"
-        ),
+        "what is gathered lies in another stream's memory": lambda: elsewhere(ShardedWeights, "start"),
     },
     TENSOR: {
-        "rows of a stage are put in order before they are there": lambda: finished_at_once(
-            bindings, "gather_stage"
-        ),
+        "rows of a stage are put in order too early": lambda: finished_at_once(bindings, "gather_stage"),
     },
     replace(PLAIN, steps=2): {
-        "the next step does not wait for an update on a stream of its own": lambda: elsewhere(
-            Optimizer, "step", after=True
-        ),
+        "the next step does not wait for an update": lambda: elsewhere(Optimizer, "step", after=True),
     },
     COPIED: {
-        "an update does not wait for the copy of the state before it": lambda: left_out(
-            Optimizer, "_let_readers_end"
-        ),
+        "an update does not wait for a copy of the state": lambda: left_out(Optimizer, "_let_readers_end"),
         "a copy of the state does not wait for the update": _copied_beside_the_update,
         "a copy of the state is read before it is there": lambda: patch.object(
             HostState, "flat", property(lambda own: own.memory)
@@ -426,9 +400,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "rows are put in order where others are on their way from": _rows_put_where_others_leave,
     },
     CUT: {
-        "parts of an uneven sum are added before they have come": lambda: finished_at_once(
-            Communicator, "_scatter_rows"
-        ),
+        "parts of an uneven sum are added too early": lambda: finished_at_once(Communicator, "_scatter_rows"),
     },
     Case(schedule="megatron", micro_batches=2, steps=4, graph=True): {
         "a graph reads the tokens of the step that it was captured in": lambda: altered(
@@ -441,9 +413,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     GRAPH: {
-        "every rank decides by itself whether to capture": lambda: _each_for_itself(
-            "_wants", lambda *_: False
-        ),
+        "every rank decides by itself to capture": lambda: _each_for_itself("_wants", lambda *_: False),
         "a rank that could not capture goes on without its graph, others with theirs": lambda: (
             _each_for_itself("_capture", lambda _, own, *__: setattr(own, "_wanted", False))
         ),

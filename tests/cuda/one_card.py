@@ -101,40 +101,32 @@ class Work:
 
 
 class CardGroup(Collectives):
-    """A communicator as one rank has it (`braid.kernels.collectives.communicator.Group`)."""
+    """A communicator as one rank has it."""
 
     def __init__(self, rank: "CardRank", shared: Shared, own: int) -> None:
-        self._rank, self._shared, self._own = rank, shared, own
+        self._rank, self._shared, self.own = rank, shared, own
+        self.device = rank.card.device
         self._stream = rank.own_stream()
         self._calls = 0
         self._messages: dict[tuple[int, int], int] = defaultdict(int)
 
-    def rank(self) -> int:
-        """This rank's number."""
-        return self._own
-
     def size(self) -> int:
         """How many there are."""
         return self._shared.size
-
-    @property
-    def device(self) -> torch.device:
-        """The card."""
-        return self._rank.card.device
 
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Work:
         shared, driver, size = self._shared, self._rank.card.driver, self._shared.size
         alone = self._rank.card.warming
         self._calls += 1
         with self._kernel() as stream:
-            parts = [shared.slot((self._calls, n, self._own if alone else None), x) for n in range(size)]
-            for part in parts if alone else [parts[self._own]]:
+            parts = [shared.slot((self._calls, n, self.own if alone else None), x) for n in range(size)]
+            for part in parts if alone else [parts[self.own]]:
                 part.copy_(x.reshape(-1))
-            driver.write(stream, shared.address(self._own), self._calls)
+            driver.write(stream, shared.address(self.own), self._calls)
             for n in range(size) if not alone else ():
                 driver.wait(stream, shared.address(n), self._calls)
             outputs: list[Tensor | None] = [None] * size
-            outputs[self._own] = y
+            outputs[self.own] = y
             compute_collective(kind, [part.view(x.shape) for part in parts], outputs)
         return self._under_way([x, y])
 
@@ -147,15 +139,15 @@ class CardGroup(Collectives):
         arriving: list[tuple[Tensor, Tensor]] = []
         with self._kernel() as stream:
             for x, peer in sends:
-                number = self._number(self._own, peer)
-                shared.slot(self._message(self._own, peer, number), x).copy_(x.reshape(-1))
-                driver.write(stream, shared.address(self._own, peer, 0), number)
-                waits.append((shared.address(self._own, peer, 1), number))
+                number = self._number(self.own, peer)
+                shared.slot(self._message(self.own, peer, number), x).copy_(x.reshape(-1))
+                driver.write(stream, shared.address(self.own, peer, 0), number)
+                waits.append((shared.address(self.own, peer, 1), number))
             for x, peer in receives:
-                number = self._number(peer, self._own)
-                arriving.append((x, shared.slot(self._message(peer, self._own, number), x)))
-                driver.write(stream, shared.address(peer, self._own, 1), number)
-                waits.append((shared.address(peer, self._own, 0), number))
+                number = self._number(peer, self.own)
+                arriving.append((x, shared.slot(self._message(peer, self.own, number), x)))
+                driver.write(stream, shared.address(peer, self.own, 1), number)
+                waits.append((shared.address(peer, self.own, 0), number))
             for address, number in waits if not alone else ():
                 driver.wait(stream, address, number)
             for x, part in arriving:
@@ -164,7 +156,7 @@ class CardGroup(Collectives):
 
     def _message(self, source: int, target: int, number: int) -> object:
         """What it is known by; of a rank by itself, to this rank."""
-        return source, target, number, self._own if self._rank.card.warming else None
+        return source, target, number, self.own if self._rank.card.warming else None
 
     def _number(self, source: int, target: int) -> int:
         self._messages[source, target] += 1

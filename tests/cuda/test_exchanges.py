@@ -1,6 +1,7 @@
-"""What goes around a ring, to experts and back, in any numbers, on the model of the machine."""
+"""On the model of the machine: what goes around a ring, to experts and back; whose memory is read."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.cuda.replay import Replay, same
 
 RANKS, WIDTH = 3, 2
 RING = [list(range(RANKS))]
+DEVICE = torch.device("cpu")
 
 
 def counts(seed: int) -> list[list[int]]:
@@ -90,3 +92,34 @@ def test_rows_in_any_numbers(seed: int) -> None:
     first = replay.run(None)
     for order in range(20):
         assert same(first, replay.run(order))
+
+
+# -- the host's memory and the device's, though both lie in a CPU's -----------------------------------------
+
+
+def faults(reads: Callable[[Tensor], object]) -> list[str]:
+    """Of a host that reads what a device has computed."""
+    machine = Machine(1)
+
+    def run(log: RankLog) -> None:
+        log.begin()
+        reads(torch.ones(4, device=DEVICE).mul(2))
+
+    machine.run(run)
+    return faults_of_memory(machine.ranks[0])
+
+
+def test_a_host_waits_for_some_copies() -> None:
+    assert faults(lambda x: x.cpu().tolist()) == []
+    assert faults(lambda x: x.tolist()) == []
+    assert faults(lambda x: float(torch.empty(4).sum() + x.cpu()[0])) == []
+
+
+def test_a_host_that_does_not_wait_is_found() -> None:
+    (fault,) = faults(lambda x: torch.empty(4).copy_(x, non_blocking=True).tolist())
+    assert "touch the same memory in no order" in fault
+
+
+def test_operators_take_tensors_of_one_device() -> None:
+    with pytest.raises(RuntimeError, match="some tensors are the device's and some the host's"):
+        faults(lambda x: x + torch.ones(4))

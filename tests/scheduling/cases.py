@@ -59,6 +59,8 @@ LLAMA = ModelShape(
 GPT = replace(LLAMA, family="gpt", kv_heads=8, ffn=256)
 QWEN = replace(LLAMA, qkv_bias=True, head_norm=True)
 """With what Qwen2.5 and Qwen3 have each."""
+MOE = replace(LLAMA, family="moe", ffn=96, experts=8, top_k=2)
+"""With a mixture of experts."""
 MICRO_BATCH = 2
 TOKENS = MICRO_BATCH * LLAMA.sequence
 

@@ -41,15 +41,8 @@ def cluster(nodes: int = 1, gpus: int = 4, oef: float = 0.9, **links: float) -> 
         attention=Efficiency(ceiling=0.5, half_flops=1e9),
         memory_efficiency=0.8,
     )
-    same = Contention(
-        gemm_intra=oef,
-        gemm_inter=oef,
-        attention_intra=oef,
-        attention_inter=oef,
-        memory_intra=oef,
-        memory_inter=oef,
-        intra_inter=oef,
-    )
+    pairs = ("gemm_intra", "gemm_inter", "attention_intra", "attention_inter", "memory_intra", "memory_inter")
+    same = Contention(**dict.fromkeys((*pairs, "intra_inter"), oef))
 
     def link(kind: str, rate: float) -> Link:
         return Link(kind=kind, bytes_per_s=rate, latency_ns=2000, efficiency=0.8)

@@ -5,20 +5,13 @@ up), weight gradients the rest. Where a stage holds two chunks, a block is half 
 1F1B on the same layers takes 2f and 2b.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from braid.scheduling.schedule import Await, Block, Pass, Receive
-from braid.scheduling.timeline import Timeline, in_flight, unit_timeline
-from tests.scheduling.cases import (
-    HOPS,
-    PAIRED_W,
-    SIZES,
-    STAGES,
-    code_of,
-    layout_for,
-    named_schedule,
-    sizes_of,
-)
+from braid.scheduling.timeline import Timeline, unit_timeline
+from tests.scheduling.cases import HOPS, PAIRED_W, STAGES, code_of, layout_for, named_schedule, sizes_of
 
 DURATIONS = pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 4), (3, 5)])
 
@@ -30,49 +23,35 @@ def idle(timeline: Timeline) -> int:
     return slots.pop()
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-@DURATIONS
-def test_bubble_of_1f1b(p: int, m: int, forward: int, backward: int) -> None:
-    """(p-1)(f+b), whatever m."""
-    timeline = unit_timeline(named_schedule("megatron", p, m), forward, backward)
-    assert timeline.length == (m + p - 1) * (forward + backward)
-    assert idle(timeline) == (p - 1) * (forward + backward)
-    assert unit_timeline(named_schedule("intra_batch", p, m), forward, backward).length == timeline.length
+def weights(b: int) -> int:
+    """Of a backward pass, what weight gradients take."""
+    return b - (b + 1) // 2
+
+
+BUBBLES: dict[str, Callable[[int, int, int, int], int]] = {
+    **dict.fromkeys(
+        ("megatron", "intra_batch", "megatron:eager_1f1b", "interleaved"),
+        lambda p, m, f, b: (p - 1) * (f + b),
+    ),
+    # Where blocks are paired (m > p) that of 1F1B; without, warm-up and cool-down meet.
+    **dict.fromkeys(PAIRED_W, lambda p, m, f, b: 2 * (p - 1) * (f + b) - 2 * f * (m - 1) * (m <= p)),
+    # Less by the forwards that move up beside those of others.
+    "megatron:folded": lambda p, m, f, b: 2 * (p - 1) * (f + b) - 2 * f * (min(p, m) - 1),
+    # The published (PP-1)(F&B + B - 3W) with F&B = f + b.
+    **dict.fromkeys(("dualpipev", "braid:v"), lambda p, m, f, b: (p - 1) * (f + 2 * b - 3 * weights(b))),
+}
+"""Of p stages and m micro-batches. 1F1B of stages that hold two chunks has 2(p-1)(f+b)."""
 
 
 @STAGES
 @DURATIONS
-def test_running_further_ahead_costs_no_bubble_but_memory(p: int, forward: int, backward: int) -> None:
-    for m in sizes_of("megatron:eager_1f1b", p):
-        eager, plain = (named_schedule(name, p, m) for name in ("megatron:eager_1f1b", "megatron"))
-        assert (
-            unit_timeline(eager, forward, backward).length == unit_timeline(plain, forward, backward).length
-        )
-        assert [in_flight(eager, stage) for stage in range(p)] == [min(2 * (p - i) - 1, m) for i in range(p)]
-
-
-@STAGES
-@DURATIONS
-def test_bubble_of_interleaved_1f1b_is_half(p: int, forward: int, backward: int) -> None:
-    for m in sizes_of("interleaved", p):
-        timeline = unit_timeline(named_schedule("interleaved", p, m), forward, backward)
-        whole = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
-        assert 2 * idle(timeline) == idle(whole)
-
-
-@STAGES
-@DURATIONS
-@pytest.mark.parametrize("name", PAIRED_W)
-def test_bubble_of_the_paired_w_is_that_of_1f1b(name: str, p: int, forward: int, backward: int) -> None:
-    """2(p-1)(f+b) where blocks are paired (m > p); without, its warm-up and cool-down meet."""
+@pytest.mark.parametrize("name", BUBBLES)
+def test_bubbles_are_the_formulas(name: str, p: int, forward: int, backward: int) -> None:
     for m in sizes_of(name, p, 14):
-        slots = idle(unit_timeline(named_schedule(name, p, m), forward, backward))
-        if m > p:
-            assert slots == 2 * (p - 1) * (forward + backward)
-            whole = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
-            assert slots == idle(whole)
-        else:
-            assert slots == 2 * (p - 1) * (forward + backward) - 2 * forward * (m - 1)
+        timeline = unit_timeline(named_schedule(name, p, m), forward, backward)
+        slots = BUBBLES[name](p, m, forward, backward)
+        assert idle(timeline) == slots
+        assert timeline.length == slots + m * (forward + backward) * layout_for(name, p).chunks // p
 
 
 @STAGES
@@ -129,32 +108,6 @@ def test_how_long_a_message_of_the_w_may_take(name: str, hop: int, visits: int, 
     assert len(waits) == len(steady) * 2 * (p - 1)
     assert sum(waits) == len(waits) * visits * pair
     assert min(waits) >= visits * (pair - 1)
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-@DURATIONS
-def test_the_folded_pipeline_idles_less_than_1f1b(p: int, m: int, forward: int, backward: int) -> None:
-    """By the forwards that move up beside those of others: 2f(min(p, m) - 1)."""
-    folded = unit_timeline(named_schedule("megatron:folded", p, m), forward, backward)
-    unfolded = unit_timeline(named_schedule("megatron", p, m), 2 * forward, 2 * backward)
-    saved = 2 * forward * (min(p, m) - 1)
-    assert unfolded.length - folded.length == saved
-    for stage in range(p):
-        work = sum(timed.end - timed.start for timed in folded.stages[stage])
-        assert work == sum(timed.end - timed.start for timed in unfolded.stages[stage])
-        assert unfolded.idle(stage) - folded.idle(stage) == saved
-
-
-@STAGES
-@DURATIONS
-@pytest.mark.parametrize("name", ["dualpipev", "braid:v"])
-def test_bubble_of_dual_pipe_v(name: str, p: int, forward: int, backward: int) -> None:
-    """(p-1)(f + 2b - 3w), the published (PP-1)(F&B + B - 3W) with F&B = f + b; less than 1F1B's."""
-    weights = backward - (backward + 1) // 2
-    for m in sizes_of(name, p, 14):
-        slots = idle(unit_timeline(named_schedule(name, p, m), forward, backward))
-        assert slots == (p - 1) * (forward + 2 * backward - 3 * weights)
-        assert slots < 2 * (p - 1) * (forward + backward) or p == 1
 
 
 @STAGES

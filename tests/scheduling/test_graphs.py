@@ -37,40 +37,34 @@ def names(graph: Graph) -> list[str]:
     return [op.name for op in graph.operators]
 
 
-def builder(name: str = "layer", tp: int = 1) -> LayerBuilder:
-    """A builder whose activations are as wide as their inputs."""
-    return LayerBuilder(name, part_sizes(GPT, ParallelLayout(tp=tp), 1))
+def both(part: Part) -> tuple[Operator, ...]:
+    """The operators of both passes."""
+    return (*part.forward.operators, *part.backward.operators)
+
+
+def builder(name: str = "layer", tp: int = 1, shape: ModelShape = GPT) -> LayerBuilder:
+    """Of a layer for one sample; a GPT's activations are as wide as their inputs."""
+    return LayerBuilder(name, part_sizes(shape, ParallelLayout(tp=tp), 1))
 
 
 # -- operators ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_layer_has_14_forward_and_18_backward_operators(shape: ModelShape, tp: int) -> None:
-    layer = model_parts(shape, tp)["layer"]
-    assert names(layer.forward) == FORWARD.split()
-    assert names(layer.backward) == BACKWARD.split()
-    assert (len(layer.forward.operators), len(layer.backward.operators)) == (14, 18)
-
-
-def test_norms_of_heads_stand_before_attention() -> None:
-    layer = model_parts(QWEN, 2)["layer"]
-    assert names(layer.forward) == FORWARD.replace("qkv attention", "qkv head_norm attention").split()
-    backward = BACKWARD.replace("attention.grad qkv", "attention.grad head_norm.grad qkv")
-    assert names(layer.backward) == backward.split()
-    assert layer.backward.named("head_norm.grad").phase is Pass.GRADIENT
-    assert layer.modules["head_norm"].whole == 2 * QWEN.head_dim
-
-
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_without_tensor_parallelism_collectives_vanish(shape: ModelShape) -> None:
-    layer = model_parts(shape, 1)["layer"]
-    assert names(layer.forward) == computing(FORWARD).split()
-    assert names(layer.backward) == computing(BACKWARD).split()
-    assert (len(layer.forward.operators), len(layer.backward.operators)) == (10, 14)
-    for part in model_parts(shape, 1).values():
-        assert not any(op.kind.communicates for op in (*part.forward.operators, *part.backward.operators))
+@SHAPES
+@DEGREES
+def test_the_operators_of_a_layer(shape: ModelShape, tp: int) -> None:
+    """Norms of heads stand before attention; without tensor parallelism collectives vanish."""
+    parts = model_parts(shape, tp)
+    layer, head_norm = parts["layer"], " head_norm" * shape.head_norm
+    forward = FORWARD.replace("qkv attention", f"qkv{head_norm} attention")
+    backward = BACKWARD.replace("attention.grad qkv", f"attention.grad{head_norm and ' head_norm.grad'} qkv")
+    for graph, operators in ((layer.forward, forward), (layer.backward, backward)):
+        assert names(graph) == (operators if tp > 1 else computing(operators)).split()
+    communicating = [op for part in parts.values() for op in both(part) if op.kind.communicates]
+    assert bool(communicating) == (tp > 1)
+    if shape.head_norm:
+        assert layer.backward.named("head_norm.grad").phase is Pass.GRADIENT
+        assert layer.modules["head_norm"].whole == 2 * shape.head_dim
 
 
 # -- data flow ---------------------------------------------------------------------------------------------
@@ -95,41 +89,34 @@ def run_symbolically(part: Part, graph: Graph, given: set[str], kept: set[str]) 
     return available
 
 
+def check_data_flow(part: Part) -> None:
+    """No pass reads what is not there, all that is saved is read, every input gets one whole gradient."""
+    saved, read = set(part.saved()), {name for op in part.backward.operators for name in op.reads}
+    left = run_symbolically(part, part.forward, set(part.inputs), {*saved, part.output})
+    assert left >= saved
+    gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
+    given = {*saved, *part.constants}
+    if part.values[part.output].precision is Precision.ACTIVATION:
+        given.add(f"d.{part.output}")
+        assert saved <= read, "saved for nothing"
+    left = run_symbolically(part, part.backward, given, gradients)
+    assert gradients <= left
+    assert left <= {*gradients, *part.constants}, "the backward pass leaves values behind"
+    written = Counter(name for op in both(part) if op.phase is not Pass.RECOMPUTE for name in op.writes)
+    assert set(written.values()) <= {1}
+    assert gradients <= set(written)
+    assert {op.module for op in part.backward.operators} <= set(names(part.forward))
+
+
 @SHAPES
 @DEGREES
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
 def test_no_pass_reads_a_value_that_is_not_there(shape: ModelShape, tp: int, policy: str) -> None:
-    for part in model_parts(shape, tp, policy).values():
-        saved = set(part.saved())
-        left = run_symbolically(part, part.forward, set(part.inputs), {*saved, part.output})
-        assert left >= saved
-        gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
-        given = {*saved, *part.constants}
-        if part.values[part.output].precision is Precision.ACTIVATION:
-            given.add(f"d.{part.output}")
-        left = run_symbolically(part, part.backward, given, gradients)
-        assert gradients <= left
-        assert left <= {*gradients, *part.constants}, "the backward pass leaves values behind"
-
-
-@SHAPES
-@DEGREES
-def test_every_input_gets_one_whole_gradient(shape: ModelShape, tp: int) -> None:
-    assert "d.loss" not in model_parts(shape, tp)["head"].values
-    for part in model_parts(shape, tp).values():
-        both = (*part.forward.operators, *part.backward.operators)
-        written = Counter(name for op in both for name in op.writes)
-        assert set(written.values()) <= {1}
-        differentiable = {name for name in part.inputs if name not in part.constants}
-        assert {f"d.{name}" for name in differentiable} <= set(written)
-        assert not any("@" in name for name in written), "no value of the built-in parts needs an addition"
-
-
-@SHAPES
-@DEGREES
-def test_every_operator_name_has_a_forward_operator_as_module(shape: ModelShape, tp: int) -> None:
-    for part in model_parts(shape, tp).values():
-        assert {op.module for op in part.backward.operators} <= set(names(part.forward))
+    parts = model_parts(shape, tp, policy)
+    assert "d.loss" not in parts["head"].values
+    for part in parts.values():
+        check_data_flow(part)
+        assert not any("@" in name for name in part.values), "no built-in part needs an addition"
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
@@ -166,45 +153,6 @@ def gradient_of(part: Part, weights: dict[str, int]) -> tuple[int, int]:
     for op in part.backward.operators:
         (linear_forward if op.phase is Pass.RECOMPUTE else linear_backward)(op, kept, weights)
     return kept["d.x"], expected
-
-
-def parallel_layer(gather_once: bool) -> Part:
-    """PaLM's layer: attention and MLP read the same norm, both add to x."""
-    g = builder(tp=2)
-    x = g.input()
-    h = g.norm("norm", x)
-    a = m = g.gather("gather", h) if gather_once else h
-    if not gather_once:
-        a, m = g.gather("attention_gather", h), g.gather("mlp_gather", h)
-    a = g.rows("projection", g.attention("attention", g.columns("qkv", a, 24)), 16)
-    x = g.residual("attention_residual", g.scatter("attention_scatter", a), x)
-    m = g.rows("mlp_out", g.activation("activation", g.columns("mlp_in", m, 32)), 16)
-    return g.build(g.residual("mlp_residual", g.scatter("mlp_scatter", m), x))
-
-
-@pytest.mark.parametrize(
-    ("gather_once", "shared", "parts"),
-    [(True, "gather.out", ("mlp_in", "qkv")), (False, "norm.out", ("mlp_gather", "attention_gather"))],
-)
-def test_a_value_with_two_readers_gets_the_sum_of_their_gradients(
-    gather_once: bool, shared: str, parts: tuple[str, str]
-) -> None:
-    layer = parallel_layer(gather_once)
-    additions = [op for op in layer.backward.operators if op.kind is Kind.ADD]
-    assert [(op.reads, op.writes) for op in additions] == [
-        ((f"d.{shared}~1", f"d.{shared}@{parts[1]}"), (f"d.{shared}",))
-    ]
-    producer = {name: op.module for op in layer.backward.operators for name in op.writes}
-    assert [producer[name] for name in additions[0].reads] == list(parts)
-    # The residual stream needs no addition: the norm's backward takes the gradient that goes around it.
-    norm = layer.backward.named("norm.grad")
-    assert norm.reads[-1] == "d.x~1"
-    assert producer["d.x~1"] == "attention_residual"
-    run_symbolically(layer, layer.backward, {*layer.saved(), f"d.{layer.output}"}, {"d.x"})
-    weights = {f"{op.module}.{n}": p for p, op in enumerate(layer.forward.operators, 2) for n in range(2)}
-    weights |= {f"{name}.{n}": 1 for name in ("attention_residual", "mlp_residual") for n in range(2)}
-    actual, expected = gradient_of(layer, weights)
-    assert actual == expected != 0
 
 
 @st.composite
@@ -313,35 +261,13 @@ def test_operator_names_must_be_words(name: str) -> None:
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
-def layer_weights(shape: ModelShape) -> int:
-    """Elements of a layer's weight matrices."""
-    qkv = shape.query_width + 2 * shape.kv_width
-    inner = shape.ffn * (2 if shape.family == "llama" else 1)
-    return shape.hidden * (qkv + shape.query_width + inner + shape.ffn)
-
-
-@SHAPES
-@DEGREES
-def test_flops_of_a_layer(shape: ModelShape, tp: int) -> None:
-    layer = model_parts(shape, tp)["layer"]
-    causal_scores = TOKENS * shape.sequence // 2
-    forward = 2 * TOKENS * layer_weights(shape) + 2 * (2 * causal_scores * shape.query_width)
-    assert layer.forward.flops * tp == forward
-    assert layer.backward.flops * tp == 2 * forward
-
-
 @SHAPES
 @pytest.mark.parametrize("tp", [2, 4])
-def test_bytes_of_collectives(shape: ModelShape, tp: int) -> None:
-    parts = model_parts(shape, tp)
-    # In a ring every rank sends all of the tensor but its own part, in two bytes an element.
-    tokens = 2 * TOKENS * shape.hidden * (tp - 1) // tp
-    layer = [*parts["layer"].forward.operators, *parts["layer"].backward.operators]
-    assert [op.bytes for op in layer if op.kind.communicates] == [tokens] * 8
-    assert all(op.bytes == 0 for op in layer if not op.kind.communicates)
-    # Three statistics of each token, from every rank, in four bytes.
-    assert parts["head"].forward.named("loss_gather").bytes == 4 * 3 * TOKENS * (tp - 1)
-    assert parts["head"].forward.named("head_gather").bytes == tokens
+def test_bytes_of_collectives_of_the_head(shape: ModelShape, tp: int) -> None:
+    """Three statistics of each token, from every rank, in four bytes; all of the tokens but a rank's own."""
+    head = model_parts(shape, tp)["head"].forward
+    assert head.named("loss_gather").bytes == 4 * 3 * TOKENS * (tp - 1)
+    assert head.named("head_gather").bytes == 2 * TOKENS * shape.hidden * (tp - 1) // tp
 
 
 @SHAPES
@@ -438,13 +364,8 @@ def test_the_head_leaves_only_the_gradient_of_its_input(shape: ModelShape, tp: i
     assert gradients >= {"loss.grad", "head.wgrad", "head.dgrad", "final_norm.grad"}
     assert all(op.phase is Pass.FORWARD for op in head.evaluation.operators)
     assert head.evaluation.operators[-1].writes[0] == head.output
-
-
-@SHAPES
-def test_weight_gradients_at_once_come_before_input_gradients(shape: ModelShape) -> None:
-    """What the head gathered dies before the gradient of the same size is made."""
-    order = names(model_parts(shape, 2)["head"].forward)
-    assert order.index("head.wgrad") == order.index("head.dgrad") - 1
+    order = names(head.forward)
+    assert order.index("head.wgrad") == order.index("head.dgrad") - 1, "what was gathered dies before it"
 
 
 def test_what_ends_in_a_loss_has_the_same_operators_at_once() -> None:
@@ -466,3 +387,44 @@ def test_a_part_that_waits_for_a_gradient_has_no_backward_pass_at_once() -> None
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"train.recompute='some' .* none, selective, full, fine"):
         with_recompute(model_parts()["layer"], "some")
+
+
+# -- layers that are not built in ----------------------------------------------------------------------------
+
+
+def test_widths_that_do_not_fit_are_refused() -> None:
+    g = builder(tp=2, shape=LLAMA)
+    x = g.gather("gather", g.input())
+    inner = g.columns("first", x, 32)
+    with pytest.raises(ValueError, match=r"second: first\.out is cut over tp; use rows, or gather it first"):
+        g.columns("second", inner, 32)
+    with pytest.raises(ValueError, match=r"third: gather\.out is not cut over tp; use columns"):
+        g.rows("third", x, 32)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_a_layer_of_one_matrix(tp: int, shape: ModelShape) -> None:
+    g = builder(tp=tp, shape=shape)
+    tokens = shape.sequence
+    n = g.gather("gather", g.norm("norm", g.input()))
+    y = g.columns("in", n, 3 * shape.ffn)
+    assert (g.dims(y).tokens, g.dims(y).elements) == (tokens, tokens * 3 * shape.ffn // tp)
+    z = g.scatter("scatter", g.rows("out", y, shape.hidden))
+    part = g.build(g.residual("residual", z, "x"))
+    work = 2 * tokens * shape.hidden * 3 * shape.ffn // tp
+    assert [op.flops for op in part.forward.operators if op.flops] == [work, work]
+    assert part.backward.flops == 4 * work
+    statistics = 2 if shape.biases else 1
+    assert part.values["norm.statistics"].elements == tokens // tp * statistics
+
+
+def test_a_module_keeps_its_inputs_unless_told_otherwise() -> None:
+    g = builder(shape=LLAMA)
+    x = g.input()
+    y = g.custom("own", g.columns("in", x, 40), x, like=x)
+    part = g.build(g.custom("last", y, saved_elements=7, flops=11))
+    tokens = LLAMA.sequence
+    assert part.values["own.saved"].elements == tokens * (40 + LLAMA.hidden)
+    assert part.values["own.out"].elements == tokens * LLAMA.hidden
+    assert (part.values["last.saved"].elements, part.forward.named("last").flops) == (7, 11)

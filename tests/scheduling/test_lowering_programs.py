@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import layer_part
-from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
+from braid.scheduling.operators import Graph, Kind, Part, Stream
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Start, Wait
 from braid.scheduling.schedule_text import parse, parse_action, parse_sides, write, write_sides, write_step
@@ -74,19 +73,15 @@ def replay(actions: Iterable[Action], graphs: Graphs, given_values: Values, end:
 
 def needless_waits(actions: Sequence[Action], graphs: Graphs) -> list[Action]:
     """Waits that neither the next operator nor the end asks for."""
-    operators = {(turn, op.name): op for turn, graph in graphs.items() for op in graph.operators}
     found: list[Action] = []
     for n, action in enumerate(actions):
-        if isinstance(action, Wait):
-            after = next((a for a in actions[n + 1 :] if not isinstance(a, Wait)), None)
-            if after is None:
-                continue
-            written = operators[action.turn, action.operator].writes
-            needed = not isinstance(after, Barrier) and after.turn == action.turn
-            if not needed or not set(written) & set(
-                operators[acting(after).turn, acting(after).operator].reads
-            ):
-                found.append(action)
+        after = next((a for a in actions[n + 1 :] if not isinstance(a, Wait)), None)
+        if not isinstance(action, Wait) or after is None:
+            continue
+        written = set(graphs[action.turn].named(action.operator).writes)
+        needed = not isinstance(after, Barrier) and after.turn == action.turn
+        if not needed or not written & set(graphs[after.turn].named(after.operator).reads):
+            found.append(action)
     return found
 
 
@@ -129,20 +124,6 @@ def paired(order: Iterable[Step]) -> Program:
 # -- one pass ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "full", "fine"])
-def test_serial_programs_wait_at_once(tp: int, recompute: str) -> None:
-    for part in model_parts(LLAMA, tp, recompute).values():
-        for graph in (part.forward, part.backward):
-            program = serial_program(graph)
-            replay(program, {0: graph}, {0: given_values(part, graph)})
-            for action, after in pairwise([*program, None]):
-                if isinstance(action, Start):
-                    assert after == Wait(action.operator)
-            issued = [acting(a).operator for a in program if not isinstance(a, Wait)]
-            assert issued == [op.name for op in graph.operators]
-
-
 def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
     layer = ring_layer()
     program = serial_program(layer.forward)
@@ -170,31 +151,20 @@ def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     assert [acting(a).operator for a in program if not isinstance(a, Wait)] == order
 
 
-def test_a_part_without_operators_has_an_empty_program() -> None:
-    """The embedding of a pass that has nothing to do for its weights, say."""
-    parts = model_parts(tp=2)
-    for name in parts:
-        side = Side(PassKind.WEIGHT, name)
-        assert bool(own_program(side, parts, trains=True)) == bool(
-            graph_of(parts[name], PassKind.WEIGHT).operators
-        )
-
-
 def test_split_programs_share_out_the_operators() -> None:
+    """A part that has nothing to do for its weights has an empty program."""
     for part in (*model_parts(tp=2).values(), ring_layer()):
         programs = {
             kind: own_program(Side(kind, part.name), {part.name: part}, trains=True)
             for kind in (PassKind.INPUT, PassKind.WEIGHT)
         }
-        names = {
-            kind: [acting(a).operator for a in program if not isinstance(a, Wait)]
-            for kind, program in programs.items()
-        }
-        weights = [op.name for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
-        assert names[PassKind.WEIGHT] == weights
-        assert names[PassKind.INPUT] == [
-            op.name for op in part.backward.operators if op.name not in set(weights)
-        ]
+        for kind, program in programs.items():
+            for_weights = kind is PassKind.WEIGHT
+            assert [acting(a).operator for a in program if not isinstance(a, Wait)] == [
+                op.name
+                for op in part.backward.operators
+                if (op.phase is Phase.WEIGHT_GRADIENT) == for_weights
+            ]
         assert not any(isinstance(a, Start) for a in programs[PassKind.WEIGHT])
 
 
@@ -268,15 +238,11 @@ def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.D
 def _independent(segment: tuple[list[str], list[str]]) -> bool:
     """Whether no collective of a segment reads what the same segment writes."""
     for graph, names in zip(BOTH.values(), segment, strict=True):
-        written = {value for name in names for value in graph.named(name).writes}
-        reads = {value for name in names for value in _reads_of_collective(graph.named(name))}
-        if written & reads:
+        operators = [graph.named(name) for name in names]
+        written = {value for op in operators for value in op.writes}
+        if any(op.kind.communicates and written & set(op.reads) for op in operators):
             return False
     return True
-
-
-def _reads_of_collective(op: Operator) -> tuple[str, ...]:
-    return op.reads if op.kind.communicates else ()
 
 
 def test_paired_segments_overlap() -> None:
@@ -285,24 +251,23 @@ def test_paired_segments_overlap() -> None:
         "attention_norm | mlp_residual.grad",
         "attention_gather | ",
         "qkv attention projection | mlp_scatter.grad",
-    )
-    rest = (
-        *steps,
         *(f"{op.name} | " for op in LAYER.forward.operators[5:]),
         *(f" | {op.name}" for op in LAYER.backward.operators[2:]),
     )
-    texts = lines_of(program_of(parse_sides(PAIR), PARTS, rest))
-    begin = texts.index("start 1:mlp_scatter.grad on intra")
-    assert texts[begin : begin + 6] == [
-        "start 1:mlp_scatter.grad on intra",
-        "compute 0:qkv",
-        "compute 0:attention",
-        "compute 0:projection",
-        "wait 1:mlp_scatter.grad",
-        "barrier",
-    ]
-    assert texts[:3] == ["compute 1:mlp_residual.grad", "compute 0:attention_norm", "barrier"]
-    assert texts[3:5] == ["start 0:attention_gather on intra", "wait 0:attention_gather"]
+    expected = """
+compute 1:mlp_residual.grad
+compute 0:attention_norm
+barrier
+start 0:attention_gather on intra
+wait 0:attention_gather
+start 1:mlp_scatter.grad on intra
+compute 0:qkv
+compute 0:attention
+compute 0:projection
+wait 1:mlp_scatter.grad
+barrier
+"""
+    assert lines_of(program_of(parse_sides(PAIR), PARTS, steps))[:11] == expected.split("\n")[1:-1]
 
 
 def lines_of(program: Program) -> list[str]:
@@ -310,20 +275,6 @@ def lines_of(program: Program) -> list[str]:
     schedule = named_schedule("dhelix", 1, 2, 2)
     text = write(replace(schedule, programs={parse_sides(PAIR): program}))
     return [line.strip() for line in text.partition("program ")[2].splitlines()[1:]]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_strands_in_turns(tp: int) -> None:
-    """Wavelet's round robin: one operator of each until one has no more; the backward strand begins."""
-    layer = model_parts(tp=tp)["layer"]
-    graphs = {0: layer.forward, 1: layer.backward}
-    parts, sides = {"layer": layer}, parse_sides(PAIR)
-    program = program_of(sides, parts, by_turns(sides, parts))
-    replay(program, graphs, {turn: given_values(layer, graph) for turn, graph in graphs.items()})
-    turns = [a.turn for a in program if isinstance(a, Compute | Start)]
-    shared = 2 * min(len(layer.forward.operators), len(layer.backward.operators))
-    assert turns[:shared] == [1, 0] * (shared // 2)
-    assert set(turns[shared:]) <= {1}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

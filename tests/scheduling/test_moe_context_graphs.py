@@ -18,15 +18,15 @@ from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import built_in_parts, layer_part
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision, Stream
+from braid.scheduling.operators import Kind, Part, Pass, Precision, Stream
 from braid.scheduling.schedule import sums_in
-from braid.scheduling.sizes import PartSizes, part_sizes
+from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
 from braid.scheduling.units import chunk_parameters
 from braid.scheduling.validate import linked
-from tests.scheduling.cases import GPT, LLAMA, in_turn, setting_for
+from tests.scheduling.cases import GPT, LLAMA, MOE, QWEN, in_turn, setting_for
+from tests.scheduling.test_graphs import both, check_data_flow, names
 
-MOE = replace(LLAMA, family="moe", ffn=96, experts=8, top_k=2)
 B = 2
 """Samples of a micro-batch."""
 
@@ -61,6 +61,7 @@ CASES = pytest.mark.parametrize(
         (LLAMA, 2, 4, 1, "ring"),
         (LLAMA, 4, 2, 1, "ring"),
         (GPT, 2, 2, 1, "ring"),
+        *[(shape, tp, 1, 1, "all_gather") for shape in (LLAMA, QWEN, GPT) for tp in (1, 2, 4)],
     ],
 )
 
@@ -79,16 +80,6 @@ def layer_of(
 ) -> Part:
     """The layer of those."""
     return parts_of(shape, tp, cp, ep, context, recompute)["layer"]
-
-
-def names(graph: Graph) -> list[str]:
-    """Operator names in the graph's order."""
-    return [op.name for op in graph.operators]
-
-
-def both(layer: Part) -> tuple[Operator, ...]:
-    """The operators of both passes."""
-    return (*layer.forward.operators, *layer.backward.operators)
 
 
 # -- operators ---------------------------------------------------------------------------------------------
@@ -111,13 +102,6 @@ def test_operators_of_a_ring() -> None:
     shifts = [op for op in both(layer) if op.kind is Kind.SEND_RECEIVE]
     assert len(shifts) == 6
     assert {op.axis for op in shifts} == {"cp"}
-
-
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_collectives_of_degree_one_vanish(degree: int) -> None:
-    for tp, cp, ep in ((degree, 1, 1), (1, degree, 1), (1, 1, degree)):
-        axes = {op.axis for op in both(layer_of(MOE, tp, cp, ep)) if op.kind.communicates}
-        assert axes == {axis for axis, size in (("tp", tp), ("cp", cp), ("ep", ep)) if size > 1}
 
 
 def test_axes_decide_the_stream() -> None:
@@ -201,25 +185,12 @@ def test_work_is_what_experts_have_room_for(factor: float) -> None:
     recompute=st.sampled_from(RECOMPUTE_POLICIES),
 )
 @settings(max_examples=80, deadline=None)
-def test_every_read_is_there(
+def test_data_flows_as_it_should(
     shape: ModelShape, degrees: tuple[int, int, int], context: str, recompute: str
 ) -> None:
     tp, cp, ep = degrees
     layer = layer_of(shape, tp, cp, ep if shape.experts else 1, context, recompute)
-    written: set[str] = {"x"}
-    for op in layer.forward.operators:
-        assert set(op.reads) <= written, op.name
-        assert not set(op.writes) & written, op.name
-        written |= set(op.writes)
-    there = {*layer.saved(), f"d.{layer.output}"}
-    assert set(layer.saved()) <= written, "what is saved was never there"
-    for op in layer.backward.operators:
-        assert set(op.reads) <= there, op.name
-        assert not set(op.writes) & there, op.name
-        there |= set(op.writes)
-    assert "d.x" in there
-    read = {name for op in layer.backward.operators for name in op.reads}
-    assert set(layer.saved()) <= read, "saved for nothing"
+    check_data_flow(layer)
 
 
 def test_gradients_of_the_same_value_are_added() -> None:
@@ -269,12 +240,6 @@ def test_expert_parallelism_shares_out_parameters_not_activations() -> None:
     assert dense == {held[0].dense - each * 8}, "experts that all ranks have are parameters like any other"
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_saved_bytes_go_down_with_tensor_parallelism(tp: int) -> None:
-    wider = layer_of(MOE, tp, 2, 2).saved_bytes(2)
-    assert layer_of(MOE, 2 * tp, 2, 2).saved_bytes(2) < wider
-
-
 def test_an_own_operator_that_may_need_all_tokens_is_refused_with_some() -> None:
     def graph(g: LayerBuilder, **how: bool) -> str:
         x = g.input()
@@ -284,11 +249,6 @@ def test_an_own_operator_that_may_need_all_tokens_is_refused_with_some() -> None
     with pytest.raises(ValueError, match=r"^parallel.cp=2 leaves layer 'own' .*'mixer' may need all; set"):
         layer_part(sizes, "own", graph)
     assert layer_part(sizes, "own", partial(graph, per_token=True)).forward.named("mixer")
-
-
-def test_tokens_of_a_rank() -> None:
-    sizes = PartSizes(shape=LLAMA, tp=2, micro_batch=B, cp=4)
-    assert (sizes.tokens, sizes.local_tokens) == (8, 4)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------

@@ -1,24 +1,9 @@
 """The table of named schedules, what they need, and what they refuse."""
 
-from functools import partial
-
 import pytest
 
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import GONE, PIPELINES, SCHEDULES, ScheduleName
-from braid.scheduling.lowering.pipelines import (
-    eager_one_forward_one_backward,
-    eager_paired_w,
-    folded_sub_batches,
-    folded_w,
-    interleaved,
-    layer_by_layer,
-    one_forward_one_backward,
-    paired_w,
-    sub_batches,
-    twin_ended,
-)
-from braid.scheduling.lowering.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.spec import ParallelLayout, Placement
 from tests.scheduling.cases import LOWERED, code_of, exists, layout_for, parts_for, setting_for, several
 
@@ -83,28 +68,11 @@ def test_turns_need_no_decision(name: str) -> None:
 
 
 def test_generators_want_their_layout() -> None:
-    generators = {
-        one_forward_one_backward: Placement.LINEAR,
-        eager_one_forward_one_backward: Placement.LINEAR,
-        folded_w: Placement.FOLDED,
-        paired_w: Placement.FOLDED,
-        eager_paired_w: Placement.FOLDED,
-        twin_ended: Placement.FOLDED,
-        dual_pipe_v: Placement.FOLDED,
-        zero_bubble_v: Placement.FOLDED,
-        sub_batches: Placement.LINEAR,
-        folded_sub_batches: Placement.FOLDED,
-        interleaved: Placement.INTERLEAVED,
-    }
-    named = {kind.generator: kind.placement for kind in PIPELINES.values()}
-    together = {one: placement for one, placement in named.items() if isinstance(one, partial)}
-    assert {one.func for one in together} == {layer_by_layer}
-    assert {one: placement for one, placement in named.items() if one not in together} == generators
-    for generator, wanted in generators.items():
+    for pipeline in PIPELINES.values():
         for placement in Placement:
-            if placement is not wanted:
+            if placement is not pipeline.placement:
                 with pytest.raises(AssertionError):
-                    generator(ParallelLayout(pp=2, placement=placement), 4)
+                    pipeline.generator(ParallelLayout(pp=2, placement=placement), 4)
 
 
 def test_names_are_read_as_they_are_written() -> None:

@@ -141,27 +141,6 @@ def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) 
     assert paired == met, "and no program is there for nothing"
 
 
-@pytest.mark.parametrize("name", ["megatron", "dhelix", "braid", "zbv"])
-def test_runs_of_mixed_layers_are_faster_and_hold_every_kind(name: str) -> None:
-    unit_layers = 0 if name == "dhelix" else 2
-    outcome = outcome_of(name, 2, unit_layers)
-    units = set(outcome.bench.parts)
-    if unit_layers:
-        assert units == {"embedding+dense+layer", "2*layer", "dense+layer", "2*layer+head"}
-    serial = outcome_of("megatron", 2)
-    assert outcome.step_ns <= serial.step_ns * 1.1
-    if name in ("dhelix", "braid"):
-        assert outcome.step_ns < 0.9 * serial.step_ns
-
-
-def test_a_pattern_of_one_kind_changes_nothing() -> None:
-    plain, named = (
-        outcome_of("braid", 2, shape=replace(LLAMA, pattern=text)) for text in ("layer", "2*layer")
-    )
-    assert plain.code.schedule == named.code.schedule
-    assert plain.setting == named.setting
-
-
 def test_where_no_block_is_paired_all_kinds_have_an_order() -> None:
     outcome = outcome_of("braid", 1, micro_batches=1)
     assert not any(len(sides) > 1 for sides in outcome.code.schedule.programs)

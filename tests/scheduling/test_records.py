@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -78,15 +78,8 @@ def refused(content: Any) -> str:
 def test_defaults_and_conversions() -> None:
     assert cart() == Cart(name="cart", wheel=Wheel(radius=0.5), weight=10.0, count=2)
     assert isinstance(cart().weight, float)
-    full = cart(
-        painted=True,
-        colour="blue",
-        spare={"radius": 1, "spokes": 0},
-        sizes=[1, 2],
-        box=[3, 4.5],
-        loads={"sand": 2},
-        count=3.0,
-    )
+    lists = {"sizes": [1, 2], "box": [3, 4.5], "loads": {"sand": 2}}
+    full = cart(painted=True, colour="blue", spare={"radius": 1, "spokes": 0}, count=3.0, **lists)
     assert (full.painted, full.colour, full.sizes, full.box) == (True, Colour.BLUE, (1, 2), (3.0, 4.5))
     assert full.spare == Wheel(radius=1.0, spokes=0)
     assert full.loads == {"sand": 2.0}
@@ -143,10 +136,7 @@ def test_numbers_of_yaml(text: str) -> None:
         ({"wheel": {"radius": 0}}, "cart.yaml.wheel: radius=0.0 must be greater than zero"),
         ({"wheel": {"radius": -1}}, "cart.yaml.wheel: radius=-1.0 must be greater than zero"),
         ({"spare": {"radius": 1, "spokes": -1}}, "cart.yaml.spare: spokes=-1 must be zero or more"),
-        (
-            {"wheel": {"radius": 1, "spoke": 3}},
-            "cart.yaml.wheel: unknown key 'spoke'; did you mean 'spokes'?",
-        ),
+        ({"wheel": {"radius": 1, "a": 3}}, "cart.yaml.wheel: unknown key 'a'; known here: radius, spokes"),
         ({"weigth": 3}, "cart.yaml: unknown key 'weigth'; did you mean 'weight'?"),
         ({"share": 0}, "cart.yaml: share=0.0 must be above 0 and at most 1"),
         ({"share": 1.01}, "cart.yaml: share=1.01 must be above 0 and at most 1"),
@@ -167,12 +157,9 @@ def test_what_is_no_mapping(content: Any) -> None:
     assert refused(content) == f"cart.yaml must hold keys and values, found {content!r}"
 
 
-def test_unlike_keys_are_answered_with_all_that_are_known() -> None:
+def test_other_refusals() -> None:
     assert refused({**GOOD, "zzz": 1}).startswith("cart.yaml: unknown key 'zzz'; known here: name, wheel, ")
     assert refused({**GOOD, 5: 1}).startswith("cart.yaml: unknown key 5; known here: ")
-
-
-def test_numbers_beyond_what_a_float_holds() -> None:
     assert refused({**GOOD, "weight": 10**400}).endswith("must be a finite number")
 
 
@@ -195,77 +182,63 @@ def test_nothing_but_value_errors(changes: dict[str, Any]) -> None:
 
 # -- round trips -------------------------------------------------------------------------------------------
 
-POSITIVE = st.floats(1e-3, 1e18)
-SHARE = st.floats(0.001, 1.0)
-WHOLE = st.integers(0, 10**15)
-TEXT = st.text(max_size=12)
+POSITIVE, SHARE, WHOLE, TEXT = (
+    st.floats(1e-3, 1e18),
+    st.floats(0.001, 1.0),
+    st.integers(0, 10**15),
+    st.text(max_size=12),
+)
 EFFICIENCY = st.builds(Efficiency, ceiling=SHARE, half_flops=POSITIVE)
 GPU = st.builds(
     Gpu,
-    name=TEXT,
+    **dict.fromkeys(("name", "source"), TEXT),
+    **dict.fromkeys(("peak_flops_per_s", "memory_bytes_per_s"), POSITIVE),
+    **dict.fromkeys(("gemm", "attention"), EFFICIENCY),
+    **dict.fromkeys(("launch_ns", "barrier_ns"), WHOLE),
     memory_bytes=st.integers(10**12, 10**13),
-    peak_flops_per_s=POSITIVE,
-    memory_bytes_per_s=POSITIVE,
-    gemm=EFFICIENCY,
-    attention=EFFICIENCY,
     memory_efficiency=SHARE,
-    launch_ns=WHOLE,
-    barrier_ns=WHOLE,
     reserved_bytes=st.integers(0, 10**11),
-    source=TEXT,
 )
 LINK = st.builds(
     Link,
-    kind=TEXT,
-    bytes_per_s=POSITIVE,
+    **dict.fromkeys(("kind", "source"), TEXT),
+    **dict.fromkeys(("bytes_per_s", "half_bytes"), POSITIVE),
     latency_ns=WHOLE,
     efficiency=SHARE,
-    half_bytes=POSITIVE,
-    source=TEXT,
 )
-OEF = st.floats(-1, 1)
 CONTENTION = st.builds(
     Contention,
-    gemm_intra=OEF,
-    gemm_inter=OEF,
-    attention_intra=OEF,
-    attention_inter=OEF,
-    memory_intra=OEF,
-    memory_inter=OEF,
-    intra_inter=OEF,
-    source=TEXT,
+    **{one.name: TEXT if one.name == "source" else st.floats(-1, 1) for one in fields(Contention)},
 )
-CLUSTERS = st.builds(
-    ClusterSpec,
-    name=TEXT,
-    nodes=st.just(1),
-    gpus_per_node=st.integers(1, 16),
-    gpu=GPU,
-    intra=LINK,
-    contention=CONTENTION,
-    inter=st.none() | LINK,
-    source=TEXT,
-) | st.builds(
-    ClusterSpec,
-    name=TEXT,
-    nodes=st.integers(1, 4096),
-    gpus_per_node=st.integers(1, 16),
-    gpu=GPU,
-    intra=LINK,
-    contention=CONTENTION,
-    inter=LINK,
+CLUSTERS = st.integers(1, 4096).flatmap(
+    lambda nodes: st.builds(
+        ClusterSpec,
+        **dict.fromkeys(("name", "source"), TEXT),
+        nodes=st.just(nodes),
+        gpus_per_node=st.integers(1, 16),
+        gpu=GPU,
+        intra=LINK,
+        contention=CONTENTION,
+        inter=LINK if nodes > 1 else st.none() | LINK,
+    )
 )
 FITS = st.builds(TransferFit, latency_ns=st.floats(0, 1e9), ns_per_byte=st.floats(0, 1e3))
+
+
+def by_name(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A few of them under any names."""
+    return st.dictionaries(TEXT, values, max_size=4)
+
+
 PROFILES = st.builds(
     Profile,
     source=TEXT,
-    solo_ns=st.dictionaries(TEXT, WHOLE, max_size=4),
-    classes=st.dictionaries(TEXT, TEXT, max_size=4),
-    oef=st.dictionaries(TEXT, st.floats(-10, 1.5), max_size=4),
-    transfers=st.dictionaries(TEXT, FITS, max_size=3),
+    classes=by_name(TEXT),
+    oef=by_name(st.floats(-10, 1.5)),
+    transfers=by_name(FITS),
+    **dict.fromkeys(("solo_ns", "spread_ns"), by_name(WHOLE)),
     barrier_ns=WHOLE,
     optimizer_ns_per_parameter=st.floats(0, 1e3),
-    spread_ns=st.dictionaries(TEXT, WHOLE, max_size=4),
 )
 
 
@@ -274,12 +247,9 @@ def test_clusters_round_trip(cluster: ClusterSpec) -> None:
     content = to_mapping(cluster)
     assert from_mapping(ClusterSpec, content, "cluster.json") == cluster
     assert from_mapping(ClusterSpec, json.loads(json.dumps(content)), "cluster.json") == cluster
-
-
-@given(CLUSTERS)
-def test_clusters_round_trip_as_yaml(cluster: ClusterSpec) -> None:
-    text = write_yaml(to_mapping(cluster))
-    assert from_mapping(ClusterSpec, parse_yaml(text, "cluster.yaml"), "cluster.yaml") == cluster
+    assert (
+        from_mapping(ClusterSpec, parse_yaml(write_yaml(content), "cluster.yaml"), "cluster.yaml") == cluster
+    )
 
 
 @given(PROFILES)

@@ -1,10 +1,9 @@
-"""What ranks share, proven operation by operation: gathers, sums, their memory, and how far ahead they are.
+"""What ranks share, proven operation by operation: gathers, sums, and how far ahead they are.
 
 `Walk` is an interpreter of linked code that knows of buckets no more than which modules each of them has.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -19,8 +18,6 @@ from braid.scheduling.code import (
     Clip,
     Code,
     Compute,
-    Frame,
-    Hand,
     Node,
     Operation,
     Release,
@@ -30,14 +27,12 @@ from braid.scheduling.code import (
     Wait,
 )
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.memory import DTYPE_BYTES, rank_memory
+from braid.scheduling.memory import rank_memory
 from braid.scheduling.operators import Parameters
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Block, Gather, Norm, Prefetch, Reduce, Schedule, Step
-from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.sweep import Sweep
 from braid.scheduling.units import members_of
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import (
@@ -47,7 +42,6 @@ from tests.scheduling.cases import (
     code_of,
     layout_for,
     model_parts,
-    named_schedule,
     parts_for,
     setting_for,
 )
@@ -114,12 +108,10 @@ class Use:
 
 @dataclass
 class Walk:
-    """Goes through a stage of linked code, fails where it breaks a rule, and counts bytes."""
+    """Goes through a stage of linked code, and fails where it breaks a rule."""
 
     code: Code
     stage: int
-    width: int = 2
-    gradient_width: int = 4
     uses: list[Use] = field(default_factory=list)
     """Those that have begun."""
     there: set[BucketKey] = field(default_factory=set)
@@ -134,8 +126,6 @@ class Walk:
     owed: dict[BucketKey, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Axes over which gradients that were added have not begun to be summed."""
     counts: Counter[str] = field(default_factory=Counter)
-    live: dict[tuple[int, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    frames: dict[tuple[int, int], Frame] = field(default_factory=dict)
     _begins: bool = False
     """Whether the next compute operator has to begin a use."""
     _new_block: bool = True
@@ -153,15 +143,15 @@ class Walk:
         *_, last = self.code.stages[self.stage]
         return isinstance(last.instruction, Prefetch)
 
-    def run(self) -> Iterator[tuple[Operation, int]]:
-        """Every operation of a step, with the bytes that are held before it lets go of any.
+    def run(self) -> None:
+        """Every operation of a step.
 
         What it begins for the next step is under way at its own begin: in a first step before all else.
         """
         if self.behind and not self.begun:
             last = self.code.stages[self.stage][-1]
             first = (o.what for o in last.operations if isinstance(o, Start))
-            self.under_way = {one: -1 for one in first if isinstance(one, Gather)}
+            self.under_way = {replace(one, move=None): -1 for one in first if isinstance(one, Gather)}
         self.begun = tuple(one for one in self.under_way if isinstance(one, Gather))
         if not self.code.schedule.trains:
             self.there.clear()  # steps have come in between
@@ -172,11 +162,7 @@ class Walk:
         for stretch in self.code.stages[self.stage]:
             self._new_block = True
             for operation in stretch.operations:
-                self._share(operation, stretch, before=True)
-                held = self._activations(operation, stretch)
-                yield operation, held + self._shared_bytes()
-                self._share(operation, stretch, before=False)
-                self._let_go(operation, stretch)
+                self._share(operation, stretch)
         assert tuple(self.under_way) == self.begun
         assert not self._begins
         if self.code.schedule.trains:
@@ -192,38 +178,44 @@ class Walk:
 
     # -- rules -------------------------------------------------------------------------------------------
 
-    def _share(self, operation: Operation, stretch: Stretch, *, before: bool) -> None:
-        """What makes memory does so ``before`` it is counted, what lets go of it behind."""
+    def _share(self, operation: Operation, stretch: Stretch) -> None:
+        """What goes in stages begins with the first and ends with the last of them."""
+        if isinstance(operation, Start | Wait) and isinstance(what := operation.what, Gather | Reduce):
+            if what.move is not None and not (
+                what.move.last if isinstance(operation, Wait) else what.move.number == 0
+            ):
+                return
+            operation = replace(operation, what=replace(what, move=None))
         match operation:
-            case Start(what=Gather() as what) if before:
+            case Start(what=Gather() as what):
                 self._start_gather(what, stretch)
-            case Wait(what=Gather() as what) if before:
+            case Wait(what=Gather() as what):
                 self._wait_gather(what)
-            case Release(what=what) if not before:
+            case Release(what=what):
                 self._release(what)
-            case Allocate(what=what) if before:
+            case Allocate(what=what):
                 self._allocate(what)
-            case Start(what=Reduce(chunk=int()) as what) if before:
+            case Start(what=Reduce(chunk=int()) as what):
                 self._start_sum(what)
-            case Wait(what=Reduce(chunk=int()) as what) if not before:
+            case Wait(what=Reduce(chunk=int()) as what):
                 self._wait_sum(what)
-            case Compute(what=Node() as node) if before:
+            case Compute(what=Node() as node):
                 self._compute(node, stretch.passes[operation.turn].chunk)
-            case Compute(what=Norm()) if before:
+            case Compute(what=Norm()):
                 assert not any(self.owed.values()), "every bucket that was added to is summed"
                 assert not self.under_way
                 assert not self.allocated
                 self._normed = True
-            case Compute(what=Step()) if before:
+            case Compute(what=Step()):
                 assert self._normed
                 assert not self.behind
                 for key in self._keys:
                     self._update(key)
-            case Compute(what=Clip()) if before:
+            case Compute(what=Clip()):
                 assert self._normed
                 assert self.behind
                 self._clipped = True
-            case Compute(what=Update(chunk, bucket)) if before:
+            case Compute(what=Update(chunk, bucket)):
                 assert self._clipped
                 assert isinstance(stretch.instruction, Prefetch)
                 self._update((chunk, bucket))
@@ -334,43 +326,6 @@ class Walk:
         if self.layout.zero > 1 and what.axis in ("dp", "edp"):
             self.allocated.remove(_key(what))
 
-    # -- memory ------------------------------------------------------------------------------------------
-
-    def _shared_bytes(self) -> int:
-        layout, total = self.layout, 0
-        if layout.zero > 2:
-            gathered = {*self.there, *(_key(one) for one in self.under_way if isinstance(one, Gather))}
-            total += sum(self._elements(key) for key in gathered) * self.width
-        return total + sum(self._elements(key) for key in self.allocated) * self.gradient_width
-
-    def _elements(self, key: BucketKey) -> int:
-        """Of a whole bucket; what is summed over other axes lies apart, and each in equal shares."""
-        held, layout = self._parameters(key), self.layout
-        assert not held.experts
-        whole = held.whole if layout.tp > 1 else 0
-        apart = held.tied if layout.ends_apart else 0
-        return sum(rounded(n, layout.dp) for n in (held.dense - whole - apart, whole, apart))
-
-    def _activations(self, operation: Operation, stretch: Stretch) -> int:
-        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
-        self.frames.update(zip(keys, stretch.frames, strict=True))
-        if isinstance(operation, Hand):
-            self.live[keys[operation.turn]] -= set(operation.frees)
-            self.live[keys[operation.to]].add(operation.register)
-        elif operation.writes:
-            self.live[keys[operation.turn]] |= set(operation.writes)
-        return sum(self._frame_bytes(self.frames[key], live) for key, live in self.live.items())
-
-    def _frame_bytes(self, frame: Frame, live: set[int]) -> int:
-        given = {register for registers in frame.constants.values() for register in registers}
-        memories = {memory for register in live for memory in frame.memories[register]} - given
-        return sum(frame.values[memory].bytes(self.width) for memory in memories)
-
-    def _let_go(self, operation: Operation, stretch: Stretch) -> None:
-        if operation.frees and not isinstance(operation, Hand):
-            one = stretch.passes[operation.turn]
-            self.live[one.micro_batch, one.chunk] -= set(operation.frees)
-
 
 def _key(what: Gather | Reduce) -> BucketKey:
     assert what.chunk is not None
@@ -382,8 +337,7 @@ def walked(code: Code, stage: int) -> Walk:
     """A stage, gone through twice: the second step goes on with what the first one has begun."""
     walk = Walk(code, stage)
     for _ in range(2):
-        for _ in walk.run():
-            pass
+        walk.run()
     return walk
 
 
@@ -426,40 +380,6 @@ def test_what_is_read_is_there_and_what_is_added_is_summed(
 ) -> None:
     for distances in far:
         check_shared(code_with(name, pp, tp, zero, distances, tied=tied))
-
-
-@pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied", "far"), ALL)
-@pytest.mark.slow
-def test_bytes_of_buckets_are_counted_at_every_operation(
-    name: str, pp: int, tp: int, zero: int, tied: bool, far: tuple[tuple[int, int], ...]
-) -> None:
-    """The sweep counts what an interpreter of registers and buckets counts; the most is what a rank needs."""
-    for distances in far[-2:-1] or far:
-        code = code_with(name, pp, tp, zero, distances, tied=tied)
-        for stage, stretches in enumerate(code.stages):
-            sweep = Sweep(code, 2, 4)
-            swept = [found for stretch in stretches for found in sweep.step_by_step(stretch)]
-            counted = list(Walk(code, stage, 2, 4).run())
-            for (ran, held), (walked_to, count) in zip(swept, counted, strict=True):
-                assert ran is walked_to
-                assert held == count, f"stage {stage}: {ran}"
-            assert sweep.held_bytes == 0
-            (prefetch,) = [one for one in stretches if isinstance(one.instruction, Prefetch)]
-            assert sweep.run(prefetch).change == 0 or zero == 3, "nothing is held at the begin"
-            most = rank_memory(code, LLAMA, "bf16", stage).activation_bytes
-            assert most == max(count for _, count in counted)
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_bytes_follow_the_widths_of_parameters_and_gradients(dtype: str, zero: int) -> None:
-    """Gathered parameters are as wide as activations, gradients at least four bytes."""
-    code = code_with("ddp", 1, 1, zero, (2, 2), tied=False)
-    width = DTYPE_BYTES[dtype]
-    most = max(count for _, count in Walk(code, 0, width, max(4, width)).run())
-    assert rank_memory(code, LLAMA, dtype, 0).activation_bytes == most
-    wide = max(count for _, count in Walk(code, 0, width, 8).run())
-    assert rank_memory(code, LLAMA, dtype, 0, gradient_width=8).activation_bytes == wide
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -551,62 +471,3 @@ def test_one_replica_has_no_shares(zero: int) -> None:
     code = linked(training_schedule(own, parts_for(own)), layout, own.model.kinds, parts_for(own))
     kinds = {type(operation) for stretch in code.stages[0] for operation in stretch.operations}
     assert not kinds & {Allocate, Release}
-
-
-# -- text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize(("ahead", "keep"), [(0, 0), (4, 0), (0, 9), (4, 9)])
-@pytest.mark.parametrize("name", ["megatron", "zbv", "braid:w"])
-def test_text_round_trips_with_distances(name: str, zero: int, ahead: int, keep: int) -> None:
-    """Lines of the header say them where they are not 0."""
-    schedule = replace(named_schedule(name, 2, 4, 2, zero=zero), prefetch=ahead, keep=keep)
-    text = write(schedule)
-    assert parse(text) == schedule
-    assert write(parse(text)) == text
-    header = text.split("\n\n")[0].splitlines()
-    assert header[-1 - bool(ahead) - bool(keep)] == "unit 0"
-    assert (f"prefetch {ahead}" in header) == bool(ahead)
-    assert (f"keep {keep}" in header) == bool(keep)
-    gathers = [one for stage in schedule.stages for i in stage if isinstance(i, Block) for one in i.gathers]
-    assert text.count("|GATHER(") == len(gathers)
-    assert (len(gathers) > schedule.chunks) == (zero == 3)
-    assert text.count("PREFETCH\n") == 2
-
-
-HEAD = "unit 0\n"
-
-
-@pytest.mark.parametrize(
-    ("lines", "number", "cause"),
-    [
-        ("prefetch 0", 7, "expected 'prefetch' and a number above 0, found 'prefetch 0'"),
-        ("keep 0", 7, "expected 'keep' and a number above 0, found 'keep 0'"),
-        ("prefetch", 7, "expected 'prefetch' and a number above 0, found 'prefetch'"),
-        ("prefetch two", 7, "expected 'prefetch' and a number above 0, found 'prefetch two'"),
-        ("prefetch 02", 7, "expected 'prefetch' and a number above 0, found 'prefetch 02'"),
-        ("prefetch -2", 7, "expected 'prefetch' and a number above 0, found 'prefetch -2'"),
-        ("prefetch 2 2", 7, "expected 'prefetch' and a number above 0, found 'prefetch 2 2'"),
-        ("prefetch 2\nkeep x", 8, "expected 'keep' and a number above 0, found 'keep x'"),
-        ("keep 2\nprefetch 2", 8, "expected 'stage 0', found 'prefetch 2'"),
-        ("keep 2\nkeep 2", 8, "expected 'stage 0', found 'keep 2'"),
-        ("prefetch 2\nprefetch 2", 8, "expected 'stage 0', found 'prefetch 2'"),
-        ("Prefetch 2", 7, "expected 'stage 0', found 'Prefetch 2'"),
-        ("ahead 2", 7, "expected 'stage 0', found 'ahead 2'"),
-    ],
-)
-def test_wrong_distances_are_refused_with_their_line(lines: str, number: int, cause: str) -> None:
-    """Both keys once, in order, above 0."""
-    text = write(replace(named_schedule("ddp", 1, 2, zero=3), prefetch=0, keep=0))
-    with pytest.raises(ValueError) as refused:
-        parse(text.replace(HEAD, f"{HEAD}{lines}\n", 1))
-    assert str(refused.value) == f"schedule, line {number}: {cause}"
-
-
-def test_a_text_may_end_with_its_distances() -> None:
-    """Then stages are missing, not lines of the header."""
-    text = write(named_schedule("ddp", 1, 2, zero=3)).split("\n\n")[0]
-    assert text.endswith("prefetch 4\nkeep 4")
-    with pytest.raises(ValueError, match="the header says 1 stages, 0 follow"):
-        parse(text)

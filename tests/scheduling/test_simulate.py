@@ -11,29 +11,18 @@ from hypothesis import strategies as st
 
 from braid.scheduling.code import Clip, Compute, Message, Node, Start, Update, Wait, name_of
 from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import SCHEDULES, PairMethod
+from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
-from braid.scheduling.planner.orders import FIXED, Bench, layer_pair
-from braid.scheduling.schedule import Gather, Norm, PassKind, Reduce, Step
+from braid.scheduling.planner.orders import Bench, layer_pair
+from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.units import chunk_parameters
-from tests.scheduling.plans import (
-    SMALL,
-    cluster,
-    fastest,
-    free_ends,
-    lowered,
-    paired_runs,
-    part_of,
-    setting,
-)
+from tests.scheduling.plans import SMALL, cluster, fastest, free_ends, lowered, paired_runs, setting
 from tests.spans import communication_of, merge
-
-PAIRED = [name for name, kind in SCHEDULES.items() if kind.pairs not in (None, *FIXED)]
 
 
 def layer_ns(bench: Bench) -> int:
@@ -105,14 +94,11 @@ EXPERTS = replace(SMALL, family="moe", ffn=1408, experts=4, top_k=2)
     ("schedule", "model", "degrees"),
     [
         ("megatron", SMALL, {}),
-        ("megatron", SMALL, {"tp": 2}),
-        ("megatron", SMALL, {"dp": 2}),
         ("megatron", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
         ("ddp", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
         ("braid:w", SMALL, {"tp": 2, "pp": 2, "dp": 2}),
         ("megatron", TIED, {"pp": 2, "dp": 2}),
         ("megatron", EXPERTS, {"tp": 2, "dp": 4, "ep": 2}),
-        ("braid:w", SMALL, {"tp": 2, "pp": 2}),
     ],
 )
 @pytest.mark.parametrize("zero", range(4))
@@ -189,20 +175,15 @@ def test_every_sum_and_the_update_have_their_price(
         }
         if zero < 2:
             assert all(len(alike) == 1 for alike in found.values())
-        in_turn = sorted(found, key=lambda name: found[name][-1].start)
-        gradients = [name for name in in_turn if name.startswith("gradients")]
-        norms = [f"norm {axis}" for axis in ("tp", "pp", "dp" if zero else "ep") if layout.degree(axis) > 1]
-        end = ["norm", *norms, *([] if early else ["optimizer"])]
         if early:  # from one update to the next: each bucket's gathers follow its own
-            assert in_turn[0] == "clip"
+            assert min(found, key=lambda name: found[name][-1].start) == "clip"
             for name, (one, *_) in found.items():
                 if name.startswith("parameters"):
                     bucket = name.removeprefix("parameters.").split()
                     updated = found[f"optimizer.{bucket[0]} {bucket[-1]}"][0]
                     assert one.start >= updated.end * (1 - 1e-9)
-        assert in_turn[-len(end) :] == end
-        if zero < 2:
-            assert in_turn[-len(gradients) - len(end) :] == [*gradients, *end]
+        else:
+            assert max(found, key=lambda name: found[name][-1].start) == "optimizer"
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -293,27 +274,16 @@ def layer_beside(
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("m", [4, 5, 9])
-def test_bubble_of_1f1b_is_the_formula(p: int, m: int) -> None:
-    """(p - 1)(f + b), where a stage's forward and backward passes take f and b (Narayanan et al. 2021)."""
-    model = replace(setting().model, layers=4 * 3)
-    bench = with_free_ends(modelled(cluster(gpus=p))(setting(pp=p, micro_batches=m, model=model)))
-    numbers = fastest(bench).numbers
-    both = model.layers // p * layer_ns(bench)
-    assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
+@pytest.mark.parametrize(("schedule", "m"), [("megatron", 4), ("megatron", 9), ("dhelix", 6), ("dhelix", 11)])
+def test_bubble_of_1f1b_and_of_the_paired_w_is_the_formula(schedule: str, m: int, p: int) -> None:
+    """(p - 1)(f + b), where a stage's forward and backward passes take f and b (Narayanan et al. 2021).
 
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("m", [4, 6, 11])
-def test_bubble_of_the_w_pipeline_is_that_of_1f1b(p: int, m: int) -> None:
-    """With paired blocks that take as long as both passes, the W pipeline idles as 1F1B does (DHelix 4.1)."""
-    if m <= p:
-        pytest.skip("no block is paired")
+    With paired blocks that take as long as both passes, the W pipeline idles as 1F1B does (DHelix 4.1).
+    """
     model = replace(setting().model, layers=2 * 3 * p)
-    bench = with_free_ends(modelled(cluster(gpus=p))(setting("dhelix", pp=p, micro_batches=m, model=model)))
-    numbers = fastest(bench).numbers
-    both = 6 * layer_ns(bench)
-    assert numbers.bubble_seconds * 1e9 == pytest.approx((p - 1) * both, rel=1e-6, abs=1)
+    bench = with_free_ends(modelled(cluster(gpus=p))(setting(schedule, pp=p, micro_batches=m, model=model)))
+    expected = (p - 1) * 6 * layer_ns(bench)
+    assert fastest(bench).numbers.bubble_seconds * 1e9 == pytest.approx(expected, rel=1e-6, abs=1)
 
 
 @given(
@@ -332,28 +302,6 @@ def test_more_bandwidth_is_never_slower(schedule: str, rate: float, faster: floa
     slow, fast = modelled(slow_cluster)(one), modelled(fast_cluster)(one)
     decided = fastest(slow)
     assert lowered(fast, decided.choices).step_ns <= decided.step_ns * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("schedule", PAIRED)
-def test_a_paired_layer_takes_what_the_search_says(schedule: str) -> None:
-    """Time per layer pair in the middle of a step is that of the decided order (or segments)."""
-    bench = modelled(cluster(gpus=4))(setting(schedule, tp=4, micro_batches=6))
-    decided = fastest(bench)
-    note = decided.note
-    assert note is not None
-    runs = paired_runs(decided.simulation)[0]
-    whole = [r for r in runs if {part_of(e) for e in r.course.executed} == {"layer"}]
-    layers = len(bench.setting.layout.layers_of(0, bench.setting.model.layers))
-    if not whole:  # with one stage every chunk has an end of the model
-        inside = [e for e in runs[0].course.executed if part_of(e) == "layer"]
-        duration = max(e.end for e in inside) - min(e.start for e in inside)
-    else:
-        duration = whole[0].course.duration
-    # Weight gradients that are put off run after the last layer: no more than the layers' times and these.
-    assert duration <= layers * note.serial_ns
-    late = any(side.kind is PassKind.END for sides in decided.code.schedule.programs for side in sides)
-    if note.method is PairMethod.ORDER and not late:
-        assert duration == pytest.approx(layers * note.ns, rel=1e-6)
 
 
 def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
@@ -394,13 +342,6 @@ def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str
     assert outcome.numbers.exposed_seconds == pytest.approx(exposed, rel=1e-4, abs=1e-6)
     moved = sum(moved for moved, _ in totals) / 2e9
     assert outcome.numbers.communication_seconds == pytest.approx(moved, rel=1e-4, abs=1e-6)
-
-
-def test_simulation_is_deterministic() -> None:
-    spec = cluster(nodes=2, gpus=2)
-    one = setting("braid", tp=2, pp=2, micro_batches=6)
-    first, second = evaluate(one, spec), evaluate(one, spec)
-    assert list(first.simulation.spans()) == list(second.simulation.spans())
 
 
 def test_two_transfers_on_one_link_share_it() -> None:

@@ -1,7 +1,7 @@
 """Stages of what replicas share: they come to what the whole collective does, one after the other."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import permutations, product
@@ -15,14 +15,13 @@ from torch import Tensor
 from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling import buckets
-from braid.scheduling.code import Body, Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.mesh import place_in, sub_groups
 from braid.scheduling.operators import Kind
 from braid.scheduling.partition import Partition
 from braid.scheduling.schedule import Gather, Norm, Prefetch, Reduce
 from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.stages import Move, moves_of
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import LLAMA, choices_for, layout_for, parts_for, setting_for
@@ -60,22 +59,6 @@ def test_parts_that_are_moved_add_up(kind: Kind, mesh: tuple[int, ...], order: t
     assert dims == [*order, *order[-2::-1]] if kind is Kind.ALL_REDUCE else dims == [*order]
 
 
-def test_an_all_reduce_is_scattered_summed_and_gathered() -> None:
-    """Between nodes goes the least where the ranks of a node scatter first."""
-    moves = staged(Kind.ALL_REDUCE, (2, 4), (1, 0))
-    assert [(one.kind, str(one.factor), one.part) for one in moves] == [
-        (Kind.REDUCE_SCATTER, "dp.2x4.1", 1),
-        (Kind.ALL_REDUCE, "dp.2x4.0", 4),
-        (Kind.ALL_GATHER, "dp.2x4.1", 1),
-    ]
-    other = staged(Kind.ALL_REDUCE, (2, 4), (0, 1))
-    assert [(one.kind, str(one.factor), one.part) for one in other] == [
-        (Kind.REDUCE_SCATTER, "dp.2x4.0", 1),
-        (Kind.ALL_REDUCE, "dp.2x4.1", 2),
-        (Kind.ALL_GATHER, "dp.2x4.0", 1),
-    ]
-
-
 def test_what_is_not_divided_has_no_stages() -> None:
     partitions = (
         Partition(what="dp/all_gather", mesh=(2, 2), order=(0, 1)),
@@ -89,46 +72,16 @@ def test_what_is_not_divided_has_no_stages() -> None:
 # -- what they come to ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class World:
-    """Ranks on a mesh, whose collectives are carried out when all of them have been launched."""
-
-    mesh: tuple[int, ...]
-    launched: list[tuple[Kind, "FakeLine", Tensor, Tensor]] = field(default_factory=list)
-
-    def line(self, rank: int, dim: int) -> "FakeLine":
-        """That of a rank along a dim."""
-        (group,) = [tuple(group) for group in sub_groups(self.mesh, dim) if rank in group]
-        return FakeLine(self, group, group.index(rank))
-
-    def carry_out(self) -> None:
-        """Do what has been launched."""
-        for group in dict.fromkeys(line.group for _, line, _, _ in self.launched):
-            own = sorted((one for one in self.launched if one[1].group == group), key=lambda one: one[1].rank)
-            assert [line.rank for _, line, _, _ in own] == [*range(len(group))]
-            ((kind),) = {kind for kind, _, _, _ in own}
-            sent = [x.clone() for _, _, x, _ in own]
-            whole = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
-            for number, (_, _, _, y) in enumerate(own):
-                y.copy_(whole.chunk(len(group))[number] if kind is Kind.REDUCE_SCATTER else whole)
-        self.launched.clear()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FakeLine:
-    """Ranks along a dim, as one of them sees them."""
+    """Ranks along a dim, as one of them sees them; what they launch is carried out for all at once."""
 
-    world: World
-    group: tuple[int, ...]
     rank: int
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return len(self.group)
+    size: int
+    launched: tuple[Kind, Tensor, Tensor] | None = None
 
     def _launch(self, kind: Kind, x: Tensor, y: Tensor) -> Launch:
-        self.world.launched.append((kind, self, x, y))
+        self.launched = kind, x, y
         return Launch(y, lambda: None)  # type: ignore[arg-type, return-value]
 
     def all_gather(self, x: Tensor, into: Tensor | None = None) -> Launch:
@@ -146,23 +99,26 @@ class FakeLine:
 
 def carried_out(moves: tuple[Move, ...], mesh: tuple[int, ...], held: list[Tensor]) -> list[Tensor]:
     """What every rank has in the end, with the functions that the runtime moves buckets with."""
-    world = World(mesh)
     whole = max(x.numel() for x in held) * (prod(mesh) if moves[0].kind is Kind.ALL_GATHER else 1)
     for move in moves:
+        dim, ways = move.factor.dim, mesh[move.factor.dim]
+        lines = [FakeLine(place_in(mesh, rank)[dim], ways) for rank in range(prod(mesh))]
         launches = []
-        for rank, x in enumerate(held):
-            line = world.line(rank, move.factor.dim)
-            assert line.rank == place_in(mesh, rank)[move.factor.dim]
-            match move.kind:
-                case Kind.ALL_REDUCE:
-                    launches.append(line.all_reduce(x))
-                case Kind.REDUCE_SCATTER:
-                    launches.append(scatter_stage(line, x, move.outer))  # type: ignore[arg-type]
-                case _:
-                    launches.append(gather_stage(line, x, move.outer))  # type: ignore[arg-type]
+        for line, x in zip(lines, held, strict=True):
+            if move.kind is Kind.ALL_REDUCE:
+                launches.append(line.all_reduce(x))
+            else:
+                stage = scatter_stage if move.kind is Kind.REDUCE_SCATTER else gather_stage
+                launches.append(stage(line, x, move.outer))  # type: ignore[arg-type]
             moved = launches[-1].result if move.kind is Kind.ALL_GATHER else x
             assert moved.numel() * move.part == whole, "it moves that part of the whole"
-        world.carry_out()
+        for group in sub_groups(mesh, dim):
+            kinds, sent, into = zip(*(lines[rank].launched or () for rank in group), strict=True)
+            ((kind),) = {*kinds}
+            all_of_it = torch.cat(sent) if kind is Kind.ALL_GATHER else torch.stack(sent).sum(0)
+            parts = all_of_it.chunk(ways) if kind is Kind.REDUCE_SCATTER else [all_of_it] * ways
+            for y, part in zip(into, parts, strict=True):
+                y.copy_(part)
         for launch in launches:
             if launch.finish is not None:
                 launch.finish()
@@ -259,29 +215,6 @@ def two_steps(code: Code, stage: int) -> Iterator[Operation]:
         yield from (one for stretch in own for one in stretch.operations)
 
 
-def with_whole_transfers(code: Code) -> Code:
-    """The code with one start, that of the first stage, and one wait, for the last, of every transfer."""
-    bodies: dict[int, Body] = {}
-
-    def whole(operation: Operation) -> Operation | None:
-        what = shared_by(operation)
-        if what is None:
-            return operation
-        assert isinstance(operation, Start | Wait)
-        assert what.move is not None
-        end = what.move.number == 0 if isinstance(operation, Start) else what.move.last
-        return replace(operation, what=replace(what, move=None)) if end else None
-
-    def body_of(body: Body) -> Body:
-        if id(body) not in bodies:
-            found = (whole(operation) for operation in body.operations)
-            bodies[id(body)] = Body(tuple(one for one in found if one is not None))
-        return bodies[id(body)]
-
-    stages = tuple(tuple(replace(one, body=body_of(one.body)) for one in stage) for stage in code.stages)
-    return replace(code, stages=stages)
-
-
 CASES = [
     pytest.param(name, pp, zero, order, id=f"{name}-pp{pp}-zero{zero}-{order[0]}{order[1]}")
     for n, (name, pp, zero) in enumerate(product(NAMES, (1, 2), range(4)))
@@ -345,7 +278,7 @@ def test_what_is_read_is_there_and_what_is_added_is_summed(
 ) -> None:
     """As where nothing is divided: a gather ends right before a use, a sum before anything is added."""
     for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
-        check_shared(with_whole_transfers(code_with(name, pp, zero, order, distances)))
+        check_shared(code_with(name, pp, zero, order, distances))
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -391,10 +324,3 @@ def test_shares_are_summed_over_replicas_when_all_stages_are_over(name: str, zer
             assert key not in under_way
             summed += 1
     assert summed
-
-
-def test_a_mesh_of_other_ranks_is_refused() -> None:
-    layout = ParallelLayout(dp=6)
-    own = setting_for("ddp", layout, 2, partitions=partitions_of(0, (0, 1)))
-    with pytest.raises(ValueError, match="mesh=2x2 has 4 ranks, the axis dp has 6"):
-        parts_for(own)

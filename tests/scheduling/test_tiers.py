@@ -250,32 +250,6 @@ def test_of_few_tokens_no_more_pieces_are_tried_than_there_are(shape: ModelShape
         assert one.dim == "width" or one.pieces <= sequence // 4
 
 
-@pytest.mark.parametrize(("inter", "gain"), [(1e8, 0.2), (1e9, 0.2), (1e13, 0.0)])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_step_is_shorter_for_the_operation_tier(inter: float, gain: float, micro_batches: int) -> None:
-    """Over slow links between nodes less goes in stages; whole collectives are one of its choices."""
-    spec = cluster(nodes=2, gpus=2, inter=inter)
-    asked = setting("braid", tp=4, micro_batches=micro_batches, model=replace(SMALL, layers=2))
-    own, whole = (evaluate(one, spec) for one in (asked, WithoutTier(**vars(asked), tier="partitions")))
-    assert not whole.setting.partitions
-    assert own.step_ns <= (1 - gain) * whole.step_ns
-    assert bool(own.setting.partitions) >= bool(gain)
-
-
-def test_points_are_priced_as_what_comes_of_them() -> None:
-    """On a cluster that is modelled small products are not as fast as large ones, for the tier neither."""
-    spec = cluster(gpus=4, intra=1e10)
-    own = setting("braid", tp=4, micro_batches=1, model=replace(SMALL, layers=2))
-    bench = modelled(spec)(own)
-    part = bench.members["layer"]
-    for one in operation_tier(bench, modelled(spec)):
-        graph, op = next((graph, op) for graph, op in collectives_of(part) if one.what == f"layer/{op.name}")
-        beside = {op.name, *(other.name for other in operators_beside(graph, op, 2))}
-        cut = modelled(spec)(replace(own, partitions=(one,)))
-        after = cut.members["layer"].forward if graph is part.forward else cut.members["layer"].backward
-        assert span_of(after, beside, cut.profile) < span_of(graph, beside, bench.profile), str(one)
-
-
 # -- what replicas share -------------------------------------------------------------------------------------
 
 

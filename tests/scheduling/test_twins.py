@@ -1,17 +1,15 @@
 """Twins: the same pass of two micro-batches side by side, begin and end of a step of ``braid:twins``."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling import schedule as actions
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
-from braid.scheduling.lowering.programs import graph_of, program_of
+from braid.scheduling.lowering.programs import program_of
 from braid.scheduling.memory import rank_memory
 from braid.scheduling.operators import Graph
 from braid.scheduling.operators import Pass as Phase
@@ -19,23 +17,12 @@ from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import issue_ns
 from braid.scheduling.planner.strands import joint_problem
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import (
-    Action,
-    Block,
-    Direction,
-    Instruction,
-    Pass,
-    PassKind,
-    Schedule,
-    Side,
-    Strand,
-    passes_in,
-)
+from braid.scheduling.schedule import Block, Direction, PassKind, Schedule, Side
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
 from braid.scheduling.validate import ScheduleError
-from tests.scheduling.cases import LLAMA, code_of, in_turn, model_parts, on_strands, setting_for, with_stage
+from tests.scheduling.cases import LLAMA, code_of, in_turn, model_parts, setting_for
 from tests.scheduling.plans import cluster, fastest, setting
 
 LAYOUT = ParallelLayout(tp=2)
@@ -61,13 +48,6 @@ def schedule_of(micro_batches: int) -> Schedule:
     return training_schedule(setting_for("braid:twins", LAYOUT, micro_batches), PARTS, choices)
 
 
-def twin_places(schedule: Schedule) -> list[int]:
-    """Where the twins stand."""
-    return [
-        n for n, i in enumerate(schedule.stages[0]) if [one.kind for one in passes_in(i)] in ([F, F], [B, B])
-    ]
-
-
 @pytest.mark.parametrize("m", range(3, 14))
 def test_no_pass_is_alone_where_there_is_another(m: int) -> None:
     schedule = schedule_of(m)
@@ -91,66 +71,6 @@ def test_elsewhere_it_is_braid(stages: int, m: int) -> None:
     assert twin_ended(layout, m) == paired_w(layout, m)
 
 
-def refused(schedule: Schedule) -> str:
-    """The message with which it is."""
-    with pytest.raises(ScheduleError) as error:
-        code_of(schedule, LAYOUT)
-    return str(error.value).partition("\n")[0]
-
-
-@pytest.mark.parametrize("at", ["first", "last"])
-def test_twins_that_are_none(at: str) -> None:
-    schedule = schedule_of(6)
-    place = twin_places(schedule)[0 if at == "first" else 1]
-
-    def with_twins(*passes: Pass) -> str:
-        instructions: list[Instruction] = [*schedule.stages[0]]
-        instructions[place] = Block(passes)
-        return refused(with_stage(schedule, 0, instructions))
-
-    first, second = passes_in(schedule.stages[0][place])
-    assert "in the order of micro-batches" in with_twins(second, first)
-    assert "a block has a pass twice" in with_twins(first, first)
-    assert "does not run on this stage" in with_twins(first, second._replace(chunk=1))
-    other = Strand.ALPHA if second.strand is Strand.BETA else Strand.BETA
-    assert "is on strand" in with_twins(first, second._replace(strand=other))
-
-
-def test_a_forward_and_a_backward_pass_on_one_strand_are_refused() -> None:
-    schedule = schedule_of(6)
-    for beta in (frozenset[int](), frozenset(range(6))):
-        assert "each is on strands of its own" in refused(on_strands(schedule, beta))
-
-
-@pytest.mark.parametrize("kind", [F, B])
-def test_programs_that_would_not_do(kind: PassKind) -> None:
-    schedule = schedule_of(4)
-    sides = (Side(kind, "layer"),) * 2
-    program = schedule.programs[sides]
-    graph = graph_of(PARTS["layer"], kind)
-
-    def with_program(changed: Sequence[Action]) -> str:
-        return refused(replace(schedule, programs={**schedule.programs, sides: tuple(changed)}))
-
-    assert "is not done yet" in with_program(program[1:])
-    assert f"{graph.operators[0].name} has run" in with_program([program[0], *program])
-    last = max(n for n, a in enumerate(program) if isinstance(a, actions.Compute) and a.turn == 1)
-    behind = program[last]
-    assert isinstance(behind, actions.Compute)
-    first = program.index(replace(behind, turn=0))
-    turned = [*program]
-    turned[first], turned[last] = turned[last], turned[first]
-    assert "which is not done yet" in with_program(turned)
-    for steps in (["qkv"], ["2:qkv"], ["0:nothing"], ["0:qkv", "0:qkv"]):
-        with pytest.raises(ValueError, match=r"are written|no operator|stands twice|missing"):
-            program_of(sides, PARTS, tuple(steps))
-    text = write(schedule).replace("compute 1:", "compute 2:", 1)
-    with pytest.raises(ValueError, match="operators of 2 passes are written 0:NAME to 1:NAME"):
-        parse(text)
-    unused = replace(schedule, stages=(one_after_the_other(schedule),))
-    assert "is used by no block" in refused(unused)
-
-
 def test_weight_gradients_of_twins_in_the_wrong_order_are_refused() -> None:
     """Both passes whole, but the second micro-batch's gradients first: other sums, so other bits."""
     schedule = schedule_of(4)
@@ -160,31 +80,8 @@ def test_weight_gradients_of_twins_in_the_wrong_order_are_refused() -> None:
     code_of(replace(schedule, programs=turned), LAYOUT)
     order = tuple(f"{1 - int(step[0])}{step[1:]}" for step in both(names))
     turned[sides] = program_of(sides, PARTS, order)
-    assert "gradients are added up in the order of micro-batches" in refused(
-        replace(schedule, programs=turned)
-    )
-
-
-def test_without_a_program_of_their_own_one_goes_behind_the_other() -> None:
-    schedule = schedule_of(4)
-    without = {
-        sides: program for sides, program in schedule.programs.items() if len(set(sides)) == len(sides)
-    }
-    assert len(without) == len(schedule.programs) - 2
-    code = code_of(replace(schedule, programs=without), LAYOUT)
-    for place in twin_places(schedule):
-        turns = [operation.turn for operation in code.stages[0][place].operations]
-        rows = [turn for n, turn in enumerate(turns) if n == 0 or turns[n - 1] != turn]
-        assert len(rows) <= 2 * len(PARTS), "pass by pass, unit by unit"
-
-
-def one_after_the_other(schedule: Schedule) -> tuple[Instruction, ...]:
-    """The list with twins one after the other."""
-    found: list[Instruction] = []
-    for n, instruction in enumerate(schedule.stages[0]):
-        split = n in twin_places(schedule)
-        found += [Block((one,)) for one in passes_in(instruction)] if split else [instruction]
-    return tuple(found)
+    with pytest.raises(ScheduleError, match="gradients are added up in the order of micro-batches"):
+        code_of(replace(schedule, programs=turned), LAYOUT)
 
 
 # -- decisions, simulation, memory ---------------------------------------------------------------------------

@@ -8,18 +8,16 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Part
 from braid.scheduling.profile import Profile
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.uneven import of_fullest_rank
-from tests.scheduling.cases import LLAMA
+from tests.scheduling.cases import MOE
 
 ON_ROWS = {"expert_order", "expert_in", "activation", "expert_out", "expert_return"}
 """Operators of a layer that compute on what came to a rank's experts, by hand."""
 
 
 def parts_of(layout: ParallelLayout) -> dict[str, Part]:
-    fields = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__}
-    shape = ModelShape(**{**fields, "family": "moe", "experts": 8, "top_k": 2})
-    return dict(built_in_parts(part_sizes(shape, layout, 1)))
+    return dict(built_in_parts(part_sizes(MOE, layout, 1)))
 
 
 def a_profile(parts: dict[str, Part], ratio: float) -> Profile:

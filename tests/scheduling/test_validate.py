@@ -2,24 +2,31 @@
 
 import re
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
+from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.lower import validation_schedule
+from braid.scheduling.lowering.programs import program_of
 from braid.scheduling.schedule import (
     Await,
+    Barrier,
     Block,
+    Compute,
     Norm,
     Pass,
     PassKind,
     Prefetch,
+    Program,
     Receive,
     Reduce,
     Schedule,
     Side,
+    Sides,
     Step,
 )
-from braid.scheduling.schedule_text import parse, parse_instruction, write
+from braid.scheduling.schedule_text import parse, parse_instruction, parse_sides, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.validate import ScheduleError
 from tests.scheduling.cases import (
@@ -199,3 +206,82 @@ def test_the_message_shows_a_fault_at_the_end() -> None:
         "schedule megatron, stage 0, at the end: the STEP is missing",
         "* stage 0 | NORM  REDUCE(norm tp)  WAIT(REDUCE norm tp)  >>end<<",
     ]
+
+
+# -- programs -----------------------------------------------------------------------------------------------
+
+
+def with_program(schedule: Schedule, sides: Sides, actions: Program) -> Schedule:
+    """The schedule with another program."""
+    return replace(schedule, programs={**schedule.programs, sides: actions})
+
+
+def test_barriers_may_stand_anywhere() -> None:
+    """They make a paired program slower, never wrong."""
+    schedule, pair = named_schedule("dhelix", 2, 4, 2), parse_sides("F:layer|B:layer")
+    program = schedule.programs[pair]
+    assert Barrier() in program
+    spread = tuple(action for one in program for action in (Barrier(), one))
+    for actions in (spread, tuple(a for a in program if a != Barrier())):
+        code_of(with_program(schedule, pair, actions), layout_for("dhelix", 2, 2))
+
+
+def test_an_operator_that_is_left_may_run_anywhere_in_the_next_program() -> None:
+    """What is left needs nothing of the program that takes it up."""
+    schedule, sides = named_schedule("braid", 2, 6, 2, ends=True), parse_sides("F:layer|B:layer|L:layer")
+    program = schedule.programs[sides]
+    taken = [action for action in program if isinstance(action, Compute) and action.turn == 2]
+    rest = [action for action in program if action not in taken]
+    assert taken
+    for actions in ((*taken, *rest), (*rest, *taken), (*rest[:9], *taken[::-1], *rest[9:])):
+        code_of(with_program(schedule, sides, actions), layout_for("braid", 2, 2))
+
+
+def test_twins_without_a_program_run_one_behind_the_other() -> None:
+    schedule = named_schedule("braid:twins", 1, 4, 2)
+    alone = {sides: one for sides, one in schedule.programs.items() if len(set(sides)) == len(sides)}
+    assert len(alone) == len(schedule.programs) - 2
+    code = code_of(replace(schedule, programs=alone), layout_for("braid:twins", 1, 2))
+    blocks = [stretch for stretch in code.stages[0] if stretch.block_passes]
+    for stretch in (blocks[0], blocks[-1]):
+        rows = [*groupby(operation.turn for operation in stretch.operations)]
+        assert len(rows) <= 2 * len(PARTS), "pass by pass, unit by unit"
+
+
+def test_programs_that_nothing_uses_are_refused() -> None:
+    plain, full = named_schedule("megatron", 2, 4, 2), named_schedule("dualpipev", 2, 4, 2)
+    pair = full.programs[parse_sides("F:layer|B:layer")]
+    for schedule, sides, what in (
+        (plain, "F:layer|B:layer", "is used by no block"),
+        (plain, "I:embedding", "is used by no block"),
+        (full, "B:layer|F:layer", "is used by no block"),
+        (full, "F:layer|F:layer", "is used by no block"),
+        (full, "L:layer", "takes up L:layer, but has no B:layer"),
+        (full, "F:layer|L:layer", "takes up L:layer, but has no B:layer"),
+        (full, "F:layer|B:layer|L:head", "takes up L:head, but has no B:head"),
+        (full, "I:layer|L:layer", "takes up L:layer, but has no B:layer"),
+        (full, "F:layer|B:encoder", "is for no part of the model"),
+        (full, "W:encoder", "is for no part of the model"),
+        (plain, "F:encoder", "is for no part of the model"),
+    ):
+        message = message_of(
+            with_program(schedule, parse_sides(sides), pair), layout_for(schedule.name, 2, 2)
+        )
+        assert message == f"schedule {schedule.name}: program {sides} {what}"
+
+
+def test_a_program_of_other_runs_is_used_where_they_meet() -> None:
+    """Head and embedding come last, both: a program for them is taken, and so it is checked."""
+    schedule, layout = named_schedule("dualpipev", 2, 4, 2), layout_for("dualpipev", 2, 2)
+    sides = parse_sides("F:head|B:embedding")
+    program = program_of(sides, PARTS, by_turns(sides, PARTS))
+    assert {action.turn for action in program if not isinstance(action, Barrier)} == {0, 1}
+    turns = [
+        [[op.turn for op in stretch.operations] for stretch in code_of(one, layout).stages[0]]
+        for one in (schedule, with_program(schedule, sides, program))
+    ]
+    assert turns[0] != turns[1]
+    for turn, cause in ((0, r"B.\.3b?: .* of its forward pass has not run"), (1, "of B.*0 never runs")):
+        last = max(n for n, a in enumerate(program) if not isinstance(a, Barrier) and a.turn == turn)
+        message = message_of(with_program(schedule, sides, program[:last] + program[last + 1 :]), layout)
+        assert re.search(cause, message)

@@ -26,13 +26,7 @@ LAYERS = replace(model_preset("llama-25b"), vocabulary=64)
 
 
 @cache
-def peaks(
-    schedule: str,
-    layers: int,
-    gradient_width: int | None = None,
-    tables: bool = False,
-    unit_layers: int = 0,
-) -> tuple[int, ...]:
+def peaks(schedule: str, layers: int, tables: bool = False, unit_layers: int = 0) -> tuple[int, ...]:
     """Bytes of the fullest rank for the paper's layers, DP 4, TP 8, PP 2, micro-batch 1, ZeRO 1.
 
     Of every decision. ``unit_layers``: most layers of a unit.
@@ -43,30 +37,29 @@ def peaks(
         layout=ParallelLayout(dp=4, tp=8, pp=2, zero=1),
         workload=Workload(global_batch=32, micro_batch=1),
     )
-    setting = with_schedule(base, schedule)
-    setting = replace(setting, unit_layers=unit_layers)
+    setting = replace(with_schedule(base, schedule), unit_layers=unit_layers)
     bench = modelled(A40)(setting)
     found = []
     for choices, _ in decisions(bench):
         made = training_schedule(setting, bench.parts, choices)
         code = linked(made, setting.layout, setting.model.kinds, bench.parts)
-        ranks = [rank_memory(code, model, "bf16", stage, gradient_width) for stage in range(2)]
+        ranks = [rank_memory(code, model, "bf16", stage) for stage in range(2)]
         found.append(max(rank.total_bytes for rank in ranks))
     return tuple(found)
 
 
-def peak(schedule: str, layers: int, gradient_width: int | None = None, tables: bool = False) -> int:
+def peak(schedule: str, layers: int, tables: bool = False) -> int:
     """The same where there is one decision, layers one by one."""
-    (only,) = peaks(schedule, layers, gradient_width, tables)
+    (only,) = peaks(schedule, layers, tables)
     return only
 
 
-def largest(schedule: str, gradient_width: int | None = None, tables: bool = False) -> int:
+def largest(schedule: str, tables: bool = False) -> int:
     """Most layers whose memory fits."""
     low, high = 4, 128
     while high - low > 1:
         middle = (low + high) // 2
-        fits = peak(schedule, middle, gradient_width, tables) <= A40.usable_bytes
+        fits = peak(schedule, middle, tables) <= A40.usable_bytes
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -85,21 +78,14 @@ def test_units_of_four_layers_take_five_percent_more(unit_layers: int, least: fl
 
 
 @pytest.mark.parametrize("schedule", ["dhelix", "braid:w"])
-def test_as_many_layers_fit_but_one_in_forty_where_tables_are_left_out(schedule: str) -> None:
+def test_as_many_layers_fit_but_one_in_forty(schedule: str) -> None:
+    """Where tables are left out; with embedding and head on one stage 43 of 44, 97.8 % of the parameters (the
+    paper: 97.5)."""
     assert largest(schedule) >= 0.975 * largest("megatron")
-
-
-def parameters(layers: int) -> int:
-    """Of the paper's layers between embedding and head."""
-    return replace(LAYERS, layers=layers, vocabulary=128256).parameters()
-
-
-@pytest.mark.parametrize("schedule", ["dhelix", "braid:w"])
-def test_embedding_and_head_on_one_stage_cost_one_layer(schedule: str) -> None:
-    """43 of 44 layers, 97.8 % of the parameters (the paper: 97.5)."""
     single, two = largest("megatron", tables=True), largest(schedule, tables=True)
     assert two == single - 1
-    assert parameters(two) >= 0.975 * parameters(single)
+    counts = [replace(LAYERS, layers=n, vocabulary=128256).parameters() for n in (single, two)]
+    assert counts[1] >= 0.975 * counts[0]
 
 
 def test_both_tables_on_one_stage_take_six_percent_more() -> None:
