@@ -132,6 +132,14 @@ def _name(item: pytest.Item) -> str:
     return item.nodeid.partition("@")[0]  # pytest-xdist appends the group
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text as tokens, which no test changes."""
+    from tests.end_to_end.runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("text"), 7, files=4)
+
+
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written instead of compared."""

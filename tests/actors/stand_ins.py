@@ -9,24 +9,15 @@ from typing import Any
 from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, WorkerError
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident, StepDone
 from braid.actors.controller.span_files import SpanCounts
 from braid.actors.stage.messages import CopiesHeld, RunPlan, StepResult, Written
-from braid.scheduling.schedule_text import write
 from braid.scheduling.trace import OverlapNumbers
 from tests.actors.saved import digests
-from tests.end_to_end.runs import BYTES_VOCABULARY
+from tests.end_to_end.runs import run_plan
 
-_NO_OVERLAP = OverlapNumbers(
-    communication_ns=0,
-    hidden_ns=0,
-    slowdown_ns=None,
-    launch_gap_ns=0,
-    bubble_ns=0,
-    compute_ns=1,
-    links_together_ns=0,
-)
+_NUMBERS = ("communication", "hidden", "slowdown", "launch_gap", "bubble", "compute", "links_together")
+_NO_OVERLAP = OverlapNumbers(**{f"{name}_ns": 0 for name in _NUMBERS})
 
 
 def states(steps: int) -> list[float]:
@@ -234,9 +225,7 @@ def controller_of(
     replan: Replan | None = None,
 ) -> Controller:
     """The real controller over stand-ins."""
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data="")
-    return Controller(plan, launcher, options or RunOptions(), replan)  # type: ignore[arg-type]
+    return Controller(run_plan(config), launcher, options or RunOptions(), replan)  # type: ignore[arg-type]
 
 
 def losses(events: Sequence[Event]) -> list[float]:

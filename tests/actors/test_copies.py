@@ -10,14 +10,8 @@ from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import newest_common
 from braid.actors.stage.rank import Rank
 from tests.actors.ranks import Probed, started
-from tests.end_to_end.runs import prepare_text
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("copies"), 3, files=3)
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,12 @@ from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.rank import Rank
 from tests.actors.ranks import Ranks, started
-from tests.end_to_end.runs import prepare_text
 
 pytestmark = pytest.mark.slow
 
 GPT = {"family": "gpt", "kv_heads": 4}
 COPIES = {"copies_every": 1}
 FACTS = {"data": "a test's"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("rescue"), 3, files=3)
 
 
 class Run:

@@ -17,7 +17,7 @@ from braid.actors.controller.records import Started
 from braid.actors.stage.rank import Rank
 from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
-from tests.end_to_end.runs import prepare_text, small_config
+from tests.end_to_end.runs import small_config
 from tests.end_to_end.test_topology import check_spans, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def alive() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
 
 
-def test_ranks_are_numbered_by_node_not_as_bundles_come(tmp_path: Path, nodes: Any) -> None:
+def test_ranks_are_numbered_by_node_not_as_bundles_come(tmp_path: Path, data: Path, nodes: Any) -> None:
     """Tensor groups lie inside nodes."""
     from braid.actors.controller.placement import RayLauncher
 
@@ -81,7 +81,7 @@ def test_ranks_are_numbered_by_node_not_as_bundles_come(tmp_path: Path, nodes: A
         cluster={"launcher": "ray", "cpus_per_rank": 1.0, "placement_timeout_s": 60.0},
     )
     launcher = Scrambled(config)
-    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
+    events, traces = run(config, data, launcher)
     hosts = launcher.group.hosts
     assert len(set(hosts)) == NODES
     assert [hosts[rank] for rank in range(0, 8, 2)] == [hosts[rank] for rank in range(1, 8, 2)]

@@ -1,6 +1,5 @@
 """The documented example of a user's own layer trains like the same layer written with autograd."""
 
-import importlib.util
 import pickle
 import re
 import sys
@@ -12,18 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from braid.actors.stage.layers import load_layer, load_layers
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
-from braid.jobs.benchmarks.plain_torch import (
-    Layer,
-    PlainModel,
-    PlainSettings,
-    PlainSizes,
-    PlainTrainer,
-    Rotary,
-    Seen,
-    load_named,
-)
+from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes, Rotary, Seen, load_named
 from braid.jobs.cli import main
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.layers import layer_part
@@ -32,7 +20,7 @@ from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.end_to_end.command import ROOT, overlap_of, write_config
-from tests.end_to_end.runs import prepare_text, run_layout, sample_ids, windows
+from tests.end_to_end.runs import Run, plain_steps, plain_trainer, run_layout, whole_model
 
 EXAMPLE = ROOT / "docs" / "examples" / "parallel_layer.py"
 REFERENCE = f"{EXAMPLE}:ParallelLayer"
@@ -53,30 +41,18 @@ class PlainParallelLayer(Layer):
         return x_BSD + self.projection(self._attention(n_BSD, rotary, seen)) + mlp
 
 
-def plain_losses(
-    shape: ModelShape, own: dict[str, str], settings: PlainSettings, data: Path, batches: list[list[int]]
-) -> list[float]:
-    """The losses of the plain model from the same initial values; kinds of ``own`` are the example."""
+def plain_losses(run: Run, data: Path) -> list[float]:
+    """The losses of the plain model from the same initial values; kinds of the user's own are the example."""
+    shape, own, train = run.shape, run.config.model.own_layers, run.config.train
     sizes = PlainSizes.of(shape)
     model = PlainModel(sizes)
     kinds = [PlainParallelLayer if kind in own else Layer for kind in shape.kinds]
     model.layers = nn.ModuleList(kind(sizes) for kind in kinds)
     model.to(torch.float64)
-    layout = ParallelLayout()
-    ours = StageModel(
-        shape=shape,
-        layout=layout,
-        place=Place.of(layout.mesh, 0),
-        sizes=part_sizes(shape, layout, 1),
-        device=torch.device("meta"),
-        dtype=torch.float64,
-        layers=load_layers(own),
-    )
+    ours = whole_model(shape, dtype=torch.float64, layers=load_layers(own))
     pieces = [piece for parameter in ours.parameters for piece in parameter.slices]
     load_named(model, {piece.source.name: piece.source.initial(0) for piece in pieces})
-    trainer = PlainTrainer(model, settings)
-    samples = windows(data, "train", shape.sequence)
-    return [trainer.step(step, samples[ids].split(2))[0] for step, ids in enumerate(batches)]
+    return [loss for loss, _ in plain_steps(plain_trainer(model, train), train, data, shape.sequence)]
 
 
 @pytest.mark.slow
@@ -84,42 +60,22 @@ def plain_losses(
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("pattern", ["layer", "layer own"])
 def test_own_layer_against_autograd(
-    tmp_path: Path, tp: int, schedule: str, recompute: str, pattern: str
+    tmp_path: Path, data: Path, tp: int, schedule: str, recompute: str, pattern: str
 ) -> None:
-    data = prepare_text(tmp_path, seed=tp)
+    layer = REFERENCE if pattern == "layer" else {"own": REFERENCE}
     run = run_layout(
         tmp_path / "runs",
         data,
-        model={
-            "layer": REFERENCE if pattern == "layer" else {"own": REFERENCE},
-            "layers": 2,
-            "pattern": pattern,
-        },
+        model={"layer": layer, "layers": 2, "pattern": pattern},
         train={"steps": 6, "dtype": "fp64", "recompute": recompute},
         parallel={"tp": tp},
         overlap=overlap_of(schedule),
     )
-    train = run.config.train
-    settings = PlainSettings(**{name: getattr(train, name) for name in PlainSettings.__dataclass_fields__})
-    count = len(windows(data, "train", run.shape.sequence))
-    batches = [
-        sample_ids(train.seed, count, step * train.global_batch, train.global_batch) for step in range(6)
-    ]
-    plain = plain_losses(run.shape, run.config.model.own_layers, settings, data, batches)
-    assert run.losses == pytest.approx(plain, rel=1e-9)
+    assert run.losses == pytest.approx(plain_losses(run, data), rel=1e-9)
 
 
-SHAPE = ModelShape(
-    family="llama",
-    hidden=64,
-    ffn=128,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocabulary=320,
-    sequence=32,
-)
+SIZES = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+SHAPE = ModelShape(family="llama", **SIZES, vocabulary=320, sequence=32)
 
 
 def part_of(reference: str | None, sizes: PartSizes) -> Part:
@@ -185,13 +141,6 @@ def test_own_layer_has_half_the_collectives() -> None:
         count = sum(op.kind.communicates for op in graph.operators)
         assert count * 2 == sum(op.kind.communicates for op in theirs.operators)
     assert any(op.kind is Kind.ADD for op in own.backward.operators)
-
-
-def test_example_is_importable_as_it_stands() -> None:
-    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_files_with_dataclasses(tmp_path: Path) -> None:

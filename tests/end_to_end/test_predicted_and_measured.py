@@ -4,21 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import decide
-from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.messages import RunPlan
 from braid.scheduling.compare_traces import compare_traces
-from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import read_batches
-from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
+from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, run_plan, small_config, trained
 from tests.spans import read_folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("predicted"), 11, files=4)
 
 
 @pytest.mark.slow
@@ -31,11 +24,10 @@ def test_everything_predicted_is_measured_and_the_reverse(
     config = small_config(tmp_path, parallel=parallel, overlap={"schedule": "braid"}, train={"steps": 3})
     shape, launcher = config.check(BYTES_VOCABULARY), KeptRanks(config)
     serial = config.with_schedule("megatron")
-    first = RunPlan(config=serial, shape=shape, schedule=write(build_schedule(serial, shape)), data="")
-    profile = measure(first, launcher, model_graphs(serial, shape), rounds=2)
+    profile = measure(run_plan(serial), launcher, model_graphs(serial, shape), rounds=2)
     decided = decide(config, shape, profile)
     plan = RunPlan(config=config, shape=shape, schedule=decided.schedule, data=str(data), files=decided.files)
-    list(Controller(plan, launcher, RunOptions()).run())
+    trained(plan)
     predicted = read_batches(config.run_directory / "trace" / "predicted.arrows")
     measured = read_folder(config.run_directory)
     rows = compare_traces(predicted, measured.step(2)).operators
