@@ -1,12 +1,14 @@
 """Checkpoints as folders: a crash anywhere leaves a good one, and none is kept or removed by mistake."""
 
+import contextlib
 import errno
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from tests.actors.saved import digests
 from tests.scheduling.cases import LLAMA
 
 _CRASHED = 42
+LOSES = pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
 
 
 def written(store: CheckpointStore, step: int, content: str) -> Path:
@@ -53,6 +56,12 @@ def newest(store: CheckpointStore) -> tuple[int, str]:
     return ours.step, (path / ".metadata").read_text().removeprefix("table of ")
 
 
+@contextlib.contextmanager
+def closed_after(file: Any, other: Any) -> Iterator[Any]:
+    with file:
+        yield other
+
+
 class Crashing:
     """Ends this process at its n-th change of the file system; what was not made durable may be lost."""
 
@@ -69,12 +78,19 @@ class Crashing:
         real = Path.open
 
         def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-            file = real(path, mode, *arguments, **options)
-            if "w" in mode:
-                self._durable.discard(os.fstat(file.fileno()).st_ino)
+            file: Any = real(path, mode, *arguments, **options)
+            if "w" not in mode:
+                return file
+            self._durable.discard(os.fstat(file.fileno()).st_ino)
+            self._point()
+
+            def write(text: str) -> None:
+                file.write(text[: len(text) // 2])
+                file.flush()
                 self._point()
-                file = self._written_in_halves(file)
-            return file
+                file.write(text[len(text) // 2 :])
+
+            return closed_after(file, SimpleNamespace(write=write, flush=file.flush, fileno=file.fileno))
 
         Path.open = opened  # type: ignore[method-assign,assignment]
 
@@ -97,26 +113,6 @@ class Crashing:
 
         return call
 
-    def _written_in_halves(self, file: Any) -> Any:
-        crashing = self
-
-        class Halves:
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *error: object) -> None:
-                file.close()
-
-            def write(self, text: str) -> None:
-                file.write(text[: len(text) // 2])
-                file.flush()
-                crashing._point()
-                file.write(text[len(text) // 2 :])
-
-            flush, fileno = file.flush, file.fileno
-
-        return Halves()
-
 
 def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> bool:
     """Do something in a process that crashes at its n-th change; False if it got through."""
@@ -134,7 +130,7 @@ def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> b
     return code == _CRASHED
 
 
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@LOSES
 @pytest.mark.parametrize("again", [False, True], ids=["a newer step", "the same step again"])
 @pytest.mark.slow
 def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
@@ -174,7 +170,7 @@ def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
     assert at > 20, "a save has more steps than that"
 
 
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@LOSES
 @pytest.mark.slow
 def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool) -> None:
     at, through = 0, False
@@ -195,7 +191,7 @@ def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool
     assert at > 5
 
 
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@LOSES
 def test_a_small_file_has_its_old_or_its_new_content(tmp_path: Path, loses: bool) -> None:
     found, at, through = [], 0, False
     while not through:

@@ -5,8 +5,10 @@ import os
 import shutil
 import sys
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -37,6 +39,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 RUN = RunIdentity("ours", "a1")
+SILENT = Mock(side_effect=TimeoutError("no answer"))
 
 
 def mirror_of(url: str, run: RunIdentity = RUN) -> Mirror:
@@ -68,6 +71,14 @@ def place_of(url: str) -> tuple[Any, str]:
     return files, f"{root}/{RUN.name}/{RUN.mark}"
 
 
+def put_there(url: str, checkpoint: Path, name: str) -> None:
+    """By somebody else than the mirror."""
+    files, root = place_of(url)
+    files.makedirs(f"{root}/{name}", exist_ok=True)
+    for file, content in contents(checkpoint).items():
+        files.pipe_file(f"{root}/{name}/{file}", content)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -92,12 +103,8 @@ def test_old_copies_are_removed_by_the_same_rule(url: str, store: CheckpointStor
     mirror.collect(keep=2, keep_every=3, newest=7)
     assert mirror.steps() == [6, 7, 9], "9 is of a future that the run fell back from"
     files, root = place_of(url)
-    assert sorted(str(path).rsplit("/", 1)[1] for path in files.ls(root, detail=False)) == [
-        "run.json",
-        "step-6",
-        "step-7",
-        "step-9",
-    ]
+    names = sorted(str(path).rsplit("/", 1)[1] for path in files.ls(root, detail=False))
+    assert names == ["run.json", "step-6", "step-7", "step-9"]
 
 
 @pytest.mark.parametrize("copied", [0, 2])
@@ -160,9 +167,7 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     assert homes.steps() == sorted({*here, *there})
     good = [step for step in homes.steps() if here.get(step) or there.get(step)]
     if not good:
-        with pytest.raises(
-            CheckpointError, match="start without --resume" if not (here or there) else "left"
-        ):
+        with pytest.raises(CheckpointError, match="left" if here or there else "start without --resume"):
             homes.newest_good(verify)
         return
     path, manifest, notes = found(store, mirror)
@@ -201,11 +206,8 @@ def test_what_another_run_put_into_a_runs_folder_is_refused_and_left_alone(url: 
     publish(foreign, 90, run="b2")
     with pytest.raises(MirrorError, match="step-90 is of another run and is left alone"):
         mirror.put(foreign.directory / "step-90")
-    files, root = place_of(url)
     for path in (publish(foreign, 5, run="b2"), foreign.directory / "step-90"):
-        files.makedirs(f"{root}/{path.name}", exist_ok=True)
-        for name, content in contents(path).items():
-            files.pipe_file(f"{root}/{path.name}/{name}", content)
+        put_there(url, path, path.name)
     empty = CheckpointStore(tmp_path / "empty")
     empty.directory.mkdir()
     with pytest.raises(CheckpointError, match="step-90 is of another run"):
@@ -213,10 +215,8 @@ def test_what_another_run_put_into_a_runs_folder_is_refused_and_left_alone(url: 
     assert not list(empty.directory.iterdir())
     for step in (5, 6, 7):
         path = publish(store, step)
-        if step == 5:
-            with pytest.raises(MirrorError, match="step-5 is of another run"):
-                mirror.put(path)
-        else:
+        odd = pytest.raises(MirrorError, match="step-5 is of another run")
+        with odd if step == 5 else nullcontext():
             mirror.put(path)
     with pytest.raises(MirrorError, match="step-5 is of another run"):
         mirror.collect(keep=1, keep_every=0, newest=7)
@@ -259,12 +259,7 @@ def test_a_run_does_not_begin_anew_because_its_mirror_does_not_answer(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, url)
-    files, _ = place_of(url)
-
-    def silent(*_: Any, **__: Any) -> Any:
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(type(files), "glob", silent)
+    monkeypatch.setattr(type(place_of(url)[0]), "glob", SILENT)
     with pytest.raises(MirrorError, match="cannot be read: no answer"):
         begun_mark(config)
     with pytest.raises(MirrorError, match="cannot be read: no answer"):
@@ -276,11 +271,7 @@ def test_a_mirror_that_does_not_answer_does_not_matter_where_the_own_one_is_good
 ) -> None:
     mirror = mirror_of(f"memory://{uuid.uuid4()}")
     path = publish(store, 5)
-
-    def silent(*_: Any, **__: Any) -> Any:
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(mirror._files, "glob", silent)
+    monkeypatch.setattr(mirror._files, "glob", SILENT)
     best, _, notes = found(store, mirror)
     assert best == path
     assert "cannot be read: no answer" in notes[0]
@@ -290,10 +281,7 @@ def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointS
     mirror = mirror_of(url)
     path = publish(store, 5)
     mirror.put(path)
-    files, root = place_of(url)
-    files.makedirs(f"{root}/step-50")
-    for name, content in contents(path).items():
-        files.pipe_file(f"{root}/step-50/{name}", content)
+    put_there(url, path, "step-50")
     _, manifest, [told] = found(CheckpointStore(tmp_path / "another"), mirror)
     assert "says step 5; it was renamed" in told
     assert told.endswith(brought(url, 5))

@@ -1,5 +1,7 @@
 """Where lost ranks cannot be replaced, survivors write what they hold of all: a checkpoint like any other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +23,41 @@ from tests.actors.ranks import Ranks, started
 pytestmark = pytest.mark.slow
 
 GPT = {"family": "gpt", "kv_heads": 4}
-COPIES = {"copies_every": 1}
 FACTS = {"data": "a test's"}
 
 
 class Run:
-    """The controller's side of ranks that a test drives."""
+    """The controller's side of ranks that a test drives, which have trained so many steps."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, shift: int, steps: int) -> None:
         config = ranks.plan.config
-        self._ranks = ranks
+        self._ranks, self._steps = ranks, steps
         self.directory = RunDirectory(config, resume=False, overwrite=True)
         self.homes = Homes(CheckpointStore(self.directory.path / "checkpoints"), None, "")
         self.saver = Saver(self.homes, self.directory, CheckpointConfig())
+        ranks.begin(shift)
+        ranks.train(range(steps))
 
-    def rescue(self, done: int) -> list[Saved | Incident]:
+    def rescue(self) -> list[Saved | Incident]:
         """What is told of it."""
         plan, group = self._ranks.plan, self._ranks.group
         facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
-        return list(rescue(group, plan.config, self.saver, self.directory, 1, done, facts))
+        return list(rescue(group, plan.config, self.saver, self.directory, 1, self._steps, facts))
 
-    def close(self) -> None:
-        self.saver.close()
-        self.directory.close()
+
+@contextmanager
+def trained(
+    path: Path, data: Path, shift: int, steps: int, parallel: dict[str, int], model: dict[str, Any]
+) -> Iterator[tuple[Ranks, Run]]:
+    """Ranks whose copies have arrived."""
+    sections = {"parallel": parallel, "model": model, "checkpoint": {"copies_every": 1}}
+    with started(path, data, wait=True, **sections) as ranks:
+        run = Run(ranks, shift, steps)
+        try:
+            yield ranks, run
+        finally:
+            run.saver.close()
+            run.directory.close()
 
 
 @pytest.mark.parametrize(
@@ -63,20 +77,14 @@ def test_survivors_write_what_all_ranks_had(
     shift: int,
     lost: list[int],
 ) -> None:
-    with started(tmp_path, data, parallel=parallel, model=model, wait=True, checkpoint=COPIES) as ranks:
-        run = Run(ranks)
-        try:
-            ranks.begin(shift)
-            ranks.train(range(3))
-            everything = tmp_path / "everything"
-            everything.mkdir()
-            ranks.all(Rank.save, str(everything), 3)  # by all ranks, in the ordinary way
-            ranks.kill(lost)
-            saved, told = run.rescue(3)
-            found = run.homes.newest_of(ranks.plan.shape)
-            again = run.rescue(3)
-        finally:
-            run.close()
+    everything = tmp_path / "everything"
+    everything.mkdir()
+    with trained(tmp_path / "run", data, shift, 3, parallel, model) as (ranks, run):
+        ranks.all(Rank.save, str(everything), 3)  # by all ranks, in the ordinary way
+        ranks.kill(lost)
+        saved, told = run.rescue()
+        found = run.homes.newest_of(ranks.plan.shape)
+        again = run.rescue()
     assert isinstance(saved, Saved)
     assert (saved.step, saved.path) == (3, found.path)
     assert isinstance(told, Incident)
@@ -97,33 +105,18 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, data: Path) -> None:
     """Rank 1 of three has its own state and rank 0's, rank 2's is lost."""
-    with started(
-        tmp_path, data, parallel={"pp": 3}, model={"layers": 3}, wait=True, checkpoint=COPIES
-    ) as ranks:
-        run = Run(ranks)
-        try:
-            ranks.begin(1)
-            ranks.train(range(2))
-            ranks.kill([0, 2])
-            assert run.rescue(2) == []
-        finally:
-            run.close()
+    with trained(tmp_path, data, 1, 2, {"pp": 3}, {"layers": 3}) as (ranks, run):
+        ranks.kill([0, 2])
+        assert run.rescue() == []
     assert not run.homes.steps()
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path, data: Path) -> None:
     """A survivor that dies, too: the run goes on from the newest checkpoint."""
-    with started(tmp_path, data, parallel={"tp": 2}, wait=True, checkpoint=COPIES) as ranks:
-        run = Run(ranks)
-        try:
-            ranks.begin(1)
-            ranks.train(range(2))
-            ranks.kill([1])
-            checkpoints = run.directory.path / "checkpoints"
-            checkpoints.write_text("in the way")
-            (told,) = run.rescue(2)
-        finally:
-            run.close()
+    with trained(tmp_path, data, 1, 2, {"tp": 2}, {}) as (ranks, run):
+        ranks.kill([1])
+        (run.directory.path / "checkpoints").write_text("in the way")
+        (told,) = run.rescue()
     assert isinstance(told, Incident)
     assert told.kind == "failed"
     assert "copies in memory could not be written as a checkpoint" in told.text

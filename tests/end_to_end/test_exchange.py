@@ -337,7 +337,8 @@ def test_16_bits(exchange: Exchange, kind: str) -> None:
 def test_a_resumed_run_does_not_begin_anew(exchange: Exchange) -> None:
     """Nor does the configuration that it has written down."""
     overrides = {"model": {"initial": str(exchange.stored("llama"))}, "train": {"steps": 4}}
-    plan, other = (run_plan(small_config(exchange.data.parent, **overrides), exchange.data) for _ in range(2))
+    folder, data = exchange.data.parent, exchange.data
+    plan, other = (run_plan(small_config(folder / name, **overrides), data) for name in ("resumed", "whole"))
     begun = trained(plan, until=2)
     assert begun.losses + trained(plan, resume=True).losses == trained(other).losses
     written = load_config(plan.config.run_directory / "config.yaml")

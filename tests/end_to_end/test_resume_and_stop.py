@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from braid.actors.controller.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
     left_running,
@@ -15,6 +16,8 @@ from tests.end_to_end.command import (
     write_config,
     write_corpus,
 )
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS = (
     (),
@@ -33,8 +36,7 @@ def _set(overrides: tuple[str, ...]) -> list[str]:
 
 def losses(folder: Path, name: str) -> list[float]:
     """The losses of a run, checked to be of the steps 1, 2, 3, ..."""
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_lines(folder / "runs" / name / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 
@@ -49,7 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     """And without the corpus, whose tokens the run has."""
     common, more = ("train", "run.yaml", "--set", "name=moved"), ()
@@ -62,17 +63,6 @@ def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     assert losses(folder, "moved") == pytest.approx(losses(folder, "whole"), rel=1e-9)
 
 
-@pytest.mark.slow
-def test_resume_in_the_same_layout_is_bitwise(folder: Path) -> None:
-    for name, stops in (("straight", ()), ("stopped", ("10",))):
-        common = ("train", "run.yaml", "--set", f"name={name}", "--set", "train.dtype=bf16")
-        for stop in stops:
-            assert braid(folder, *common, "--until", stop).code == 0
-        assert braid(folder, *common, *(("--resume",) if stops else ())).code == 0
-    assert losses(folder, "straight") == losses(folder, "stopped")
-
-
-@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
     before = losses(folder, "whole")
     outcome = braid(folder, "train", "run.yaml", "--set", "name=whole", "--resume")
@@ -81,7 +71,6 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
     assert losses(folder, "whole") == before
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
     """It goes to the whole session. Other signals: `test_signals`; on Ray: `test_recovery`."""
     name = "stopped-by-hand"
@@ -103,7 +92,6 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", f"step-{steps}"]
 
 
-@pytest.mark.slow
 def test_report_has_what_it_promises(folder: Path) -> None:
     report_file = folder / "report.json"
     arguments = ("--set", "name=reported", "--set", "parallel.tp=2", "--report", str(report_file))

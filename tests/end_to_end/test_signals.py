@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import (
-    braid,
-    environment,
-    left_running,
-    start,
-    write_config,
-    write_corpus,
-)
+from tests.end_to_end.command import braid, environment, left_running, start, write_config, write_corpus
 
 pytestmark = pytest.mark.slow
 

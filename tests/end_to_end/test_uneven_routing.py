@@ -15,7 +15,14 @@ import torch
 from braid.jobs.benchmarks.plain_torch import PlainSizes, load_named
 from braid.jobs.display import experts_line
 from tests.end_to_end.plain_experts import ExpertModel
-from tests.end_to_end.runs import Run, plain_steps, plain_trainer, run_layout, tokens_of_ranks
+from tests.end_to_end.runs import (
+    Run,
+    plain_steps,
+    plain_trainer,
+    prepare_text,
+    run_layout,
+    tokens_of_ranks,
+)
 from tests.foreign_models import random_model
 
 SEED, STEPS, EXPERTS = 11, 6, 4
@@ -24,6 +31,12 @@ LIKED: Mapping[str, tuple[float, ...]] = {
     "one hot, one never": (40.0, 0.0, 0.0, -40.0),
 }
 MODEL = {"family": "moe", "experts": EXPERTS, "top_k": 2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text on whose tokens such routers agree."""
+    return prepare_text(tmp_path_factory.mktemp("uneven"), SEED)
 
 
 def uneven(folder: Path, liked: tuple[float, ...]) -> Path:
