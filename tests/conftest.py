@@ -42,8 +42,8 @@ _THOROUGH = (
 """Beginnings of the names of tests that `make test` leaves out."""
 
 _MATRICES = (
-    *(f"tests/actors/test_{name}.py::" for name in ("bytes_of_shares", "partitions_executed")),
-    *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "mixed_layers")),
+    "tests/actors/test_bytes_of_shares.py::",
+    *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "own_layer")),
     *(f"tests/scheduling/test_{name}.py::" for name in ("memory", "pipelines", "sharing")),
 )
 """Tests whose cases are layouts, schedules, models and policies, each with each: of them `make test` runs the

@@ -23,7 +23,6 @@ from braid.actors.controller.manifest import (
     CheckpointStore,
     to_be_removed,
     verify,
-    write_durably,
 )
 from tests.actors.saved import digests
 from tests.scheduling.cases import LLAMA
@@ -189,21 +188,6 @@ def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool
         assert {path.name for path in store.directory.iterdir()} == {"latest", "step-4", "step-8", "step-10"}
         at += 1
     assert at > 5
-
-
-@LOSES
-def test_a_small_file_has_its_old_or_its_new_content(tmp_path: Path, loses: bool) -> None:
-    found, at, through = [], 0, False
-    while not through:
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        file = folder / "latest"
-        write_durably(file, "the old content")
-        through = not crashed(lambda: write_durably(file, "and the new one"), folder, at, loses)  # noqa: B023
-        found.append(file.read_text())
-        at += 1
-    assert found == sorted(found, reverse=True)
-    assert set(found) == {"the old content", "and the new one"}
 
 
 STEPS = st.sets(st.integers(0, 60), max_size=12).map(sorted)

@@ -1,6 +1,7 @@
 """Gradients that are no numbers and losses that leap: repeated, skipped or the end, on all ranks alike."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerError
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.records import Event, Incident, StepDone
 from braid.actors.controller.steps import Stepper
 from braid.actors.stage.messages import Fault, RunPlan
+from tests.actors.stand_ins import losses
 from tests.actors.test_records import strict
 from tests.end_to_end.command import braid, write_config
 from tests.end_to_end.runs import KeptRanks, Run, run_plan, small_config, trained
@@ -71,9 +74,8 @@ def test_a_step_is_skipped_on_all_ranks(tmp_path: Path, data: Path) -> None:
     sections: dict[str, Any] = {"parallel": {"dp": 2}, "failure": {"on_nan": "skip"}}
     broken = run(tmp_path, data, [hit(rank=0)], **sections)
     whole = run(tmp_path, data, **sections)
-    assert guards(broken) == [
-        (HIT + 1, "gradients of step 6 were no numbers; the step was skipped on all ranks")
-    ]
+    says = "gradients of step 6 were no numbers; the step was skipped on all ranks"
+    assert guards(broken) == [(HIT + 1, says)]
     assert broken.losses[: HIT + 1] == whole.losses[: HIT + 1]
     assert differing(broken, HIT, whole, HIT) == []
     assert differing(broken, HIT + 1, broken, HIT) == [], "the step changed nothing"
@@ -100,10 +102,9 @@ def test_a_run_whose_losses_are_no_numbers_ends_with_its_report(tmp_path: Path) 
     outcome = braid(tmp_path, "train", "run.yaml", "--report", "report.json")
     assert outcome.code == 0, outcome.errors
     for file in (tmp_path / "report.json", tmp_path / "runs" / "run" / "report.json"):
-        losses = [step["loss"] for step in strict(file.read_text())["steps"]]
-        assert len(losses) == 8
-        assert None in losses
-        assert any(loss is not None for loss in losses)
+        numbers = [step["loss"] is not None for step in strict(file.read_text())["steps"]]
+        assert len(numbers) == 8
+        assert set(numbers) == {True, False}
 
 
 def test_the_run_ends_with_one_message(tmp_path: Path, data: Path) -> None:
@@ -144,15 +145,12 @@ def test_a_loss_that_leaps_is_looked_at_twice(
     keeping = {"copies_every": copies, "every": 0 if copies else 1}
     controller, plan = controller_of(tmp_path, data, (), checkpoint=keeping, **sections)
     events = list(controller.run())
-    found = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
-    assert list(found.values()) == whole.losses
+    assert losses(events) == whole.losses
     told = [(event.kind, event.text) for event in events if isinstance(event, Incident)]
     assert [kind for kind, _ in told] == ["restarted", "restarted", "guard"]
-    assert "the loss of step 7 is" in told[0][1]
-    assert "it is repeated; no rank is lost" in told[0][1]
-    assert "the loss of step 8 is" in told[2][1]
-    assert "twice: it belongs to the data" in told[2][1]
-    lines = [json.loads(line) for line in (plan.config.run_directory / "incidents.jsonl").open()]
+    assert re.search("the loss of step 7 is .*it is repeated; no rank is lost", told[0][1])
+    assert re.search("the loss of step 8 is .*twice: it belongs to the data", told[2][1])
+    lines = read_lines(plan.config.run_directory / "incidents.jsonl")
     sources = {line["restored_from"].partition("-")[0] for line in lines}
     assert sources == ({"copies in memory"} if copies else {"checkpoint step"})
     assert {line["steps_lost"] for line in lines} <= ({0} if copies else {0, 1, 2})

@@ -25,12 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(600
 NODES = 4
 SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
 """The node of every bundle."""
-QUICK = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-    "RAY_health_check_initial_delay_ms": "1000",
-}
+HEALTH = {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 1000}
+QUICK = {f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()}
 """Ray notices a lost node in seconds."""
 
 
@@ -202,12 +198,8 @@ def test_a_run_follows_a_node_that_leaves(tmp_path: Path, nodes: Any) -> None:
 def drain(address: str, node: str) -> None:
     """Tell Ray that a node will be taken away."""
     why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
-    command = ["drain-node", "--address", address, "--node-id", node, "--deadline-remaining-seconds", "60"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", *command, *why],
-        env={**environment(), **QUICK},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    what = ["drain-node", "--address", address, "--node-id", node, "--deadline-remaining-seconds", "60"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", *what, *why]
+    environ = {**environment(), **QUICK}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from braid.actors.controller.planning import model_graphs, plan_run
+from braid.actors.controller.profiling import measure
 from braid.actors.stage.layers import load_layer, load_layers
 from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes, Rotary, Seen, load_named
 from braid.jobs.cli import main
@@ -16,8 +18,19 @@ from braid.scheduling.layers import layer_part
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.actors.test_profiling import operators_of
 from tests.end_to_end.command import ROOT, overlap_of, write_config
-from tests.end_to_end.runs import Run, plain_steps, plain_trainer, run_layout, whole_model
+from tests.end_to_end.runs import (
+    BYTES_VOCABULARY,
+    KeptRanks,
+    Run,
+    plain_steps,
+    plain_trainer,
+    run_layout,
+    run_plan,
+    small_config,
+    whole_model,
+)
 
 EXAMPLE = ROOT / "docs" / "examples" / "parallel_layer.py"
 REFERENCE = f"{EXAMPLE}:ParallelLayer"
@@ -69,6 +82,23 @@ def test_own_layer_against_autograd(
         overlap=overlap_of(schedule),
     )
     assert run.losses == pytest.approx(plain_losses(run, data), rel=1e-9)
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
+def test_operators_of_all_kinds_are_measured(tmp_path: Path, degrees: dict[str, int]) -> None:
+    """Also where one stage holds one kind and its neighbour another: they send each other messages."""
+    layers = {"layer": {"parallel": REFERENCE}, "pattern": "2*layer 2*parallel", "layers": 4}
+    config = small_config(tmp_path, model={**layers, "hidden": 32, "sequence": 16}, parallel=degrees)
+    shape = config.check(BYTES_VOCABULARY)
+    parts = model_graphs(config, shape)
+    profile = measure(run_plan(config), KeptRanks(config), parts, rounds=2)
+    operators = {op.key for op in operators_of(parts)}
+    assert operators <= set(profile.solo_ns)
+    assert {"layer/qkv", "parallel/qkv"} <= operators
+    taken = plan_run(config.with_schedule("dhelix"), shape, profile).taken
+    assert taken.step_ns > 0
+    paired = {side.unit for sides in taken.code.schedule.programs if len(sides) > 1 for side in sides}
+    assert all(any(kind in unit for unit in paired) for kind in ("layer", "parallel"))
 
 
 SIZES = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}

@@ -46,6 +46,9 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     operators = {row["operator"]: row for row in json.loads(compared.output)["operators"]}
     qkv = operators["qkv"]
     assert qkv["first_count"] == qkv["second_count"] == 4 * 2, "micro-batches x layers: no span is lost"
+    odd = [row for row in operators.values() if row["first_count"] != row["second_count"]]
+    assert not odd, "all that is predicted is measured, and the reverse"
+    assert len(operators) > 20
     (decisions,) = (tmp_path / "runs" / "profiles").glob("decisions-*.json")
     written, schedule = decisions.stat().st_ino, (run / "schedule.txt").read_text()
     again = braid(tmp_path, "train", "run.yaml", "--overwrite")

@@ -88,12 +88,8 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     assert logs.count("Traceback") >= 2, "what the death of a rank was to the other one"
     executed = [record.tokens for record in run.records]
     assert len(executed) > STEPS, "some steps ran twice"
-    totals = {
-        sample.name: sample.value
-        for family in sink.registry.collect()
-        for sample in family.samples
-        if set(sample.labels) == {"run"}
-    }
+    samples = [sample for family in sink.registry.collect() for sample in family.samples]
+    totals = {sample.name: sample.value for sample in samples if set(sample.labels) == {"run"}}
     assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
     assert totals["braid_step_duration_seconds_count"] == len(executed)
     assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)

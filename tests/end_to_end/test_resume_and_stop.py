@@ -1,21 +1,12 @@
-"""A stopped run goes on as if it had not been stopped, in other layouts too; nothing is left behind."""
+"""A run goes on as if it had not been stopped, in other layouts too. How it stops: `test_signals`."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from braid.actors.controller.json_lines import read_lines
-from tests.end_to_end.command import (
-    braid,
-    left_running,
-    processes_mentioning,
-    start,
-    write_config,
-    write_corpus,
-)
+from tests.end_to_end.command import braid, write_config, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -71,43 +62,19 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
     assert losses(folder, "whole") == before
 
 
-def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
-    """It goes to the whole session. Other signals: `test_signals`; on Ray: `test_recovery`."""
-    name = "stopped-by-hand"
-    common = ("train", "run.yaml", "--set", f"name={name}", "--set", "parallel.dp=2")
-    process = start(folder, *common, "--set", "train.steps=100000", "--set", "checkpoint.every=0")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "stopped early; go on with --resume" in output
-    assert "Traceback" not in errors
-    assert left_running(process.pid) == []
-    assert processes_mentioning(f"name={name}") == []
-    steps = len(losses(folder, name))
-    checkpoints = folder / "runs" / name / "checkpoints"
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", f"step-{steps}"]
-
-
 def test_report_has_what_it_promises(folder: Path) -> None:
     report_file = folder / "report.json"
     arguments = ("--set", "name=reported", "--set", "parallel.tp=2", "--report", str(report_file))
     assert braid(folder, "train", "run.yaml", *arguments, "--until", "4").code == 0
     report = json.loads(report_file.read_text())
     assert report == json.loads((folder / "runs" / "reported" / "report.json").read_text())
-    assert [set(step) for step in report["steps"]] == [
-        {"step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens"}
-    ] * 4
+    keys = {"step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens"}
+    assert [set(step) for step in report["steps"]] == [keys] * 4
     assert all(step["wall_seconds"] >= step["seconds"] for step in report["steps"])
     assert report["tokens_per_s"] > 0
     assert 0 < report["validation"]["bits_per_byte"] < 9
     assert report["layout"]["tp"] == 2
     assert len(report["memory"]["peak_bytes"]) == 2
     assert 0 < report["communication"]["exposed_seconds"] <= report["communication"]["seconds"]
-    directory = folder / "runs" / "reported"
-    assert {"config.yaml", "cluster.json", "schedule.txt", "metrics.jsonl"} <= {
-        path.name for path in directory.iterdir()
-    }
+    files = {path.name for path in (folder / "runs" / "reported").iterdir()}
+    assert {"config.yaml", "cluster.json", "schedule.txt", "metrics.jsonl"} <= files
