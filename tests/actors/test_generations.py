@@ -21,15 +21,12 @@ class Counted(Worker):
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
-        tensors = [p.tensor for p in self._parts.model.parameters] + [
-            s.tensor for s in self._parts.gradients.shares
-        ]
-        tensors += [b.share for b in self._parts.gradients.buckets]
-        tensors += [moment for _, held in self._parts.optimizer.named_tensors() for moment in held]
+        model, gradients, optimizer = self._parts.model, self._parts.gradients, self._parts.optimizer
+        tensors = [one.tensor for one in (*model.parameters, *gradients.shares)]
+        tensors += [bucket.share for bucket in gradients.buckets]
+        tensors += [moment for _, held in optimizer.named_tensors() for moment in held]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.objects = [
-            weakref.ref(one) for one in (self._parts.model, self._parts.executor, self._parts.optimizer)
-        ]
+        self.objects = [weakref.ref(one) for one in (model, self._parts.executor, optimizer)]
 
     def alive(self) -> tuple[int, int]:
         """Storages and objects of the last generation that was set up."""

@@ -24,26 +24,15 @@ from braid.actors.controller.manifest import (
     to_be_removed,
     verify,
 )
-from tests.actors.saved import digests
+from tests.actors import saved
 from tests.scheduling.cases import LLAMA
 
 _CRASHED = 42
 LOSES = pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
 
 
-def written(store: CheckpointStore, step: int, content: str) -> Path:
-    """What ranks leave in a fresh folder."""
-    folder = store.begin(step, generation=3)
-    (folder / ".metadata").write_text(f"table of {content}")
-    for rank in range(2):
-        (folder / f"__{rank}_0.distcp").write_text(f"{content} of rank {rank} " * 20)
-    return folder
-
-
 def publish(store: CheckpointStore, step: int, content: str) -> Path:
-    facts: dict[str, Any] = {"layout": {"dp": 1}, "data": {"seed": 1}, "shape": {"layers": 2}}
-    folder = written(store, step, content)
-    return store.publish(folder, digests(folder), step=step, **facts)
+    return saved.publish(store, step, f"state {content}".encode())
 
 
 def newest(store: CheckpointStore) -> tuple[int, str]:
@@ -52,7 +41,7 @@ def newest(store: CheckpointStore) -> tuple[int, str]:
     path, ours = Path(found.path), found.manifest
     assert verify(path) == ours
     assert path.name == f"step-{ours.step}"
-    return ours.step, (path / ".metadata").read_text().removeprefix("table of ")
+    return ours.step, (path / ".metadata").read_text().removeprefix("state ")
 
 
 @contextlib.contextmanager
@@ -177,7 +166,7 @@ def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool
         store = CheckpointStore(tmp_path / f"at-{at}" / "checkpoints")
         for step in (3, 4, 8, 9, 10):
             publish(store, step, str(step))
-        written(store, 11, "half a save")
+        saved.written(store, 11)
         through = not crashed(lambda: store.collect(1, 4), store.directory, at, loses)  # noqa: B023
         assert newest(store) == (10, "10")
         for step in store.steps():
@@ -288,8 +277,7 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
     before = {key: value for key, value in asdict(LLAMA).items() if key not in later}
     homes = Homes(store, None, "")
     for step, shape, fits, odd in ((1, asdict(other), other, LLAMA), (2, before, LLAMA, other)):
-        folder = written(store, step, "any")
-        store.publish(folder, digests(folder), step=step, layout={}, data={}, shape=shape)
+        saved.publish(store, step, shape=shape)
         assert homes.newest_of(fits).manifest.step == step
         says = rf"with pattern={fits.pattern}, the configuration says pattern={odd.pattern}$"
         with pytest.raises(CheckpointError, match=says):

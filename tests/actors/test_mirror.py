@@ -1,7 +1,6 @@
 """Copies of checkpoints at a URL: whole ones only, and nothing outside their folder."""
 
 import json
-import os
 import shutil
 import sys
 import uuid
@@ -19,11 +18,9 @@ from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.homes import Homes, begun_mark
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
 from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, check_url
-from tests.actors.saved import digests
+from tests.actors import saved
 
 pytestmark = pytest.mark.slow
-
-FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -47,10 +44,7 @@ def mirror_of(url: str, run: RunIdentity = RUN) -> Mirror:
 
 
 def publish(store: CheckpointStore, step: int, content: bytes | None = None, run: str = RUN.mark) -> Path:
-    folder = store.begin(step, 1)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        (folder / name).write_bytes(content if content is not None else os.urandom(1000))
-    return store.publish(folder, digests(folder), step=step, run=run, **FACTS)
+    return saved.publish(store, step, content, run=run)
 
 
 def fetched(mirror: Mirror, step: int, into: Path) -> Path:
