@@ -137,8 +137,8 @@ def brought(url: str, step: int) -> str:
 
 
 @given(
-    here=st.dictionaries(st.integers(1, 6), st.booleans()),
-    there=st.dictionaries(st.integers(1, 6), st.booleans()),
+    here=st.dictionaries(st.integers(1, 4), st.booleans()),
+    there=st.dictionaries(st.integers(1, 4), st.booleans()),
 )
 def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     tmp_path_factory: pytest.TempPathFactory, here: dict[int, bool], there: dict[int, bool]
