@@ -42,8 +42,8 @@ _THOROUGH = (
 """Beginnings of the names of tests that `make test` leaves out."""
 
 _MATRICES = (
-    *(f"tests/actors/test_{name}.py::" for name in ("bytes_of_shares", "partitions_executed")),
-    *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "mixed_layers")),
+    "tests/actors/test_bytes_of_shares.py::",
+    *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "own_layer")),
     *(f"tests/scheduling/test_{name}.py::" for name in ("memory", "pipelines", "sharing")),
 )
 """Tests whose cases are layouts, schedules, models and policies, each with each: of them `make test` runs the
@@ -130,6 +130,14 @@ def _run_in_own_process(item: pytest.Item) -> None:
 
 def _name(item: pytest.Item) -> str:
     return item.nodeid.partition("@")[0]  # pytest-xdist appends the group
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text as tokens, which no test changes."""
+    from tests.end_to_end.runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("text"), 7, files=4)
 
 
 @pytest.fixture

@@ -13,14 +13,12 @@ import pytest
 from braid.actors.config import Config
 from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.stage.host_state import take
-from braid.actors.stage.messages import CopiesHeld, RunPlan
+from braid.actors.stage.messages import CopiesHeld
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Worker
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
+from tests.end_to_end.runs import run_plan, small_config
 
 _R = TypeVar("_R")
 
@@ -57,23 +55,11 @@ class Waiting(Probed):
     waits = True
 
 
-def probed(rank: int, address: str) -> Probed:
-    """What the ranks' processes serve."""
-    return Probed(rank, address)
-
-
-def waiting(rank: int, address: str) -> Probed:
-    """What the ranks' processes serve whose copies are waited for."""
-    return Waiting(rank, address)
-
-
 class Ranks:
     """Ranks that meet, train and are lost as the controller would have it."""
 
     def __init__(self, config: Config, data: Path, group: WorkerGroup) -> None:
-        shape = config.check(BYTES_VOCABULARY)
-        schedule = write(build_schedule(config, shape))
-        self.plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+        self.plan = run_plan(config, data)
         self.group, self._generation = group, 0
         self.layout = config.layout()
 
@@ -123,7 +109,7 @@ class Ranks:
 def started(path: Path, data: Path, *, wait: bool = False, **sections: Any) -> Iterator[Ranks]:
     """As many ranks as the layout has. ``wait``: for copies of a step, before it ends."""
     config = small_config(path, **sections)
-    group = ProcessLauncher(config, serve=waiting if wait else probed).start(config.layout().ranks)
+    group = ProcessLauncher(config, serve=Waiting if wait else Probed).start(config.layout().ranks)
     try:
         yield Ranks(config, data, group)
     finally:

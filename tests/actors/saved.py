@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from braid.actors.controller.manifest import CheckpointStore
+
 
 def digests(folder: Path) -> dict[str, tuple[int, str]]:
     """Bytes and SHA-256 of all files of a folder, made durable as ranks do."""
@@ -16,6 +18,21 @@ def digests(folder: Path) -> dict[str, tuple[int, str]]:
         content = path.read_bytes()
         found[str(path.relative_to(folder))] = (len(content), hashlib.sha256(content).hexdigest())
     return found
+
+
+def written(store: CheckpointStore, step: int, content: bytes | None = None) -> Path:
+    """What ranks leave in a fresh folder: the same in every file, or bytes that are drawn."""
+    folder = store.begin(step, generation=3)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (folder / name).write_bytes(os.urandom(1000) if content is None else content)
+    return folder
+
+
+def publish(store: CheckpointStore, step: int, content: bytes | None = None, **facts: Any) -> Path:
+    """A whole checkpoint; ``facts``: what its manifest says, of nothing in particular by default."""
+    folder = written(store, step, content)
+    told = {"layout": {}, "data": {}, "shape": {}, **facts}
+    return store.publish(folder, digests(folder), step=step, **told)
 
 
 class Marker:

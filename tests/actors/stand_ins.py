@@ -4,29 +4,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, WorkerError
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident, StepDone
 from braid.actors.controller.span_files import SpanCounts
 from braid.actors.stage.messages import CopiesHeld, RunPlan, StepResult, Written
-from braid.scheduling.schedule_text import write
 from braid.scheduling.trace import OverlapNumbers
 from tests.actors.saved import digests
-from tests.end_to_end.runs import BYTES_VOCABULARY
+from tests.end_to_end.runs import run_plan
 
-_NO_OVERLAP = OverlapNumbers(
-    communication_ns=0,
-    hidden_ns=0,
-    slowdown_ns=None,
-    launch_gap_ns=0,
-    bubble_ns=0,
-    compute_ns=1,
-    links_together_ns=0,
-)
+_NUMBERS = ("communication", "hidden", "slowdown", "launch_gap", "bubble", "compute", "links_together")
+_NO_OVERLAP = OverlapNumbers(**{f"{name}_ns": 0 for name in _NUMBERS})
 
 
 def states(steps: int) -> list[float]:
@@ -128,15 +120,9 @@ class StandIns:
         one.state = one.state * 0.75 + step
         if self._copies_every and (step + 1) % self._copies_every == 0:
             self._keep_copy(rank, step + 1)
-        return StepResult(
-            loss_sum=one.state * 8 * 32 if rank == 0 else 0.0,
-            gradient_norm=1.0,
-            lr=0.1,
-            seconds=0.001,
-            overlap=_NO_OVERLAP,
-            peak_bytes=1,
-            lifetime_peak_bytes=1,
-        )
+        numbers = {"gradient_norm": 1.0, "lr": 0.1, "peak_bytes": 1, "lifetime_peak_bytes": 1}
+        loss_sum = one.state * 8 * 32 if rank == 0 else 0.0
+        return StepResult(loss_sum=loss_sum, seconds=0.001, overlap=_NO_OVERLAP, **numbers)
 
     def _keep_copy(self, rank: int, step: int) -> None:
         one = self._ranks[rank]
@@ -182,22 +168,12 @@ class StandIns:
         self._ranks[rank].state = float((Path(directory) / "state").read_text())
 
 
-@dataclass
-class _Collector:
-    target: str = ""
-
-    def counts(self) -> SpanCounts:
-        return SpanCounts()
-
-
-def _nothing(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-    pass
-
-
 class StandInLauncher:
     """Starts `StandIns`; ``room`` of them at most."""
 
-    def __init__(self, hook: Hook = _nothing, hosts: Sequence[str] = ("a", "b"), room: int = 1000) -> None:
+    def __init__(
+        self, hook: Hook = lambda *call: None, hosts: Sequence[str] = ("a", "b"), room: int = 1000
+    ) -> None:
         self.hook, self.host_names, self.room = hook, hosts, room
         self.groups: list[StandIns] = []
         self.starts = 0
@@ -206,8 +182,8 @@ class StandInLauncher:
         pass
 
     @contextlib.contextmanager
-    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[_Collector]:
-        yield _Collector()
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[Any]:
+        yield SimpleNamespace(target="", counts=SpanCounts)
 
     def machines(self) -> list[str]:
         return []
@@ -228,15 +204,10 @@ class StandInLauncher:
 
 
 def controller_of(
-    config: Config,
-    launcher: StandInLauncher,
-    options: RunOptions | None = None,
-    replan: Replan | None = None,
+    config: Config, launcher: Any, options: RunOptions | None = None, replan: Replan | None = None
 ) -> Controller:
     """The real controller over stand-ins."""
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data="")
-    return Controller(plan, launcher, options or RunOptions(), replan)  # type: ignore[arg-type]
+    return Controller(run_plan(config), launcher, options or RunOptions(), replan)
 
 
 def losses(events: Sequence[Event]) -> list[float]:

@@ -1,15 +1,16 @@
 """Memory that a rank has freed is its next tensors'; what lasts is no concern of the garbage collector."""
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
+import torch
 
 from braid.actors.stage.allocator import set_aside_what_lasts
+from braid.actors.stage.peak_memory import PeakMemory
+from tests.end_to_end.command import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -34,23 +35,16 @@ print(int(keeps), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 PAGES = 20 * (51 << 20) // 4096
 
 
-def faults(how: str, **environment: str) -> tuple[bool, int]:
-    """Whether memory is kept, and page faults."""
-    result = subprocess.run(
-        [sys.executable, "-c", FAULTS, how],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    keeps, count = map(int, result.stdout.split())
-    return bool(keeps), count
+def numbers(*program: str) -> tuple[int, ...]:
+    """What a program prints in a process of its own, whether memory is kept first."""
+    command = [sys.executable, "-c", *program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(map(int, done.stdout.split()))
 
 
 def test_freed_memory_is_used_again() -> None:
-    (keeps, kept), (_, given_back) = faults("keep"), faults("as it is")
+    (keeps, kept), (_, given_back) = numbers(FAULTS, "keep"), numbers(FAULTS, "as it is")
     if not keeps:
         pytest.skip("this C library is not glibc, or the environment has its parameters")
     assert kept < PAGES / 100
@@ -105,15 +99,31 @@ print(int(keeps), after(4), after(60))
 
 def test_a_heap_that_has_frayed_is_tidied() -> None:
     """200 MB that nobody uses stay for the next tensors, but not for ever."""
-    result = subprocess.run(
-        [sys.executable, "-c", FRAYED],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    keeps, soon, later = map(int, result.stdout.split())
+    keeps, soon, later = numbers(FRAYED)
     if not keeps:
         pytest.skip("this C library is not glibc, or the environment has its parameters")
     assert later < soon - (150 << 20)
+
+
+MB = 1 << 20
+
+
+def touched(megabytes: int) -> torch.Tensor:
+    return torch.ones(megabytes * MB // 4)
+
+
+def test_a_large_step_does_not_count_in_the_next() -> None:
+    """That of the process's life is kept beside that of the step."""
+    peak = PeakMemory(torch.device("cpu"))
+    peak.begin()
+    before = peak.of_step()
+    large = touched(400)
+    at_most = peak.of_step()
+    assert at_most > before + 350 * MB
+    del large
+    peak.begin()
+    assert peak.of_step() < at_most - 300 * MB
+    middle = touched(100)
+    assert before + 50 * MB < peak.of_step() < at_most - 200 * MB
+    assert peak.of_lifetime() > at_most - 4 * MB, "the kernel counts pages in batches"
+    del middle

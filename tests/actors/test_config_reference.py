@@ -9,9 +9,7 @@ from pydantic import Field
 
 from braid.actors.config import Config
 from braid.actors.config.model import Positive, Section
-from braid.actors.config.overlap import AUTO
 from braid.actors.config.reference import reference, tables
-from braid.scheduling.lowering.named import SCHEDULES
 from tests.architecture.test_imports import loaded_after
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -79,14 +77,6 @@ def test_a_key_is_rendered_with_its_comment() -> None:
     top, made = tables(MadeConfig)
     assert top.endswith("| `alone` | text | `x` |  |\n")
     assert made == MADE
-
-
-def test_options_of_texts_are_named() -> None:
-    assert f"| `overlap.schedule` | one of {', '.join((*SCHEDULES, AUTO))} | `megatron` |" in reference()
-
-
-def test_comments_within_a_value_count() -> None:
-    assert "| `failure.on_nan` | one of retry, skip, stop | `retry` | a gradient norm" in reference()
 
 
 def test_importing_loads_neither_torch_nor_ray() -> None:

@@ -22,45 +22,36 @@ def made(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+GROUPS = "sys/fs/cgroup"
 V1 = {"proc/self/cgroup": "3:cpuset:/x\n2:cpu,cpuacct:/pod/me\n1:name=systemd:/y\n"}
 V2 = {"proc/self/cgroup": "0::/pod/me\n"}
+
+
+def second(**quotas: str) -> dict[str, str]:
+    """Control groups of version 2: of the process, of the pod and of the machine."""
+    places = {"me": "/pod/me", "pod": "/pod", "root": ""}
+    return {**V2, **{f"{GROUPS}{places[name]}/cpu.max": quota for name, quota in quotas.items()}}
+
+
+def first(**quotas: int) -> dict[str, str]:
+    """Of version 1; a container sees its own group as the root."""
+    places = {"me": "cpu,cpuacct/pod/me", "pod": "cpu,cpuacct/pod", "root": "cpu"}
+    content = {f"{GROUPS}/{places[name]}/cpu.cfs_quota_us": str(quota) for name, quota in quotas.items()}
+    return {**V1, **content, **{f"{GROUPS}/{places[name]}/cpu.cfs_period_us": "100000" for name in quotas}}
 
 
 @pytest.mark.parametrize(
     ("files", "cpus"),
     [
         ({}, 8.0),
-        ({**V2, "sys/fs/cgroup/pod/me/cpu.max": "150000 100000\n"}, 1.5),
-        ({**V2, "sys/fs/cgroup/pod/me/cpu.max": "max 100000\n"}, 8.0),
-        (
-            {
-                **V2,
-                "sys/fs/cgroup/pod/me/cpu.max": "300000 100000",
-                "sys/fs/cgroup/pod/cpu.max": "200000 100000",
-            },
-            2.0,
-        ),
-        ({**V2, "sys/fs/cgroup/cpu.max": "100000 100000"}, 1.0),
-        ({**V2, "sys/fs/cgroup/pod/me/cpu.max": "1600000 100000"}, 8.0),
-        ({**V2, "sys/fs/cgroup/pod/me/cpu.max": "nonsense"}, 8.0),
-        (
-            {
-                **V1,
-                "sys/fs/cgroup/cpu,cpuacct/pod/me/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu,cpuacct/pod/me/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-        ),
-        (  # inside a container, which sees its own group as the root
-            {
-                **V1,
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            1.0,
-        ),
+        (second(me="150000 100000\n"), 1.5),
+        (second(me="max 100000\n"), 8.0),
+        (second(me="300000 100000", pod="200000 100000"), 2.0),
+        (second(root="100000 100000"), 1.0),
+        (second(me="1600000 100000"), 8.0),
+        (second(me="nonsense"), 8.0),
+        (first(me=-1, pod=50_000), 0.5),
+        (first(root=100_000), 1.0),
     ],
 )
 def test_quotas(tmp_path: Path, files: dict[str, str], cpus: float) -> None:

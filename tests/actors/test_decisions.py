@@ -12,7 +12,7 @@ import pytest
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import decisions, planning
 from braid.actors.controller.combining import combine
-from braid.actors.controller.decisions import KEPT, find_or_decide, sources_digest
+from braid.actors.controller.decisions import KEPT, Decisions, find_or_decide, sources_digest
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import _profile_path
@@ -55,6 +55,10 @@ def start(config: Config, profile: Profile) -> tuple[RunPlan, list[Any]]:
     return made, [one for one in shown if isinstance(one, Chosen)]
 
 
+def decided(config: Config, profile: Profile) -> Decisions:
+    return find_or_decide(config, config.check(VOCABULARY), profile)
+
+
 def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, overlap={"schedule": "auto"}, model={"layers": 1})
     profile = profile_of(config)
@@ -72,7 +76,7 @@ def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch
 def test_whatever_decides_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
     profile = profile_of(config)
-    find_or_decide(config, config.check(VOCABULARY), profile)
+    decided(config, profile)
     forbid(monkeypatch)
     slower = {name: 2 * ns for name, ns in profile.solo_ns.items()}
     for other, costs in (
@@ -85,13 +89,13 @@ def test_whatever_decides_is_in_the_key(tmp_path: Path, monkeypatch: pytest.Monk
         (config_of(tmp_path, overlap={"memory_slack": 0.1}), profile),
     ):
         with pytest.raises(AssertionError, match="searched again"):
-            find_or_decide(other, other.check(VOCABULARY), costs)
+            decided(other, costs)
 
 
 def test_another_planner_decides_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
-    profile, shape = profile_of(config), config.check(VOCABULARY)
-    find_or_decide(config, shape, profile)
+    profile = profile_of(config)
+    decided(config, profile)
     assert Path(planning.__file__) in decisions.PLANNER
     assert any((place / "planner" / "decide.py").is_file() for place in decisions.PLANNER)
     source = tmp_path / "planner" / "search.py"
@@ -103,11 +107,7 @@ def test_another_planner_decides_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(decisions, "PLANNER", (*decisions.PLANNER, source.parent))
     forbid(monkeypatch)
     with pytest.raises(AssertionError, match="searched again"):
-        find_or_decide(config, shape, profile)
-
-
-def halved(text: str) -> str:
-    return text[: len(text) // 2]
+        decided(config, profile)
 
 
 def altered(text: str) -> str:
@@ -115,35 +115,39 @@ def altered(text: str) -> str:
     return json.dumps({**kept, "decisions": kept["decisions"].replace('"wavelet"', '"dhelix"')})
 
 
-def foreign(text: str) -> str:
-    return json.dumps({**json.loads(text), "key": "another"})
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "halved": lambda text: text[: len(text) // 2],
+    "altered": altered,
+    "foreign": lambda text: json.dumps({**json.loads(text), "key": "another"}),
+    "none": lambda text: "[]",
+}
 
 
-@pytest.mark.parametrize("damage", [halved, altered, foreign, lambda text: "[]"])
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_and_foreign_files_are_made_anew(tmp_path: Path, damage: Callable[[str], str]) -> None:
     config = config_of(tmp_path, overlap={"schedule": "wavelet"})
-    shape, profile = config.check(VOCABULARY), profile_of(config)
-    made = find_or_decide(config, shape, profile)
+    profile = profile_of(config)
+    made = decided(config, profile)
     (path,) = (config.runs / "profiles").glob("decisions-*.json")
     whole = path.read_text(encoding="utf-8")
     assert damage(whole) != whole
     path.write_text(damage(whole), encoding="utf-8")
-    assert find_or_decide(config, shape, profile) == made
+    assert decided(config, profile) == made
     assert path.read_text(encoding="utf-8") == whole
 
 
 def test_the_newest_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
-    shape, profile = config.check(VOCABULARY), profile_of(config)
-    made = find_or_decide(config, shape, profile)
+    profile = profile_of(config)
+    made = decided(config, profile)
     monkeypatch.setattr(decisions, "decide", lambda *_: made)
     for number in range(KEPT):
-        find_or_decide(config, shape, replace(profile, source=f"measured: {number}"))
-        find_or_decide(config, shape, profile)  # in use, so it stays
+        decided(config, replace(profile, source=f"measured: {number}"))
+        decided(config, profile)  # in use, so it stays
     assert len(list((config.runs / "profiles").glob("decisions-*.json"))) == KEPT
     monkeypatch.undo()
     forbid(monkeypatch)
-    assert find_or_decide(config, shape, profile) == made
+    assert decided(config, profile) == made
 
 
 def test_a_schedule_that_is_printed_is_the_one_that_a_run_takes(
@@ -156,7 +160,7 @@ def test_a_schedule_that_is_printed_is_the_one_that_a_run_takes(
     kept = _profile_path(config, shape, ProcessLauncher(config))
     kept.parent.mkdir(parents=True)
     kept.write_text(profile.to_json(), encoding="utf-8")
-    taken = find_or_decide(config, shape, profile).schedule
+    taken = decided(config, profile).schedule
     forbid(monkeypatch)
     assert write(known_schedule(config, shape)) == taken
     kept.rename(tmp_path / "given.json")

@@ -1,9 +1,9 @@
 """When a run takes other ranks, and which layout then: against all layouts, and against plain arithmetic."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,11 +74,8 @@ def test_room_must_have_been_there_for_a_while() -> None:
     def look(capacity: int, now: float) -> Change | None:
         return members.look(config, capacity, False, now, 1.0, 10_000)
 
-    assert look(4, 100.0) is None
-    assert look(4, 104.9) is None
-    assert look(3, 104.95) is None, "another room: waited for anew"
-    assert look(4, 105.0) is None
-    assert look(4, 109.9) is None
+    for room, now in ((4, 100.0), (4, 104.9), (3, 104.95), (4, 105.0), (4, 109.9)):
+        assert look(room, now) is None, "another room is waited for anew"
     change = look(4, 110.0)
     assert change is not None
     assert change.degrees == Degrees(4, 1, 1)
@@ -158,6 +155,16 @@ class Nodes:
         return next(self._capacities), False
 
 
+def left_over(resizing: Resizing, config: Config, why: str, left: int) -> tuple[Change, list[Event]]:
+    """What a run goes on with when there is no room, and what it tells before."""
+    follow, told = resizing.what_is_left(config, NoRoomError("gone"), why, left, 7, lambda: False), []
+    while True:
+        try:
+            told.append(next(follow))
+        except StopIteration as end:
+            return end.value, told
+
+
 @pytest.mark.parametrize(
     ("left", "counted", "ranks"), [(2, [1], 2), (0, [1], 1), (1, [2], 2), (0, [0, 2], 2)]
 )
@@ -165,17 +172,7 @@ def test_survivors_have_room(left: int, counted: list[int], ranks: int) -> None:
     config = config_of(dp=3)
     elastic = config.model_copy(update={"elastic": ElasticConfig(min_ranks=1, max_ranks=4, wait_s=60)})
     nodes: Any = Nodes(*counted)
-    resizing = Resizing(elastic, nodes, BYTES_VOCABULARY)
-    change: Change | None = None
-
-    def follow() -> Generator[Event, None, None]:
-        nonlocal change
-        change = yield from resizing.what_is_left(
-            elastic, NoRoomError("gone"), "a node is lost", left, 7, lambda: False
-        )
-
-    told = list(follow())
-    assert change is not None
+    change, told = left_over(Resizing(elastic, nodes, BYTES_VOCABULARY), elastic, "a node is lost", left)
     assert change.degrees.ranks == ranks
     assert change.reason == "a node is lost: gone"
     assert len(told) == len(counted) - 1, "waited for nodes"
@@ -191,30 +188,27 @@ class Cluster:
         return 2 * sum(address not in avoid for address in self.addresses), False
 
 
-class Clock:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time that passes when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("braid.actors.controller.resizing.time.monotonic", lambda: self.now)
-
-
-class Group:
-    """Where a run's ranks are."""
-
-    def __init__(self, *addresses: str) -> None:
-        self.addresses = addresses
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("braid.actors.controller.resizing.time.monotonic", lambda: clock.now)
+    return clock
 
 
-def test_a_slow_node_stays_out_until_its_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def group_at(*addresses: str) -> Any:
+    """Where a run's ranks are: two on each."""
+    return SimpleNamespace(addresses=[one for one in addresses for _ in range(2)])
+
+
+def test_a_slow_node_stays_out_until_its_quarantine_ends(clock: SimpleNamespace) -> None:
     """All of its ranks, at every later change too; twice as long when it is slow again."""
-    clock, cluster = Clock(monkeypatch), Cluster("10.0.0.1", "10.0.0.2")
+    cluster = Cluster("10.0.0.1", "10.0.0.2")
     config = config_of(dp=4)
     elastic = ElasticConfig(max_ranks=8, settle_s=5.0, quarantine_s=100.0)
     launcher: Any = cluster
     resizing = Resizing(config.model_copy(update={"elastic": elastic}), launcher, BYTES_VOCABULARY)
-    both: Any = Group("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
-    one: Any = Group("10.0.0.1", "10.0.0.1")
+    both, one = group_at("10.0.0.1", "10.0.0.2"), group_at("10.0.0.1")
     slow = Straggler(rank=3, stage=0, times=4.0)
 
     def look(config: Config, group: Any, slowest: Straggler | None, seconds: float) -> Change | None:
@@ -246,25 +240,23 @@ def test_a_slow_node_stays_out_until_its_quarantine_ends(monkeypatch: pytest.Mon
         assert quarantine <= clock.now - left_out <= quarantine + 7
 
 
-def test_a_slow_node_is_taken_again_where_nothing_else_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, cluster = Clock(monkeypatch), Cluster("10.0.0.1", "10.0.0.2")
+def test_a_slow_node_is_taken_again_where_nothing_else_is_left(clock: SimpleNamespace) -> None:
+    cluster = Cluster("10.0.0.1", "10.0.0.2")
     elastic = ElasticConfig(max_ranks=8, settle_s=0.0)
     config = config_of(dp=4).model_copy(update={"elastic": elastic})
     launcher: Any = cluster
-    group: Any = Group("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    group = group_at("10.0.0.1", "10.0.0.2")
     resizing = Resizing(config, launcher, BYTES_VOCABULARY)
     clock.now += 2.0
     change = resizing.look(group, config, Straggler(rank=2, stage=0, times=4.0), lambda: 1.0, 100_000)
     assert change is not None
     assert change.avoid == ("10.0.0.2",)
     cluster.addresses.remove("10.0.0.1")
-    follow = resizing.what_is_left(config, NoRoomError("gone"), "lost", 0, 7, lambda: False)
-    with pytest.raises(StopIteration) as end:
-        next(follow)
-    assert (end.value.value.degrees.ranks, end.value.value.avoid) == (2, ())
+    change, told = left_over(resizing, config, "lost", 0)
+    assert (change.degrees.ranks, change.avoid, told) == (2, (), [])
 
 
-def test_limits_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+def test_limits_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"elastic.min_ranks=3 exceeds elastic.max_ranks=2"):
         parse_config({"elastic": {"min_ranks": 3, "max_ranks": 2}})
 

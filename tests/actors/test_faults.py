@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,6 @@ class Passed:
         self.begun: list[Reduce | Gather] = []
 
     def start(self, transfer: Reduce | Gather) -> None:
-        """Keep it."""
         self.begun.append(transfer)
 
 
@@ -127,13 +127,12 @@ def positions(saboteur: Saboteur, step: int, count: int, signals: list[int]) -> 
     return found
 
 
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
 @pytest.mark.parametrize(
     ("phase", "kind", "sent"),
-    [
-        ("forward", "kill", signal.SIGKILL),
-        ("backward", "stop", signal.SIGSTOP),
-        ("optimizer", "kill", signal.SIGKILL),
-    ],
+    [("forward", "kill", KILL), ("backward", "stop", STOP), ("optimizer", "kill", KILL)],
 )
 def test_it_comes_once_at_its_place(
     tmp_path: Path,
@@ -228,16 +227,11 @@ def test_a_save_is_hit_while_it_writes(
 
 
 def test_of_many_who_fire_one_does(tmp_path: Path) -> None:
-    fired: list[bool] = []
     barrier = threading.Barrier(8)
 
-    def shoot() -> None:
+    def shoot(_: int) -> bool:
         barrier.wait()
-        fired.append(fire(tmp_path / FOLDER, "000"))
+        return fire(tmp_path / FOLDER, "000")
 
-    threads = [threading.Thread(target=shoot) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(fired) == [False] * 7 + [True]
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(shoot, range(8))) == [False] * 7 + [True]

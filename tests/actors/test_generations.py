@@ -1,20 +1,19 @@
-"""A rank that sets up again must find the memory of the generation before free: a GPU has no room for two."""
+"""A rank that sets up again finds the memory of the generation before free, and meets whatever was before."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from braid.actors.controller.group import WorkerError
 from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.worker import Worker
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+from tests.end_to_end.runs import run_plan, small_config
 
 
 class Counted(Worker):
@@ -22,15 +21,12 @@ class Counted(Worker):
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
-        tensors = [p.tensor for p in self._parts.model.parameters] + [
-            s.tensor for s in self._parts.gradients.shares
-        ]
-        tensors += [b.share for b in self._parts.gradients.buckets]
-        tensors += [moment for _, held in self._parts.optimizer.named_tensors() for moment in held]
+        model, gradients, optimizer = self._parts.model, self._parts.gradients, self._parts.optimizer
+        tensors = [one.tensor for one in (*model.parameters, *gradients.shares)]
+        tensors += [bucket.share for bucket in gradients.buckets]
+        tensors += [moment for _, held in optimizer.named_tensors() for moment in held]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-        self.objects = [
-            weakref.ref(one) for one in (self._parts.model, self._parts.executor, self._parts.optimizer)
-        ]
+        self.objects = [weakref.ref(one) for one in (model, self._parts.executor, optimizer)]
 
     def alive(self) -> tuple[int, int]:
         """Storages and objects of the last generation that was set up."""
@@ -38,28 +34,40 @@ class Counted(Worker):
         return storages, sum(one() is not None for one in self.objects)
 
 
-def counted(rank: int, address: str) -> Counted:
-    return Counted(rank, address)
-
-
 @pytest.mark.parametrize(
     ("parallel", "schedule"),
     [({"tp": 2}, "wavelet"), ({"dp": 2, "zero": 2}, "ddp"), ({"dp": 2, "zero": 3}, "ddp")],
     ids=["tp", "zero 2", "zero 3"],
 )
-def test_nothing_is_left_of_a_generation(tmp_path: Path, parallel: dict[str, int], schedule: str) -> None:
+def test_nothing_is_left_of_a_generation(
+    tmp_path: Path, data: Path, parallel: dict[str, int], schedule: str
+) -> None:
     """Of weights, gradients and moments, whole or in shares."""
-    data = prepare_text(tmp_path, 5, files=4)
     config = small_config(tmp_path / "runs", parallel=parallel, overlap={"schedule": schedule})
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
-    group = ProcessLauncher(config, serve=counted).start(2)
+    group = ProcessLauncher(config, serve=Counted).start(2)
     try:
         for generation in (1, 2):
-            group.call_all(Rank.setup, plan, rendezvous(group, 60.0, generation))
+            group.call_all(Rank.setup, run_plan(config, data), rendezvous(group, 60.0, generation))
             group.call_all(Rank.train_step, 0)
             assert all(storages > 20 for storages, _ in group.call_all(Counted.alive))
             group.call_all(Rank.leave)
             assert group.call_all(Counted.alive) == [(0, 0), (0, 0)]
+    finally:
+        group.shutdown()
+
+
+def test_ranks_meet_though_one_of_them_has_tried_alone(tmp_path: Path, data: Path) -> None:
+    """As where a link is cut while they meet, and one of them is new then."""
+    plan = run_plan(small_config(tmp_path / "runs", parallel={"tp": 2}), data)
+    cluster = plan.config.cluster.model_copy(update={"group_timeout_s": 1.0})
+    hasty = replace(plan, config=plan.config.model_copy(update={"cluster": cluster}))
+    group = ProcessLauncher(plan.config).start(2)
+    try:
+        for generation in (1, 2):
+            with pytest.raises(WorkerError, match="timeout"):
+                group.call(0, Rank.setup, hasty, rendezvous(group, 60.0, generation))
+            group.call_all(Rank.leave)
+        group.call_all(Rank.setup, plan, rendezvous(group, 60.0, 3))
+        assert sum(result.loss_sum for result in group.call_all(Rank.train_step, 0)) > 0
     finally:
         group.shutdown()

@@ -1,155 +1,146 @@
 """Who is found to be in trouble while a call waits: silence, no progress, and whom it is laid to."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.controller import watch as module
 from braid.actors.controller.health import Trouble, Vigil
+from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records import RunDirectory
+from braid.actors.controller.span_files import SpanCounts
+from braid.actors.controller.watch import Watch
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.stragglers import LAST
+from tests.end_to_end.runs import small_config
 
-SILENCE, STALL = 5.0, 6.0
-
-
-def vigil(ranks: int = 3, awake: set[int] | None = None, now: float = 100.0, steady: bool = True) -> Vigil:
-    awake = set(range(ranks)) if awake is None else awake
-    return Vigil(range(ranks), awake, now, SILENCE, STALL if steady else None)
-
-
-def test_a_rank_that_falls_silent_is_named() -> None:
-    watched = vigil()
-    for second in range(1, 5):
-        for rank in (0, 2):
-            watched.beat(rank, second, 100.0 + second)
-    assert watched.verdict(105.0) is None, "just so long may it be silent"
-    trouble = watched.verdict(105.25)
-    assert trouble == Trouble(
-        1, "has not answered for 5.2 s (failure.silence_s=5)", pytest.approx(5.25), silent=True
-    )
-
-
-def test_ranks_that_answer_but_do_not_get_on() -> None:
-    watched = vigil()
-    for rank, progress in ((0, 12), (1, 7), (2, 9)):
-        watched.beat(rank, progress, 101.0)
-    for second in range(2, 7):
-        for rank, progress in ((0, 12), (1, 7), (2, 9)):
-            watched.beat(rank, progress, 100.0 + second)
-    assert watched.verdict(107.0) is None
-    for rank, progress in ((0, 12), (1, 7), (2, 9)):
-        watched.beat(rank, progress, 107.0)
-    trouble = watched.verdict(107.5)
-    assert trouble is not None
-    assert (trouble.rank, trouble.silent, trouble.seconds) == (1, False, 6.5), "the one furthest behind"
-    assert "no rank has got on for 6.5 s" in trouble.text
-
-
-def test_what_is_waited_for_is_told() -> None:
-    """By the rank furthest behind first, by a few of thousands, and only while they wait."""
-    watched = vigil(ranks=2000)
-    for rank in range(2000):
-        watched.beat(rank, 5 if rank == 1234 else 7, 101.0, "parameters.0 dp")
-    for rank in range(2000):
-        watched.beat(rank, 5 if rank == 1234 else 7, 107.0, "gradients.0 dp" if rank != 1 else "")
-    trouble = watched.verdict(107.5)
-    assert trouble is not None
-    assert trouble.text.endswith(
-        "; rank 1234 waits for gradients.0 dp; rank 0 waits for gradients.0 dp; "
-        "rank 2 waits for gradients.0 dp; rank 3 waits for gradients.0 dp"
-    )
-
-
-@pytest.mark.parametrize("sign", ["progress", "uncounted", "done"])
-def test_one_rank_that_gets_on_is_enough(sign: str) -> None:
-    watched = vigil()
-    for quarter in range(1, 49):
-        now = 100.0 + quarter / 4
-        for rank in range(3):
-            watched.beat(rank, 6 if (sign, rank) == ("progress", 2) and now >= 106.0 else 5, now)
-        if now == 106.0 and sign == "uncounted":
-            watched.beat(1, None, now)
-        if now == 106.0 and sign == "done":
-            watched.done(1, now)
-        assert watched.verdict(now) is None, "since 106 no time-out has passed"
-    for rank in (0, 2):
-        watched.beat(rank, 6 if (sign, rank) == ("progress", 2) else 5, 112.5)
-    trouble = watched.verdict(112.5)
-    assert trouble is not None
-    assert (trouble.silent, trouble.seconds) == (False, 6.25 if sign == "uncounted" else 6.5)
-
-
-def test_calls_without_steady_progress_may_take_their_time() -> None:
-    watched = vigil(steady=False)
-    for second in range(1, 1000):
-        for rank in range(3):
-            watched.beat(rank, 0, 100.0 + second)
-        assert watched.verdict(100.0 + second) is None
-    assert watched.verdict(1200.0) is not None, "silence is noticed in any call"
-
-
-def test_a_start_may_take_long_but_not_what_follows_it() -> None:
-    watched = vigil(awake={0}, steady=False)
-    for second in range(1, 60):
-        watched.beat(0, None, 100.0 + second)
-        assert watched.verdict(100.0 + second) is None, "ranks 1 and 2 are still starting"
-    watched.beat(2, None, 160.0)
-    watched.beat(0, None, 165.0)
-    assert watched.verdict(165.0) is None
-    watched.beat(0, None, 166.0)
-    trouble = watched.verdict(166.0)
-    assert trouble is not None
-    assert (trouble.rank, trouble.silent) == (2, True)
-
-
-def test_ranks_that_have_finished_owe_no_answer() -> None:
-    watched = vigil()
-    watched.beat(1, 3, 103.0)
-    watched.done(0, 103.0)
-    watched.done(2, 103.0)
-    watched.beat(0, 4, 104.0)  # an answer that was on its way
-    assert watched.verdict(108.0) is None
-    trouble = watched.verdict(108.5)
-    assert trouble is not None
-    assert trouble.rank == 1
-    watched.done(1, 109.0)
-    assert watched.verdict(1000.0) is None
+SILENCE, STALL, LIMIT = 5.0, 6.0, 20.0
+SECONDS = st.integers(0, 8).map(lambda quarters: quarters / 4)
+"""Sums of them are exact."""
+EVENTS = st.tuples(
+    st.integers(0, 3), st.none() | st.integers(0, 2) | st.sampled_from(["done", "busy"]), SECONDS
+)
+"""A rank, its progress (None: it does not count) or what else happens, and the seconds before."""
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.floats(0.0, 2.0)), max_size=40),
-    st.floats(0.0, 12.0),
+    st.lists(EVENTS, max_size=40),
+    st.integers(0, 48).map(lambda quarters: quarters / 4),
+    st.sets(st.integers(0, 3)),
+    st.booleans(),
+    st.none() | st.just(LIMIT),
 )
-def test_verdicts_agree_with_the_whole_history(beats: list[tuple[int, int, float]], rest: float) -> None:
-    """By the definition: silent since its last beat; stalled since the last beat with something new."""
-    watched = vigil(4, now=0.0)
-    now = advanced = 0.0
-    heard, progress = dict.fromkeys(range(4), 0.0), dict[int, int]()
-    for rank, done, pause in beats:
-        now += pause
-        watched.beat(rank, done, now)
-        heard[rank] = now
-        if progress.get(rank) != done:
-            advanced = now
-        progress[rank] = done
-    now += rest
-    silent = [rank for rank in range(4) if now - heard[rank] > SILENCE]
-    trouble = watched.verdict(now)
+def test_verdicts_agree_with_the_whole_history(
+    events: list[tuple[int, int | str | None, float]],
+    rest: float,
+    awake: set[int],
+    steady: bool,
+    limit: float | None,
+) -> None:
+    """By the definition: silent since its last beat; stalled since the last beat with something new.
+
+    Ranks that have not answered yet are starting, those that are done owe no answer, and what the controller
+    is busy with itself, as reading a large answer, is no time at all.
+    """
+    watched = Vigil(range(4), awake, 100.0, SILENCE, STALL if steady else None, limit)
+    listened = advanced = busy = 0.0
+    heard, progress, left = dict.fromkeys(awake, 0.0), dict[int, int | None](), set(range(4))
+    for rank, what, pause in [*events, (0, "rest", rest)]:
+        if what == "busy":
+            watched.forgive(pause)
+            busy += pause
+            continue
+        listened += pause
+        if what == "done" and rank in left:
+            watched.done(rank, 100.0 + listened + busy)
+            left.remove(rank)
+            heard.pop(rank, None)
+            progress.pop(rank, None)
+            advanced = listened
+        elif not isinstance(what, str):
+            watched.beat(rank, what, 100.0 + listened + busy)  # perhaps an answer that was on its way
+            if rank in left:
+                heard[rank] = listened
+                advanced = listened if what is None or progress.get(rank) != what else advanced
+                progress[rank] = what
+    silent = [rank for rank in sorted(heard) if listened - heard[rank] > SILENCE]
+    trouble = watched.verdict(100.0 + listened + busy)
+    found = trouble and (trouble.rank, trouble.seconds, trouble.silent)
     if silent:
+        assert found == (silent[0], listened - heard[silent[0]], True)
+    elif steady and left and listened - advanced > STALL:
         assert trouble is not None
-        assert (trouble.rank, trouble.silent) == (silent[0], True)
-    elif now - advanced > STALL:
-        assert trouble is not None
-        assert not trouble.silent
-        assert progress.get(trouble.rank, 0) == min(progress.values(), default=0)
+        assert (trouble.seconds, trouble.silent) == (listened - advanced, False)
+        done = {rank: known or 0 for rank, known in progress.items()}
+        assert done.get(trouble.rank, 0) == min(done.values(), default=0)
+    elif limit and left and listened > limit:
+        assert found == (min(left), listened, False)
     else:
         assert trouble is None
 
 
-def test_what_the_controller_does_itself_is_nobodys_silence() -> None:
-    """It reads a large answer for 20 s, and hears nobody meanwhile."""
-    watched = vigil()
-    for rank in range(3):
-        watched.beat(rank, 1, 101.0)
-    watched.forgive(20.0)
-    assert watched.verdict(125.0) is None
-    trouble = watched.verdict(126.5)
+def test_a_rank_that_falls_silent_is_named() -> None:
+    watched = Vigil(range(3), range(3), 100.0, SILENCE, STALL)
+    for rank in (0, 2):
+        watched.beat(rank, 1, 104.0)
+    told = "has not answered for 5.2 s (failure.silence_s=5)"
+    assert watched.verdict(105.25) == Trouble(1, told, pytest.approx(5.25), silent=True)
+
+
+def test_what_is_waited_for_is_told() -> None:
+    """By the rank furthest behind first, by a few of thousands, and only while they wait."""
+    watched = Vigil(range(2000), range(2000), 100.0, SILENCE, STALL)
+    for now, awaits in ((101.0, "parameters.0 dp"), (107.0, "gradients.0 dp")):
+        for rank in range(2000):
+            watched.beat(rank, 5 if rank == 1234 else 7, now, awaits if rank != 1 or now < 107 else "")
+    trouble = watched.verdict(107.5)
     assert trouble is not None
-    assert trouble.seconds == pytest.approx(5.5)
+    assert trouble.text.startswith("no rank has got on for 6.5 s: a link may be cut")
+    waiting = (f"; rank {rank} waits for gradients.0 dp" for rank in (1234, 0, 2, 3))
+    assert trouble.text.endswith("or a rank may hang" + "".join(waiting))
+
+
+# -- what is told of the ranks' numbers, once each ----------------------------------------------------------
+
+
+class Counted:
+    """A collector that has lost three spans."""
+
+    target = None
+
+    def counts(self) -> SpanCounts:
+        return SpanCounts(lost=3)
+
+
+def line(compute: list[float], dropped: int = 0, every: int = 1) -> dict[str, Any]:
+    return {
+        "compute_seconds": compute,
+        "dropped_spans": [dropped] * len(compute),
+        "sampled_every": [every] * len(compute),
+    }
+
+
+def test_each_trouble_is_told_once_and_slow_ranks_are_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.0)
+    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    watch = Watch(Counted(), directory, ParallelLayout(pp=2, dp=2))
+    told = []
+    for step in range(1, 4 * LAST):
+        slow = LAST < step < 3 * LAST and step != 2 * LAST + 5
+        told += watch.look(step, 1, line([1.0, 1.0, 2.0, 3.5 if slow else 2.0], dropped=step // 30))
+    kinds = [event.kind for event in told]
+    assert kinds.count("straggler") == 1
+    (straggler,) = [event for event in told if event.kind == "straggler"]
+    assert straggler.text.startswith("rank 3 computes 1.75 times as long")
+    assert LAST < straggler.step < 2 * LAST
+    texts = [event.text for event in told if event.kind == "telemetry"]
+    assert len(texts) == 2
+    assert "3 spans were lost" in texts[0]
+    assert "some are dropped" in texts[1]
+    lines = read_lines(directory.path / "events.jsonl")
+    assert [one["kind"] for one in lines] == kinds
+    assert next(one for one in lines if one["kind"] == "straggler")["rank"] == 3
+    directory.close()

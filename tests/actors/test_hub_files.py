@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.stage import exchange
@@ -20,7 +22,8 @@ from braid.actors.stage.hub_files import HubDirectory, check_initial
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.shares import bucket_plans, updated_by
-from braid.scheduling.presets.hugging_face import hugging_face_config
+from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
+from braid.scheduling.presets.library import model_preset
 from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -47,14 +50,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def copy(stored: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
     """A directory of one's own, to damage."""
 
-    def make(kind: str) -> Path:
-        target = tmp_path / kind
-        target.mkdir()
-        for file in stored[kind].iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
-        return target
-
-    return make
+    return lambda kind: Path(shutil.copytree(stored[kind], tmp_path / kind))
 
 
 def config(directory: Path, **model: Any) -> Config:
@@ -128,6 +124,8 @@ def test_other_sizes(stored: dict[str, Path], kind: str, key: str, value: Any, t
     for text in (f"model.{key}={value!r}", repr(theirs), "config.json", f"leave model.{key} out"):
         assert text in message
     assert "\n" not in message
+    with pytest.raises(ConfigError, match=r"model\.layer=.*model\.initial"):
+        load(stored[kind], layer="package.module:Layer")
 
 
 def test_a_resolved_configuration_reads_back(stored: dict[str, Path], tmp_path: Path) -> None:
@@ -160,6 +158,20 @@ def test_older_files(copy: Callable[[str], Path]) -> None:
     load(gpt)
 
 
+PRESETS = ("llama-3.1-8b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen2.5-0.5b", "qwen3-0.6b", "mixtral-8x7b")
+PRESETS += ("mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "phi-3.5-moe")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_presets_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    shape = model_preset(name)
+    (tmp_path / CONFIG).write_text(json.dumps(hugging_face_config(shape, "float32")))
+    assert initial_shape(tmp_path, {}) == shape
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters()
+
+
 def refused(directory: Path, *says: str) -> None:
     with pytest.raises(ValueError) as refusal:
         load(directory)
@@ -183,9 +195,7 @@ REFUSALS = [
     no("llama", "LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"]),
     no("llama", "hidden_act='gelu'|'silu'", hidden_act="gelu"),
     no("llama", "attention_bias=True", attention_bias=True),
-    no(
-        "llama", "low_freq_factor is missing|'llama3'", rope_parameters={"rope_type": "llama3", "factor": 8.0}
-    ),
+    no("llama", "low_freq_factor is missing", rope_parameters={"rope_type": "llama3", "factor": 8.0}),
     no("llama", "rope_scaling|yarn|'llama3'", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
     no("llama", "factor='x'|a number", rope_scaling={"type": "linear", "factor": "x"}),
     no("llama", "partial_rotary_factor=0.5|all dimensions", partial_rotary_factor=0.5),
@@ -343,21 +353,12 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     refused(tmp_path, "config.json", "no keys")
 
 
-def test_an_own_layer_takes_no_weights(stored: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.layer=.*model\.initial"):
-        load(stored["llama"], layer="package.module:Layer")
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
         ("gpt", {"kv_heads": 2}, r"no equal in `transformers`"),
         ("gpt", {"head_dim": 8}, r"no equal in `transformers`"),
-        (
-            "llama",
-            {"qkv_bias": True, "head_norm": True},
-            r"model\.head_norm=true, model\.qkv_bias=true has no",
-        ),
+        ("llama", {"qkv_bias": True, "head_norm": True}, r"head_norm=true, model\.qkv_bias=true has no"),
         ("moe", {"qkv_bias": True}, r"'moe', model\.qkv_bias=true has no"),
         ("moe", {"shared_experts": 1}, r"model\.shared_experts=1 has no"),
         ("moe", {"normalised": False}, r"model\.normalised=false have no equal"),
@@ -429,18 +430,17 @@ def test_a_rank_reads_its_slices_only(
 def counting(read: list[int]) -> Callable[..., Any]:
     """`safe_open` that notes how many elements are read, and knows no other way to read."""
 
+    def part_of(whole: Any) -> Any:
+        def part(self: object, place: Any) -> torch.Tensor:
+            found: torch.Tensor = whole[place]
+            read.append(found.numel())
+            return found
+
+        return type("Part", (), {"__getitem__": part})()
+
     @contextlib.contextmanager
     def opening(path: Path, framework: str) -> Iterator[Any]:
         with safe_open(path, framework=framework) as file:
-            yield SimpleNamespace(get_slice=lambda name: Part(file.get_slice(name)))
-
-    class Part:
-        def __init__(self, part: Any) -> None:
-            self.part = part
-
-        def __getitem__(self, place: Any) -> torch.Tensor:
-            found: torch.Tensor = self.part[place]
-            read.append(found.numel())
-            return found
+            yield SimpleNamespace(get_slice=lambda name: part_of(file.get_slice(name)))
 
     return opening

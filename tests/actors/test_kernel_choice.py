@@ -23,7 +23,7 @@ from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.trials import Laboratory, Measured, Use
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Pass
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
@@ -90,14 +90,8 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
     for use in uses(sizes):
         settings = json.dumps(dict(use.settings), sort_keys=True)
         asked[use.operator, settings, elements_of(use, shape.hidden)] += use.times
-    model = StageModel(
-        shape=shape,
-        layout=layout,
-        place=Place.of(layout.mesh, 0),
-        sizes=sizes,
-        device=CPU,
-        dtype=torch.float32,
-    )
+    place, kind = Place.of(layout.mesh, 0), torch.float32
+    model = StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=CPU, dtype=kind)
     parts, found = built_in_parts(sizes), Counter[tuple[str, str, int]]()
     for instance in model.chunks[0]:
         part = parts[instance.name]
@@ -168,11 +162,10 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured: list[str] = []
         monkeypatch.setattr(kernel_choice, "card", lambda device: "a card")
-        monkeypatch.setattr(
-            kernel_choice, "candidates", lambda operator, *where: dict.fromkeys(names(operator))
-        )
-        monkeypatch.setattr(kernel_choice, "DeviceClock", lambda device: None)
-        monkeypatch.setattr(kernel_choice, "Laboratory", lambda **given: self)
+        candidates = {"candidates": lambda operator, *where: dict.fromkeys(names(operator))}
+        clock = {"DeviceClock": lambda device: None, "Laboratory": lambda **given: self}
+        for name, value in {**candidates, **clock}.items():
+            monkeypatch.setattr(kernel_choice, name, value)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def measure(self, uses: Sequence[Use], kinds: dict[str, Any]) -> Measured:
@@ -213,11 +206,8 @@ def test_a_gpu_measures_once_and_says_what_it_took(
     assert lines[-1] == f"{HEADER} {told}"
     (file,) = cache.iterdir()
     entry = json.loads(file.read_text())
-    assert (entry["kernels"], entry["for"]["cards"], entry["for"]["dtype"]) == (
-        CHOSEN,
-        ["a card"],
-        "torch.bfloat16",
-    )
+    assert entry["kernels"] == CHOSEN
+    assert (entry["for"]["cards"], entry["for"]["dtype"]) == (["a card"], "torch.bfloat16")
 
     file.unlink()
     assert family(choice).swiglu == first.swiglu, "a later generation of the same process"
@@ -229,19 +219,17 @@ def test_a_gpu_measures_once_and_says_what_it_took(
     assert gpu.measured == 2 * list(CHOSEN), "another question"
 
 
+def context_with(sizes: PartSizes, choice: dict[str, str]) -> ModuleContext:
+    place, family = Place.of(ParallelLayout().mesh, 0), chosen_family(choice)
+    return ModuleContext(sizes=sizes, place=place, device=CPU, dtype=torch.float32, operators=family)
+
+
 def test_modules_are_made_of_what_was_chosen() -> None:
-    place = Place.of(ParallelLayout().mesh, 0)
-    family = chosen_family({"attention": "torch+flash", "swiglu": "triton"})
-    context = ModuleContext(sizes=SIZES, place=place, device=CPU, dtype=torch.float32, operators=family)
+    context = context_with(SIZES, {"attention": "torch+flash", "swiglu": "triton"})
     attention: Any = context.attention().module
     assert attention.backend is torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    assert type(context.activation().module) is family.swiglu
-
-
-def test_experts_are_made_of_what_was_chosen() -> None:
-    place, sizes = Place.of(ParallelLayout().mesh, 0), part_sizes(MOE, ParallelLayout(), 1)
-    family = chosen_family({"unpermute": "triton"})
-    context = ModuleContext(sizes=sizes, place=place, device=CPU, dtype=torch.float32, operators=family)
+    assert type(context.activation().module) is context.operators.swiglu
+    context = context_with(part_sizes(MOE, ParallelLayout(), 1), {"unpermute": "triton"})
     made = {name: type(one.module) for name, one in expert_modules(context, "layers.0").items()}
-    assert (made["permute"], made["unpermute"]) == (TORCH.permute, family.unpermute)
+    assert (made["permute"], made["unpermute"]) == (TORCH.permute, context.operators.unpermute)
     assert made["unpermute"] is not TORCH.unpermute

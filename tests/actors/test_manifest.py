@@ -1,12 +1,14 @@
 """Checkpoints as folders: a crash anywhere leaves a good one, and none is kept or removed by mistake."""
 
+import contextlib
 import errno
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,27 +23,16 @@ from braid.actors.controller.manifest import (
     CheckpointStore,
     to_be_removed,
     verify,
-    write_durably,
 )
-from tests.actors.saved import digests
+from tests.actors import saved
 from tests.scheduling.cases import LLAMA
 
 _CRASHED = 42
-
-
-def written(store: CheckpointStore, step: int, content: str) -> Path:
-    """What ranks leave in a fresh folder."""
-    folder = store.begin(step, generation=3)
-    (folder / ".metadata").write_text(f"table of {content}")
-    for rank in range(2):
-        (folder / f"__{rank}_0.distcp").write_text(f"{content} of rank {rank} " * 20)
-    return folder
+LOSES = pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
 
 
 def publish(store: CheckpointStore, step: int, content: str) -> Path:
-    facts: dict[str, Any] = {"layout": {"dp": 1}, "data": {"seed": 1}, "shape": {"layers": 2}}
-    folder = written(store, step, content)
-    return store.publish(folder, digests(folder), step=step, **facts)
+    return saved.publish(store, step, f"state {content}".encode())
 
 
 def newest(store: CheckpointStore) -> tuple[int, str]:
@@ -50,7 +41,13 @@ def newest(store: CheckpointStore) -> tuple[int, str]:
     path, ours = Path(found.path), found.manifest
     assert verify(path) == ours
     assert path.name == f"step-{ours.step}"
-    return ours.step, (path / ".metadata").read_text().removeprefix("table of ")
+    return ours.step, (path / ".metadata").read_text().removeprefix("state ")
+
+
+@contextlib.contextmanager
+def closed_after(file: Any, other: Any) -> Iterator[Any]:
+    with file:
+        yield other
 
 
 class Crashing:
@@ -69,12 +66,19 @@ class Crashing:
         real = Path.open
 
         def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-            file = real(path, mode, *arguments, **options)
-            if "w" in mode:
-                self._durable.discard(os.fstat(file.fileno()).st_ino)
+            file: Any = real(path, mode, *arguments, **options)
+            if "w" not in mode:
+                return file
+            self._durable.discard(os.fstat(file.fileno()).st_ino)
+            self._point()
+
+            def write(text: str) -> None:
+                file.write(text[: len(text) // 2])
+                file.flush()
                 self._point()
-                file = self._written_in_halves(file)
-            return file
+                file.write(text[len(text) // 2 :])
+
+            return closed_after(file, SimpleNamespace(write=write, flush=file.flush, fileno=file.fileno))
 
         Path.open = opened  # type: ignore[method-assign,assignment]
 
@@ -97,26 +101,6 @@ class Crashing:
 
         return call
 
-    def _written_in_halves(self, file: Any) -> Any:
-        crashing = self
-
-        class Halves:
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *error: object) -> None:
-                file.close()
-
-            def write(self, text: str) -> None:
-                file.write(text[: len(text) // 2])
-                file.flush()
-                crashing._point()
-                file.write(text[len(text) // 2 :])
-
-            flush, fileno = file.flush, file.fileno
-
-        return Halves()
-
 
 def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> bool:
     """Do something in a process that crashes at its n-th change; False if it got through."""
@@ -134,7 +118,7 @@ def crashed(action: Callable[[], object], root: Path, at: int, loses: bool) -> b
     return code == _CRASHED
 
 
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@LOSES
 @pytest.mark.parametrize("again", [False, True], ids=["a newer step", "the same step again"])
 @pytest.mark.slow
 def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
@@ -174,7 +158,7 @@ def test_a_crash_anywhere_in_a_save_leaves_a_good_checkpoint(
     assert at > 20, "a save has more steps than that"
 
 
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
+@LOSES
 @pytest.mark.slow
 def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool) -> None:
     at, through = 0, False
@@ -182,7 +166,7 @@ def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool
         store = CheckpointStore(tmp_path / f"at-{at}" / "checkpoints")
         for step in (3, 4, 8, 9, 10):
             publish(store, step, str(step))
-        written(store, 11, "half a save")
+        saved.written(store, 11)
         through = not crashed(lambda: store.collect(1, 4), store.directory, at, loses)  # noqa: B023
         assert newest(store) == (10, "10")
         for step in store.steps():
@@ -193,21 +177,6 @@ def test_a_crash_anywhere_while_old_ones_are_removed(tmp_path: Path, loses: bool
         assert {path.name for path in store.directory.iterdir()} == {"latest", "step-4", "step-8", "step-10"}
         at += 1
     assert at > 5
-
-
-@pytest.mark.parametrize("loses", [False, True], ids=["all is written", "only what was synced"])
-def test_a_small_file_has_its_old_or_its_new_content(tmp_path: Path, loses: bool) -> None:
-    found, at, through = [], 0, False
-    while not through:
-        folder = tmp_path / str(at)
-        folder.mkdir()
-        file = folder / "latest"
-        write_durably(file, "the old content")
-        through = not crashed(lambda: write_durably(file, "and the new one"), folder, at, loses)  # noqa: B023
-        found.append(file.read_text())
-        at += 1
-    assert found == sorted(found, reverse=True)
-    assert set(found) == {"the old content", "and the new one"}
 
 
 STEPS = st.sets(st.integers(0, 60), max_size=12).map(sorted)
@@ -308,8 +277,7 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
     before = {key: value for key, value in asdict(LLAMA).items() if key not in later}
     homes = Homes(store, None, "")
     for step, shape, fits, odd in ((1, asdict(other), other, LLAMA), (2, before, LLAMA, other)):
-        folder = written(store, step, "any")
-        store.publish(folder, digests(folder), step=step, layout={}, data={}, shape=shape)
+        saved.publish(store, step, shape=shape)
         assert homes.newest_of(fits).manifest.step == step
         says = rf"with pattern={fits.pattern}, the configuration says pattern={odd.pattern}$"
         with pytest.raises(CheckpointError, match=says):

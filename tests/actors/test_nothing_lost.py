@@ -2,17 +2,17 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braid.actors.config import CheckpointConfig, Config, ConfigError, ElasticConfig
+from braid.actors.config import Config, ConfigError
 from braid.actors.controller import elastic, interruptions, resizing, restoring
 from braid.actors.controller import group as groups
-from braid.actors.controller.controller import RunOptions
+from braid.actors.controller.controller import Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.json_lines import read_lines
@@ -21,67 +21,108 @@ from braid.actors.controller.mirror import Mirror, MirrorError
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, read_identity
 from braid.actors.controller.resizing import Resizing
 from braid.actors.stage.messages import RunPlan
-from tests.actors.stand_ins import StandInLauncher, controller_of, losses, states, told
+from tests.actors.stand_ins import Hook, StandInLauncher, controller_of, losses, states, told
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 DIED = "its process ended"
+RESUME = RunOptions(resume=True)
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No try of a recovery is waited for."""
+    """No try of a recovery is waited for, and a home that is away is looked for all the time."""
     monkeypatch.setattr(interruptions, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
 
 
 def config_of(path: Path, **sections: Any) -> Config:
     """Two ranks, 12 steps, no validation."""
-    return small_config(
-        path,
-        **{
-            "parallel": {"tp": 2},
-            **sections,
-            "train": {"steps": 12, "validation_samples": 1, **sections.get("train", {})},
-            "data": {"validation_fraction": 0.0},
-            "failure": sections.get("failure", {}),
-        },
-    )
+    train = {"steps": 12, "validation_samples": 1, **sections.pop("train", {})}
+    common = {"parallel": {"tp": 2}, "data": {"validation_fraction": 0.0}}
+    return small_config(path, **{**common, **sections, "train": train})
+
+
+def every(steps: int, **more: Any) -> dict[str, Any]:
+    """Checkpoints that are waited for."""
+    return {"every": steps, "asynchronous": False, **more}
 
 
 class Once:
-    """Raises at the n-th call of a method of a rank."""
+    """Raises at the n-th call of a method of a rank; ``then``: what is called from then on."""
 
-    def __init__(self, method: str, nth: int, error: Callable[[int], Exception], rank: int = 1) -> None:
+    def __init__(
+        self,
+        method: str,
+        nth: int,
+        error: Callable[[int], Exception],
+        rank: int = 1,
+        then: Hook | None = None,
+    ) -> None:
         self._method, self._left, self._error, self._rank = method, nth, error, rank
-        self.calls = 0
-        self.done = False
+        self.then, self.done = then, False
 
     def __call__(self, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == self._method and (rank == self._rank or method in ("start",)):
-            self.calls += 1
-            if self.calls == self._left:
+        if method == self._method and (rank == self._rank or method == "start"):
+            self._left -= 1
+            if self._left == 0:
                 self.done = True
                 raise self._error(rank)
+        if self.done and self.then is not None:
+            self.then(method, rank, arguments)
 
 
 def died(rank: int) -> WorkerError:
     return WorkerError(rank, DIED, died=True)
 
 
-def run(config: Config, launcher: StandInLauncher, options: RunOptions | None = None) -> list[Event]:
-    return list(controller_of(config, launcher, options).run())
+def no_room(rank: int) -> Exception:
+    return NoRoomError(f"there is no room to start rank {rank}")
 
 
-def replan(config: Config, _: Any) -> RunPlan:
-    """Plan a run for another layout."""
+def mistaken(rank: int) -> WorkerError:
+    return WorkerError(rank, "index.json is not JSON; prepare it again", user_error=True)
+
+
+def run(
+    config: Config,
+    ranks: StandInLauncher | Hook | None = None,
+    options: RunOptions | None = None,
+    replan: Replan | None = None,
+    look: Callable[[Event], object] = lambda event: None,
+) -> list[Event]:
+    """A run on ranks that do what a hook does; ``look`` sees every event when it comes."""
+    launcher = ranks if isinstance(ranks, StandInLauncher) else StandInLauncher(*filter(None, [ranks]))
+    events = []
+    for event in controller_of(config, launcher, options, replan).run():
+        events.append(event)
+        look(event)
+    return events
+
+
+def replanned(config: Config, _: Any) -> RunPlan:
+    """A plan for another layout."""
     return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
 
 
-def all_of(*hooks: Callable[..., None]) -> Callable[..., None]:
-    def hook(*call: Any) -> None:
-        for one in hooks:
-            one(*call)
+def all_of(*hooks: Hook) -> Hook:
+    return lambda *call: [one(*call) for one in hooks] and None
 
-    return hook
+
+def steps_of(events: Sequence[Event]) -> list[int]:
+    """Every step that was done, again where it was done again."""
+    return [event.record.step for event in events if isinstance(event, StepDone)]
+
+
+def saves_of(events: Sequence[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, Saved)]
+
+
+def store_of(config: Config) -> CheckpointStore:
+    return CheckpointStore(config.run_directory / "checkpoints")
+
+
+def recorded(config: Config, name: str = "metrics") -> list[dict[str, Any]]:
+    return read_lines(config.run_directory / f"{name}.jsonl")
 
 
 # -- whose checkpoints they are ------------------------------------------------------------------------------
@@ -91,56 +132,48 @@ def all_of(*hooks: Callable[..., None]) -> Callable[..., None]:
 def test_a_run_that_replaces_another_never_reads_its_checkpoints(tmp_path: Path, method: str) -> None:
     """A rank dies before the new run is written down: until then the old one's folder is untouched."""
     config = config_of(tmp_path, checkpoint={"every": 4})
-    old = run(config, StandInLauncher())
-    assert losses(old) == states(12)
-    kept = sorted(path.name for path in (config.run_directory / "checkpoints").iterdir())
-    seen: list[list[str]] = []
+    assert losses(run(config)) == states(12)
+    kept, seen = store_of(config).steps(), list[list[int]]()
 
     def look(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
         if name == "replace":
-            seen.append(sorted(path.name for path in (config.run_directory / "checkpoints").iterdir()))
+            seen.append(store_of(config).steps())
 
     dying = Once(method, 1, died, rank=0 if method == "data_facts" else 1)
     new = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
-    events = run(new, StandInLauncher(all_of(dying, look)), RunOptions(overwrite=True))
+    events = run(new, all_of(dying, look), RunOptions(overwrite=True))
     assert dying.done
-    assert seen == [kept]
+    assert seen == [kept] == [[8, 12]]
     assert losses(events) == states(5)
-    store = CheckpointStore(config.run_directory / "checkpoints")
-    assert store.steps() == [4, 5]
+    assert store_of(config).steps() == [4, 5]
     identity = read_identity(config.run_directory)
     assert identity is not None
-    assert {store.run_of(step) for step in store.steps()} == {identity.mark}
+    assert {store_of(config).run_of(step) for step in (4, 5)} == {identity.mark}
 
 
 def test_checkpoints_of_another_run_are_no_homes(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 4})
-    run(config, StandInLauncher())
+    run(config)
     identity = read_identity(config.run_directory)
     assert identity is not None
     assert Homes.of(config, identity).steps() == [8, 12]
-    other = type(identity)(identity.name, "0" * 16)
-    homes = Homes.of(config, other)
+    homes = Homes.of(config, type(identity)(identity.name, "0" * 16))
     assert (homes.steps(), homes.begun()) == ([], False)
-    shape = config.check(BYTES_VOCABULARY)
     with pytest.raises(CheckpointError, match="step-12 there is another run's"):
-        homes.newest_of(shape)
+        homes.newest_of(config.check(BYTES_VOCABULARY))
 
 
 # -- a home that is away -------------------------------------------------------------------------------------
 
 
 class HomeGone:
-    """Removes the run's checkpoints, or all of its folder, when a rank dies; brings them back when asked."""
+    """Removes a run's folder, or another one, when a rank dies in step 10; brings it back when asked."""
 
-    def __init__(self, config: Config, *, what: str, after: int) -> None:
-        self._place = config.run_directory / "checkpoints" if what == "checkpoints" else config.run_directory
-        self._aside = config.runs / ".aside"
-        self._after = after
-        self.gone = False
+    def __init__(self, config: Config, place: Path) -> None:
+        self._place, self._aside, self.gone = place, config.runs / ".aside", False
 
     def __call__(self, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "train_step" and rank == 1 and arguments[0] == self._after and not self.gone:
+        if method == "train_step" and rank == 1 and arguments[0] == 9 and not self.gone:
             self.gone = True
             self._place.rename(self._aside)
             raise died(rank)
@@ -150,72 +183,98 @@ class HomeGone:
         self._aside.rename(self._place)
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
 def test_a_run_whose_checkpoints_vanish_waits_and_never_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, comes_back: bool
 ) -> None:
     """Step 10 of 12: the newest checkpoint is of step 8."""
-    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
-    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 0.2})
-    home = HomeGone(config, what="checkpoints", after=9)
-    events: list[Event] = []
+    config = config_of(tmp_path, checkpoint=every(4), elastic={"wait_s": 60.0 if comes_back else 0.2})
+    home = HomeGone(config, store_of(config).directory)
+    if comes_back:
+        waits = {"waiting": home.back}
+        events = run(config, home, look=lambda event: waits.get(getattr(event, "kind", ""), list)())
+        assert losses(events) == states(12)
+        assert told(events) == ["restarted", "waiting"]
+        assert steps_of(events) == [*range(1, 10), *range(9, 13)]
+        return
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*elastic\.wait_s"):
-        events.extend(controller_of(config, StandInLauncher(home)).run())
+        run(config, home)
     home.back()
-    assert len((config.run_directory / "metrics.jsonl").read_text().splitlines()) == 9, "nothing is cut off"
-    again = run(config, StandInLauncher(), RunOptions(resume=True))
-    assert losses(again) == states(12)[8:]
-
-
-def test_a_home_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
-    config = config_of(tmp_path, checkpoint={"every": 4, "asynchronous": False}, elastic={"wait_s": 60.0})
-    home = HomeGone(config, what="checkpoints", after=9)
-    events: list[Event] = []
-    for event in controller_of(config, StandInLauncher(home)).run():
-        events.append(event)
-        if isinstance(event, Incident) and event.kind == "waiting":
-            home.back()
-    assert losses(events) == states(12)
-    assert told(events) == ["restarted", "waiting"]
-    steps = [event.record.step for event in events if isinstance(event, StepDone)]
-    assert steps == [*range(1, 10), *range(9, 13)]
+    assert len(recorded(config)) == 9, "nothing is cut off"
+    assert losses(run(config, options=RESUME)) == states(12)[8:]
 
 
 def test_a_mirror_is_gone_on_from_where_the_run_s_own_folder_is_lost(tmp_path: Path) -> None:
-    config = config_of(
-        tmp_path, checkpoint={"every": 4, "asynchronous": False, "mirror": str(tmp_path / "mirror")}
-    )
-    home = HomeGone(config, what="all", after=9)
-    uploaded = tmp_path / "mirror" / config.name
+    config = config_of(tmp_path, checkpoint=every(4, mirror=str(tmp_path / "mirror")))
+    home = HomeGone(config, config.run_directory)
 
     def wait(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
         if method == "train_step" and arguments[0] == 9 and not home.gone:
-            while not list(uploaded.glob("*/step-8/manifest.json")):
+            while not list((tmp_path / "mirror" / config.name).glob("*/step-8/manifest.json")):
                 pass
 
-    events = run(config, StandInLauncher(all_of(wait, home)))
+    events = run(config, all_of(wait, home))
     assert losses(events) == states(12)
-    steps = [event.record.step for event in events if isinstance(event, StepDone)]
-    assert steps == [*range(1, 10), *range(9, 13)], "step 8 is in the mirror"
+    assert steps_of(events) == [*range(1, 10), *range(9, 13)], "step 8 is in the mirror"
 
 
 def test_a_run_without_a_checkpoint_yet_begins_again(tmp_path: Path) -> None:
     """As it said it would: a failure costs 15 minutes of training."""
-    config = config_of(tmp_path)
-    events = run(config, StandInLauncher(Once("train_step", 4, died)))
+    events = run(config_of(tmp_path), Once("train_step", 4, died))
     assert losses(events) == states(12)
-    assert sum(isinstance(event, StepDone) for event in events) == 3 + 12
+    assert len(steps_of(events)) == 3 + 12
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    config = config_of(tmp_path, checkpoint=every(4, copies_every=copies), elastic={"wait_s": 60.0})
+    steps, dying, back = CheckpointStore.steps, Once("train_step", 10, died), list[Event]()
+
+    def stale(self: CheckpointStore) -> list[int]:
+        if dying.done and not back:
+            raise OSError(116, "Stale file handle", str(self.directory))
+        return steps(self)
+
+    def look(event: Event) -> None:
+        if dying.done and (getattr(event, "kind", "") == "waiting" or isinstance(event, Started)):
+            back.append(event)
+
+    monkeypatch.setattr(CheckpointStore, "steps", stale)
+    events = run(config, dying, look=look)
+    assert losses(events) == states(12)
+    assert told(events) == ["restarted", "waiting"][: 1 if copies else 2]
+
+
+def test_a_disk_that_does_not_answer_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE for three steps: training goes on."""
+    config, exists, done = config_of(tmp_path), Path.exists, [0]
+
+    def stale(self: Path, **named: Any) -> bool:
+        if 4 <= done[-1] < 7 and self.is_relative_to(config.run_directory):
+            raise OSError(116, "Stale file handle", str(self))
+        return exists(self, **named)
+
+    monkeypatch.setattr(Path, "exists", stale)
+    events = run(config, look=lambda event: done.extend(steps_of([event])))
+    assert losses(events) == states(12)
+    assert len(recorded(config)) == 12
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 100})
+    events = run(config, look=lambda event: steps_of([event]) == [6] and shutil.rmtree(config.run_directory))
+    assert losses(events) == states(12)
+    left = {path.name for path in config.run_directory.iterdir()}
+    assert {"config.yaml", "run-mark", "cluster.json", "model.json", "schedule.txt", "report.json"} <= left
+    assert len(recorded(config)) == 6, "steps 7 to 12"
+    assert store_of(config).steps() == [12]
 
 
 # -- ends that are not wanted --------------------------------------------------------------------------------
-
-
-def no_room(rank: int) -> Exception:
-    return NoRoomError(f"there is no room to start rank {rank}")
-
-
-def mistaken(rank: int) -> WorkerError:
-    return WorkerError(rank, "index.json is not JSON; prepare it again", user_error=True)
 
 
 ENDS: dict[str, tuple[dict[str, int], str, Callable[[int], Exception], str]] = {
@@ -236,30 +295,34 @@ def test_a_run_that_a_failure_ends_leaves_what_copies_hold(
     """9 steps are done, the newest checkpoint is of step 5; a rank dies, and then something fails as often
     as it is tried."""
     config = config_of(tmp_path, checkpoint={"every": 5, "copies_every": 1}, failure=failure)
-    dying = Once("train_step", 10, died)
 
-    def hook(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dying(name, rank, arguments)
-        if dying.done and name == method and (rank == 1 or method == "data_facts"):  # of rank 0 alone
+    def fails(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if name == method and (rank == 1 or method == "data_facts"):  # of rank 0 alone
             raise error(rank)
 
     with pytest.raises((WorkerError, NoRoomError), match=ends):
-        run(config, StandInLauncher(hook))
-    store = CheckpointStore(config.run_directory / "checkpoints")
-    assert store.steps()[-1] == 9
-    assert (store.directory / "step-9" / "state").read_text() == repr(states(9)[-1])
-    again = run(config, StandInLauncher(), RunOptions(resume=True))
-    assert losses(again) == states(12)[9:]
+        run(config, Once("train_step", 10, died, then=fails))
+    assert store_of(config).steps()[-1] == 9
+    assert (store_of(config).directory / "step-9" / "state").read_text() == repr(states(9)[-1])
+    assert losses(run(config, options=RESUME)) == states(12)[9:]
+
+
+def test_there_is_a_budget(tmp_path: Path) -> None:
+    """Each life of the ranks does a step, so that it is not the same try again."""
+    config = config_of(tmp_path, failure={"max_restarts": 1})
+    with pytest.raises(WorkerError, match=DIED):
+        run(config, all_of(Once("train_step", 2, died), Once("train_step", 4, died)))
+    kinds = [line["kind"] for line in recorded(config, "events")]
+    assert kinds == ["started", "restarted", "started", "failed"]
 
 
 # -- whose mistake it is -------------------------------------------------------------------------------------
 
 
 def test_what_ranks_raise_is_the_user_s_mistake_until_a_step_is_done(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
     launcher = StandInLauncher(Once("setup", 1, mistaken))
     with pytest.raises(WorkerError, match="not JSON") as caught:
-        run(config, launcher)
+        run(config_of(tmp_path), launcher)
     assert caught.value.user_error
     assert launcher.starts == 1
 
@@ -267,16 +330,9 @@ def test_what_ranks_raise_is_the_user_s_mistake_until_a_step_is_done(tmp_path: P
 @pytest.mark.parametrize("method", ["setup", "load", "damage", "open_log"])
 def test_after_a_step_it_is_a_failure_like_others(tmp_path: Path, method: str) -> None:
     """In the middle of a recovery."""
-    config = config_of(tmp_path, checkpoint={"every": 4})
-    dies = Once("train_step", 7, died)
-
-    def then(name: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dies(name, rank, arguments)
-        if dies.done:
-            odd(name, rank, arguments)
-
     odd = Once(method, 1, mistaken)
-    events = run(config, StandInLauncher(then))
+    config = config_of(tmp_path, checkpoint={"every": 4})
+    events = run(config, Once("train_step", 7, died, then=odd))
     assert odd.done
     assert losses(events) == states(12)
     assert told(events) == ["restarted", "restarted"]
@@ -284,16 +340,14 @@ def test_after_a_step_it_is_a_failure_like_others(tmp_path: Path, method: str) -
 
 def test_a_controller_that_takes_over_has_no_user_to_blame(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 4})
-    first = controller_of(config, StandInLauncher())
-    events = first.run()
-    for event in events:
-        if isinstance(event, StepDone) and event.record.step == 6:
-            break
-    del events, event
+    first = controller_of(config, StandInLauncher()).run()
+    while steps_of([next(first)]) != [6]:
+        pass
+    del first
     (config.run_directory / "events.jsonl").open("a").close()
-    options = RunOptions(resume=True, again=True, takes_over=True)
     odd = Once("setup", 1, mistaken)
-    assert losses(run(config, StandInLauncher(odd), options)) == states(12)[4:]
+    options = RunOptions(resume=True, again=True, takes_over=True)
+    assert losses(run(config, odd, options)) == states(12)[4:]
     assert odd.done
 
 
@@ -301,63 +355,56 @@ def test_a_controller_that_takes_over_has_no_user_to_blame(tmp_path: Path) -> No
 
 
 def test_a_group_that_does_not_start_is_tried_again(tmp_path: Path) -> None:
-    launcher = StandInLauncher(Once("start", 1, lambda _: WorkerError(1, "its actor died", died=True)))
+    launcher = StandInLauncher(Once("start", 1, died))
     events = run(config_of(tmp_path), launcher)
     assert losses(events) == states(12)
     assert (told(events), launcher.starts) == (["restarted"], 2)
 
 
-def elastic_config(path: Path) -> Config:
-    return config_of(
-        path,
-        parallel={"dp": 2, "tp": 2},
-        elastic={"max_ranks": 4, "settle_s": 0.0},
-        checkpoint={"every": 1, "asynchronous": False},
-    )
+def elastic_config(path: Path, **sections: Any) -> Config:
+    usual = {"parallel": {"dp": 2, "tp": 2}, "elastic": {}, "checkpoint": every(1), **sections}
+    return config_of(path, **{**usual, "elastic": {"max_ranks": 4, "settle_s": 0.0, **usual["elastic"]}})
 
 
 def losing_a_node() -> StandInLauncher:
     """Room for 4 ranks, until one dies in step 5: then its node is gone, and there is room for 2."""
 
-    def no_room(rank: int) -> Exception:
+    def lost(rank: int) -> Exception:
         launcher.room = 2
-        return NoRoomError("a node is gone")
+        return no_room(rank)
 
-    launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, no_room)), room=4)
+    launcher = StandInLauncher(all_of(Once("train_step", 5, died), Once("replace", 1, lost)), room=4)
     return launcher
 
 
 def test_a_node_that_is_lost_while_the_run_is_planned_anew_is_one_more_try(tmp_path: Path) -> None:
-    """4 ranks; the second node is lost while 2 are planned for: 1 goes on."""
-    config, launcher = elastic_config(tmp_path), losing_a_node()
-    tries: list[str] = []
+    """4 ranks, of which 3 survive; the second node is lost while these are planned for: 1 goes on."""
+    launcher, tries = losing_a_node(), list[int]()
 
     def replan(config: Config, _: Any) -> RunPlan:
-        tries.append(config.layout().describe())
+        tries.append(config.layout().ranks)
         if len(tries) == 1:
             launcher.room = 1
-            raise WorkerError(0, "its actor died", died=True)
-        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
+            raise died(0)
+        return replanned(config, _)
 
-    events = list(controller_of(config, launcher, None, replan).run())
+    events = run(elastic_config(tmp_path), launcher, None, replan)
     assert losses(events) == states(12)
-    assert len(tries) == 2
+    assert tries == [3, 1]
     assert launcher.groups[-1].left() == [0]
     assert told(events) == ["restarted", "resized", "restarted", "resized"]
 
 
 def test_a_layout_that_planning_refuses_is_not_taken_again(tmp_path: Path) -> None:
-    config, launcher = elastic_config(tmp_path), losing_a_node()
     tries: list[int] = []
 
     def replan(config: Config, _: Any) -> RunPlan:
         tries.append(config.layout().ranks)
-        if config.layout().ranks == 2:
+        if tries[-1] == 2:
             raise ValueError("no order fits into memory")
-        return RunPlan(config=config, shape=config.check(BYTES_VOCABULARY), schedule="", data="")
+        return replanned(config, _)
 
-    events = list(controller_of(config, launcher, None, replan).run())
-    assert losses(events) == states(12)
+    assert losses(run(elastic_config(tmp_path), losing_a_node(), None, replan)) == states(12)
     assert tries[-1] == 1
     assert len(tries) == len(set(tries)) + tries.count(2) - 1, "each layout once"
 
@@ -376,9 +423,43 @@ def test_whether_a_layout_fits_is_asked_of_the_planner(tmp_path: Path) -> None:
     four = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 4})})
     four.check(BYTES_VOCABULARY)
     with pytest.raises(ValueError, match="micro-batch"):
-        controller_of(four, StandInLauncher())
+        run(four)
     assert follows._fits(config)
     assert not follows._fits(four)
+
+
+def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: Path) -> None:
+    """They are counted as room, and placement fails each time."""
+
+    def full(*call: Any) -> None:
+        time.sleep(0.05)
+        raise NoRoomError("another job holds the CPUs")
+
+    with pytest.raises(NoRoomError, match="another job holds the CPUs"):
+        run(elastic_config(tmp_path, elastic={"wait_s": 0.5}), StandInLauncher(full, room=4), None, replanned)
+
+
+def test_layouts_that_trained_no_step_are_one_incident_with_the_next(tmp_path: Path) -> None:
+    """Machines are fewer each time ranks are to start, down to one."""
+    train = {"steps": 2, "global_batch": 24}
+    config = elastic_config(
+        tmp_path, parallel={"dp": 4}, train=train, elastic={"min_ranks": 1}, checkpoint={}
+    )
+
+    def fewer(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "start":
+            launcher.room = max(launcher.room - 1, 1)
+
+    launcher = StandInLauncher(fewer, room=4)
+    events = run(config, launcher, None, replanned)
+    assert steps_of(events) == [1, 2]
+    assert told(events) == ["resized"] * 3
+    (line,) = recorded(config, "incidents")
+    assert (line["ranks"], line["steps_lost"]) == ([4, 1], 0)
+    assert line["text"].split("; then ") == [
+        f"not all nodes are there: room for {room} of {room + 1}" for room in (3, 2, 1)
+    ]
+    assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))
 
 
 # -- who keeps whose copies ----------------------------------------------------------------------------------
@@ -390,109 +471,54 @@ def test_copies_change_partners_after_the_state_is_restored(tmp_path: Path) -> N
     config = config_of(
         tmp_path, parallel={"pp": 4}, checkpoint={"copies_every": 1, "every": 100}, model={"layers": 4}
     )
-
-    class Launcher(StandInLauncher):
-        def start(self, ranks: int, avoid: Any = (), stopped: Any = None) -> Any:
-            group = super().start(ranks)
-            restart = group.replace
-
-            def replace(lost: Any) -> None:
-                group.hosts = ["a", "b", "a", "b"]
-                restart(lost)
-
-            group.replace = replace  # type: ignore[method-assign]
-            return group
-
     shifts: list[int] = []
 
-    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dying(method, rank, arguments)
+    def look(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
+        if method == "replace":
+            launcher.groups[-1].hosts = ["a", "b", "a", "b"]
         if method == "pair_copies" and rank == 0:
             shifts.append(arguments[0])
 
-    dying = Once("train_step", 6, died, rank=3)
-    launcher = Launcher(hook, hosts=("a", "a", "b", "b"))
+    launcher = StandInLauncher(all_of(Once("train_step", 6, died, rank=3), look), hosts=("a", "a", "b", "b"))
     events = run(config, launcher)
     assert losses(events) == states(12)
-    assert sum(isinstance(event, StepDone) for event in events) == 12, "no step was lost"
+    assert len(steps_of(events)) == 12, "no step was lost"
     assert shifts == [1], "on hosts a b a b the next rank is on the other host"
 
 
 # -- stopping ------------------------------------------------------------------------------------------------
 
 
+def stopped_at_setup(config: Config, dying: Once | None = None) -> list[Event]:
+    """A run that is stopped when ranks are set up; perhaps again, after one of them has died."""
+
+    def stop(rank: int) -> Exception:
+        controller.stop()
+        return StoppedError()
+
+    at_setup = Once("setup", 1, stop, rank=0)
+    if dying is not None:
+        dying.then = at_setup
+    controller = controller_of(config, StandInLauncher(dying or at_setup))
+    return list(controller.run())
+
+
 def test_a_run_that_is_stopped_before_it_begins_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    controller = controller_of(config, StandInLauncher(lambda *call: stop_in("setup", *call)))
-
-    def stop_in(at: str, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == at:
-            controller.stop()
-            raise StoppedError
-
     with pytest.raises(StoppedError):
-        list(controller.run())
+        stopped_at_setup(config)
     assert not config.run_directory.exists()
 
 
 def test_a_run_that_is_stopped_in_a_recovery_leaves_its_newest_state(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 100, "copies_every": 1})
-    dying = Once("train_step", 6, died)
-
-    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dying(method, rank, arguments)
-        if dying.done and method == "setup":
-            controller.stop()
-            raise StoppedError
-
-    controller = controller_of(config, StandInLauncher(hook))
-    events = list(controller.run())
-    assert [event.step for event in events if isinstance(event, Saved)] == [5]
-    again = run(config, StandInLauncher(), RunOptions(resume=True))
-    assert losses(again) == states(12)[5:]
-
-
-# -- the run's folder is removed -----------------------------------------------------------------------------
-
-
-def test_a_folder_that_is_removed_in_mid_run_is_made_anew(tmp_path: Path) -> None:
-    config = config_of(tmp_path, checkpoint={"every": 100})
-    events: list[Event] = []
-    for event in controller_of(config, StandInLauncher()).run():
-        events.append(event)
-        if isinstance(event, StepDone) and event.record.step == 6:
-            shutil.rmtree(config.run_directory)
-    assert losses(events) == states(12)
-    left = {path.name for path in config.run_directory.iterdir()}
-    assert {"config.yaml", "run-mark", "cluster.json", "model.json", "schedule.txt", "report.json"} <= left
-    lines = (config.run_directory / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 6, "steps 7 to 12"
-    assert CheckpointStore(config.run_directory / "checkpoints").steps() == [12]
-
-
-# -- every call ends -----------------------------------------------------------------------------------------
-
-
-def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
-    assert groups._STEADY.isdisjoint(groups._LONG)
-
-
-# -- ends and disks ------------------------------------------------------------------------------------------
+    assert saves_of(stopped_at_setup(config, Once("train_step", 6, died))) == [5]
+    assert losses(run(config, options=RESUME)) == states(12)[5:]
 
 
 def test_a_stop_in_a_recovery_says_what_is_lost_and_is_never_complete(tmp_path: Path) -> None:
     """All steps are done, and a rank dies in the last save: without copies the newest state is gone."""
-    config = config_of(tmp_path, checkpoint={"every": 5})
-    dying = Once("begin_save", 3, died)
-
-    def hook(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        dying(method, rank, arguments)
-        if dying.done and method == "setup":
-            controller.stop()
-            raise StoppedError
-
-    controller = controller_of(config, StandInLauncher(hook))
-    events = list(controller.run())
+    events = stopped_at_setup(config_of(tmp_path, checkpoint={"every": 5}), Once("begin_save", 3, died))
     finished = events[-1]
     assert isinstance(finished, Finished)
     assert not finished.report["complete"]
@@ -500,128 +526,67 @@ def test_a_stop_in_a_recovery_says_what_is_lost_and_is_never_complete(tmp_path: 
     assert texts[-1] == "stopped in a recovery; the newest checkpoint is of step 10, 12 were done"
 
 
-def test_a_disk_that_does_not_answer_for_a_while_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ESTALE for three steps: training goes on."""
-    config = config_of(tmp_path)
-    exists = Path.exists
-    away = False
-
-    def stale(self: Path, **named: Any) -> bool:
-        if away and self.is_relative_to(config.run_directory):
-            raise OSError(116, "Stale file handle", str(self))
-        return exists(self, **named)
-
-    monkeypatch.setattr(Path, "exists", stale)
-    events: list[Event] = []
-    for event in controller_of(config, StandInLauncher()).run():
-        events.append(event)
-        if isinstance(event, StepDone):
-            away = 4 <= event.record.step < 7
-    assert losses(events) == states(12)
-    assert len((config.run_directory / "metrics.jsonl").read_text().splitlines()) == 12
+def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
+    assert groups._STEADY.isdisjoint(groups._LONG)
 
 
-@pytest.mark.parametrize("copies", [0, 1])
-def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
-) -> None:
-    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
-    keeping = {"every": 4, "asynchronous": False, "copies_every": copies}
-    config = config_of(tmp_path, checkpoint=keeping, elastic={"wait_s": 60.0})
-    steps, dying = CheckpointStore.steps, Once("train_step", 10, died)
-    back: list[bool] = []
+# -- checkpoints that are late, lost or elsewhere ------------------------------------------------------------
 
-    def stale(self: CheckpointStore) -> list[int]:
-        if dying.done and not back:
-            raise OSError(116, "Stale file handle", str(self.directory))
-        return steps(self)
 
-    monkeypatch.setattr(CheckpointStore, "steps", stale)
-    events: list[Event] = []
-    for event in controller_of(config, StandInLauncher(dying)).run():
-        events.append(event)
-        waits = isinstance(event, Incident) and event.kind == "waiting"
-        if dying.done and (waits or isinstance(event, Started)):
-            back.append(True)
-    assert losses(events) == states(12)
-    assert told(events) == ["restarted", "waiting"][: 1 if copies else 2]
+def refusing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: int = 13) -> None:
+    """No checkpoint of a step before this one can be written."""
+    publish = CheckpointStore.publish
+
+    def refuses(self: CheckpointStore, *arguments: Any, **named: Any) -> Path:
+        if named["step"] < before:
+            raise error
+        return publish(self, *arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, "publish", refuses)
 
 
 def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, checkpoint={"copies_every": 1}, failure={"max_restarts": 0})
-
-    def refuses(*arguments: Any, **named: Any) -> Any:
-        raise MirrorError("the mirror cannot be written")
-
-    monkeypatch.setattr(CheckpointStore, "publish", refuses)
+    refusing(monkeypatch, MirrorError("the mirror cannot be written"))
     with pytest.raises(WorkerError, match=DIED):
-        run(config, StandInLauncher(Once("train_step", 7, died)))
+        run(config, Once("train_step", 7, died))
 
 
-def test_a_rescued_checkpoint_comes_to_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though that takes a while."""
-    put = Mirror.put
-
-    def slowly(self: Mirror, checkpoint: Path) -> None:
-        time.sleep(0.5)
-        put(self, checkpoint)
-
-    monkeypatch.setattr(Mirror, "put", slowly)
-    config = config_of(
-        tmp_path,
-        checkpoint={"copies_every": 1, "mirror": str(tmp_path / "mirror")},
-        failure={"max_restarts": 0},
-    )
-    with pytest.raises(WorkerError, match=DIED):
-        run(config, StandInLauncher(Once("train_step", 7, died)))
-    assert list((tmp_path / "mirror" / config.name).glob("*/step-6/manifest.json"))
-
-
-def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: Path) -> None:
-    """They are counted as room, and placement fails each time."""
-    config = elastic_config(tmp_path).model_copy(
-        update={"elastic": ElasticConfig(max_ranks=4, settle_s=0.0, wait_s=0.5)}
-    )
-
-    class Full(StandInLauncher):
-        def start(self, ranks: int, avoid: Any = (), stopped: Any = None) -> Any:
-            time.sleep(0.05)
-            raise NoRoomError("another job holds the CPUs")
-
-    with pytest.raises(NoRoomError, match="another job holds the CPUs"):
-        list(controller_of(config, Full(room=4), None, replan).run())
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, OSError(116, "Stale file handle"))
+    says = r"step 12 is done, but its checkpoint failed \(.*Stale file handle"
+    with pytest.raises(CheckpointError, match=says):
+        run(config_of(tmp_path))
 
 
 def test_growth_that_cannot_be_saved_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full: training goes on with the ranks that there are."""
-    config = elastic_config(tmp_path).model_copy(
-        update={"checkpoint": CheckpointConfig(every=100, asynchronous=False)}
-    )
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": 1, "tp": 1})})
-    publish = CheckpointStore.publish
-
-    def refuses(self: CheckpointStore, *arguments: Any, **named: Any) -> Path:
-        if named["step"] < 12:
-            raise OSError(28, "No space left on device")
-        return publish(self, *arguments, **named)
-
-    monkeypatch.setattr(CheckpointStore, "publish", refuses)
+    refusing(monkeypatch, OSError(28, "No space left on device"), before=12)
     monkeypatch.setattr(resizing, "_NODES_SECONDS", 0.0)
     monkeypatch.setattr(elastic, "_GUESSED_COST_S", -1.0)
 
     def replan(config: Config, _: Any) -> RunPlan:
         raise AssertionError("there is no checkpoint to go on from")
 
-    events = list(controller_of(config, StandInLauncher(room=4), None, replan).run())
+    config = elastic_config(tmp_path, parallel={}, checkpoint=every(100))
+    events = run(config, StandInLauncher(room=4), None, replan)
     assert losses(events) == states(12)
     assert "save-failed" in told(events)
 
 
-# -- checkpoints that are late, lost or elsewhere ------------------------------------------------------------
+def test_a_rescued_checkpoint_comes_to_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though that takes a while."""
+    put = Mirror.put
+    monkeypatch.setattr(Mirror, "put", lambda *given: (time.sleep(0.5), put(*given)))
+    keeping = {"copies_every": 1, "mirror": str(tmp_path / "mirror")}
+    config = config_of(tmp_path, checkpoint=keeping, failure={"max_restarts": 0})
+    with pytest.raises(WorkerError, match=DIED):
+        run(config, Once("train_step", 7, died))
+    assert list((tmp_path / "mirror" / config.name).glob("*/step-6/manifest.json"))
 
 
 @pytest.mark.parametrize("hit", [1, 2])
@@ -629,41 +594,26 @@ def test_a_checkpoint_that_a_failure_has_cost_is_made_up_for(tmp_path: Path, hit
     """A rank dies as it begins one; copies in memory save the steps, and the checkpoint is still wanted."""
     config = config_of(tmp_path, train={"steps": 6}, checkpoint={"every": 3, "copies_every": 1})
     dying = Once("begin_save", hit, died)
-    events = run(config, StandInLauncher(dying))
+    events = run(config, dying)
     assert dying.done
-    (line,) = read_lines(config.run_directory / "incidents.jsonl")
+    (line,) = recorded(config, "incidents")
     assert line["restored_from"] == "copies in memory"
-    assert [event.record.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5, 6]
-    saved = [event.step for event in events if isinstance(event, Saved)]
-    assert len(saved) == 2
-    assert 3 <= saved[0] < 6 == saved[1]
+    assert steps_of(events) == [1, 2, 3, 4, 5, 6]
+    first, last = saves_of(events)
+    assert 3 <= first < 6 == last
     assert isinstance(events[-1], Finished)
     assert events[-1].complete
-
-
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*arguments: Any, **named: Any) -> Any:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(CheckpointStore, "publish", refuses)
-    with pytest.raises(
-        CheckpointError, match=r"step 12 is done, but its checkpoint failed \(.*Stale file handle"
-    ):
-        run(config_of(tmp_path), StandInLauncher())
 
 
 def test_runs_of_one_mirror_go_on_from_their_own_checkpoints(tmp_path: Path) -> None:
     """Two runs save there; their disk is lost, as a volume may be, and they are started again by themselves,
     as the first time: whoever does that need not know whether a run has begun."""
     mirror, again = tmp_path / "mirror", RunOptions(resume=True, again=True)
+    keeping = {"every": 2, "keep": 2, "mirror": mirror.as_uri()}
     configs = [
-        config_of(
-            tmp_path / "runs",
-            train={"steps": 10, "seed": seed},
-            checkpoint={"every": 2, "keep": 2, "mirror": mirror.as_uri()},
-        ).model_copy(update={"name": name})
+        config_of(tmp_path / "runs", train={"steps": 10, "seed": seed}, checkpoint=keeping).model_copy(
+            update={"name": name}
+        )
         for seed, name in enumerate(("a", "b"))
     ]
 
@@ -671,52 +621,17 @@ def test_runs_of_one_mirror_go_on_from_their_own_checkpoints(tmp_path: Path) -> 
         return {str(path): path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
 
     with pytest.raises(ConfigError, match=r"no run in .* to resume"):
-        run(configs[0], StandInLauncher(), RunOptions(resume=True))
+        run(configs[0], options=RESUME)
     for config, until in zip(configs, (4, 6), strict=True):
-        assert losses(run(config, StandInLauncher(), replace(again, until=until))) == states(until)
+        assert losses(run(config, options=replace(again, until=until))) == states(until)
     before = files()
     shutil.rmtree(tmp_path / "runs")
     for config, until in zip(configs, (4, 6), strict=True):
-        events = run(config, StandInLauncher(), again)
+        events = run(config, options=again)
         (started,) = [event for event in events if isinstance(event, Started)]
         assert f"step {until} is read from {mirror.as_uri()}" in " ".join(started.notes)
         assert losses(events) == states(10)[until:]
         others = {path: content for path, content in before.items() if f"/{config.name}/" not in path}
         assert others.items() <= files().items(), "the other run's files are as they were"
         before = files()
-    assert losses(run(configs[0], StandInLauncher(), again)) == [], "nothing is left to do"
-
-
-def test_there_is_a_budget(tmp_path: Path) -> None:
-    """Each life of the ranks does a step, so that it is not the same try again."""
-    config = config_of(tmp_path, failure={"max_restarts": 1})
-    dying = all_of(Once("train_step", 2, died), Once("train_step", 4, died))
-    with pytest.raises(WorkerError, match=DIED):
-        run(config, StandInLauncher(dying))
-    kinds = [line["kind"] for line in read_lines(config.run_directory / "events.jsonl")]
-    assert kinds == ["started", "restarted", "started", "failed"]
-
-
-def test_layouts_that_trained_no_step_are_one_incident_with_the_next(tmp_path: Path) -> None:
-    """Machines are fewer each time ranks are to start, down to one."""
-    config = config_of(
-        tmp_path,
-        parallel={"dp": 4},
-        train={"steps": 2, "global_batch": 24},
-        elastic={"min_ranks": 1, "max_ranks": 4, "settle_s": 0.0},
-    )
-
-    def fewer(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "start":
-            launcher.room = max(launcher.room - 1, 1)
-
-    launcher = StandInLauncher(fewer, room=4)
-    events = list(controller_of(config, launcher, None, replan).run())
-    assert [event.record.step for event in events if isinstance(event, StepDone)] == [1, 2]
-    assert told(events) == ["resized"] * 3
-    (line,) = read_lines(config.run_directory / "incidents.jsonl")
-    assert (line["ranks"], line["steps_lost"]) == ([4, 1], 0)
-    assert line["text"].split("; then ") == [
-        f"not all nodes are there: room for {room} of {ranks}" for room, ranks in ((3, 4), (2, 3), (1, 2))
-    ]
-    assert line["recovered_after_seconds"] == pytest.approx(sum(line["parts"].values()))
+    assert losses(run(configs[0], options=again)) == [], "nothing is left to do"

@@ -1,5 +1,6 @@
 """How a run's schedule cuts collectives: by default, by profile, by plan, by file."""
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,18 @@ import pytest
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.combining import combine
 from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
-from braid.actors.stage.messages import Samples
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.partitions import mega_scale, with_partitions
 from braid.scheduling.memory import DTYPE_BYTES
-from braid.scheduling.operators import Stream
+from braid.scheduling.plan import Plan
 from braid.scheduling.planner.cluster import plan_of
 from braid.scheduling.planner.decide import anything, evaluate, measured, outcome_of
 from braid.scheduling.profile import Profile, with_piece_costs
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
+from tests.actors.test_profiling import operators_of, samples_of
 from tests.scheduling.plans import cluster
 
 VOCABULARY = 256
@@ -32,16 +33,13 @@ RATES = (2e8, 2e10)
 def configured(
     sequence: int = 64, micro_batch: int = 2, tp: int = 2, dtype: str = "fp32", **overlap: Any
 ) -> Config:
-    model = {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence}
-    return parse_config(
-        {
-            "name": "run",
-            "model": model,
-            "train": {"global_batch": 8, "micro_batch": micro_batch, "dtype": dtype},
-            "parallel": {"tp": tp},
-            "overlap": {"schedule": "intra_batch", **overlap},
-        }
-    )
+    content = {
+        "model": {"hidden": 256, "layers": 2, "heads": 4, "sequence": sequence},
+        "train": {"global_batch": 8, "micro_batch": micro_batch, "dtype": dtype},
+        "parallel": {"tp": tp},
+        "overlap": {"schedule": "intra_batch", **overlap},
+    }
+    return parse_config(content)
 
 
 def shape_of(config: Config) -> ModelShape:
@@ -63,12 +61,12 @@ def simulated(config: Config, rate: float, pieces: int) -> float:
 
 
 def test_two_pieces_without_a_profile_none_without_gathers() -> None:
-    config = configured()
-    assert build_schedule(config, shape_of(config)).partitions == mega_scale(2)
-    alone = configured(tp=1)
-    assert build_schedule(alone, shape_of(alone)).partitions == ()
-    whole = configured(schedule="megatron")
-    assert build_schedule(whole, shape_of(whole)).partitions == ()
+    for config, found in (
+        (configured(), mega_scale(2)),
+        (configured(tp=1), ()),
+        (configured(schedule="megatron"), ()),
+    ):
+        assert build_schedule(config, shape_of(config)).partitions == found
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -85,38 +83,26 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
     """Two sizes of a gather, of 1 us + 1 ns a byte; a layer's own takes 5 us."""
     config = configured()
     parts = model_graphs(config, shape_of(config))
-    solo = {
-        op.key: [5000]
-        for part in parts.values()
-        for graph in (part.forward, part.backward)
-        for op in graph.operators
-    }
-    samples = Samples(
-        solo_ns=solo,
-        together={},
-        spares={},
-        handling={},
-        spare_of={},
-        transfers={"tp/all_gather": [(8000, 9000), (1000, 2000)]},
-        streams={"tp": Stream.INTRA},
-        norm_ns_per_parameter=[1.0],
-        optimizer_ns_per_parameter=[1.0],
-        hardware="test",
-    )
-    profile = combine([samples], parts)
+    samples = samples_of(config, random.Random(0), 0.5)
+    solo = {op.key: [5000] for op in operators_of(parts)}
+    transfers = {"tp/all_gather": [(8000, 9000), (1000, 2000)]}
+    profile = combine([replace(samples, solo_ns=solo, transfers=transfers, together={})], parts)
     fit = profile.transfers["tp/all_gather"]
     assert (fit.latency_ns, fit.ns_per_byte) == (pytest.approx(1000), 1.0)
-    assert profile.streams == {"tp": Stream.INTRA}
     cut = with_partitions(parts, mega_scale(4), config.layout())
     costs = with_piece_costs(profile, cut.values())
     assert costs.solo_ns["layer/mlp_gather.2of4"] == 1000 + 4000 // 4
     assert costs.solo_ns["layer/mlp_in.2of4"] == 5000 // 4
 
 
+def planned() -> Plan:
+    """The plan of `configured`."""
+    config, spec = configured(), cluster(gpus=2, intra=2e8)
+    return plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+
+
 def test_a_plan_says_how(tmp_path: Path) -> None:
-    config = configured()
-    spec = cluster(gpus=2, intra=2e8)
-    plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    plan = planned()
     (partition,) = plan.setting.partitions
     text = plan.to_yaml()
     now = f"pieces: {partition.pieces}\n"
@@ -124,8 +110,8 @@ def test_a_plan_says_how(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     for pieces in (2, 3, 8):
         file.write_text(text.replace(now, f"pieces: {pieces}\n"))
-        planned = configured(plan=str(file))
-        assert build_schedule(planned, shape_of(planned)).partitions == mega_scale(pieces)
+        config = configured(plan=str(file))
+        assert build_schedule(config, shape_of(config)).partitions == mega_scale(pieces)
     short = configured(sequence=12, plan=str(file))
     with pytest.raises(ConfigError, match=r"^overlap\.plan=.* is for model=sequence 64, the configuration"):
         build_schedule(short, shape_of(short))
@@ -143,27 +129,20 @@ NONSENSE = {
         "mesh: [2, 2]\n    order: [0, 1]",
         "partition tp/all_gather: mesh=2x2 has 4 ranks, the axis tp has 2",
     ),
-    "operators": (
-        "operators: 1",
-        "operators: 0",
-        "operators=0 are cut along dim='tokens'",
-    ),
+    "operators": ("operators: 1", "operators: 0", "operators=0 are cut along dim='tokens'"),
 }
 
 
 @pytest.mark.parametrize(("was", "now", "cause"), NONSENSE.values(), ids=NONSENSE)
 def test_a_plan_edited_into_nonsense(tmp_path: Path, was: str, now: str, cause: str) -> None:
-    config = configured()
-    spec = cluster(gpus=2, intra=2e8)
-    plan = plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
-    text, count = re.subn(was, now, plan.to_yaml(), count=1)
+    text, count = re.subn(was, now, planned().to_yaml(), count=1)
     assert count == 1
     file = tmp_path / "plan.yaml"
     file.write_text(text)
-    planned = configured(plan=str(file))
-    for profile in (None, profile_of(config, RATES[0])):
+    config = configured(plan=str(file))
+    for profile in (None, profile_of(configured(), RATES[0])):
         with pytest.raises(ConfigError, match=r"^overlap\.plan") as caught:
-            build_schedule(planned, shape_of(planned), profile)
+            build_schedule(config, shape_of(config), profile)
         assert cause in str(caught.value)
         assert "\n" not in str(caught.value)
 

@@ -72,12 +72,8 @@ def test_folders_of_the_dead_are_removed(places: Path, monkeypatch: pytest.Monke
             assert not unlocked.exists()
             assert not reused.exists()
             assert renamed.exists()
-    assert sorted(path.name for path in places.glob("[bs]*")) == [
-        renamed.name,
-        "braid-other",
-        "braid-spans",
-        "something",
-    ]
+    left = {path.name for path in places.glob("[bs]*")}
+    assert left == {renamed.name, "braid-other", "braid-spans", "something"}
 
 
 def test_a_link_is_not_followed(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +103,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "program.py"
     script.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TMPDIR": str(long)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment, command = {**os.environ, "TMPDIR": str(long)}, [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("0\n", "")
     assert list(long.iterdir()) == []

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 class Rank:
     """Rank 0 fails at once, rank 1 answers when it may."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, address: str) -> None:
         self._rank = rank
 
     def one_fails(self, gate: str) -> str:
@@ -99,11 +99,6 @@ def _read_slowly(seconds: float) -> SlowToRead:
     return SlowToRead(seconds)
 
 
-def serve(rank: int, address: str) -> Rank:
-    """What the processes serve."""
-    return Rank(rank)
-
-
 Start = Callable[..., Any]
 
 
@@ -113,12 +108,25 @@ def start(tmp_path: Path) -> Iterator[Start]:
     groups: list[Any] = []
 
     def made(ranks: int, **sections: Any) -> Any:
-        groups.append(ProcessLauncher(small_config(tmp_path, **sections), serve=serve).start(ranks))
+        groups.append(ProcessLauncher(small_config(tmp_path, **sections), serve=Rank).start(ranks))
         return groups[-1]
 
     yield made
     for one in groups:
         one.shutdown()
+
+
+def wake(group: Any) -> None:
+    """Until both ranks have shown that they live."""
+    while group._awake != {0, 1}:
+        group.call_all(Rank.takes_long_to_read, 0.1)
+
+
+def replaced(group: Any, lost: int, ranks: int = 2) -> None:
+    """A rank, and no other, is given up; one in its place answers."""
+    assert group.interrupt(1) == [lost]
+    group.replace([lost])
+    assert group.call_all(Rank.echo, "second") == [f"second {rank}" for rank in range(ranks)]
 
 
 def test_an_answer_that_nobody_waits_for_is_no_others(start: Start, tmp_path: Path) -> None:
@@ -155,9 +163,7 @@ def test_answers_that_come_together_all_count(
     with pytest.raises(WorkerError, match=f"rank {first}: its process") as caught:
         group.call_all(Rank.both_fail, first)
     assert caught.value.died
-    assert group.interrupt(1) == [first]
-    group.replace([first])
-    assert group.call_all(Rank.echo, "second") == ["second 0", "second 1"]
+    replaced(group, first)
 
 
 def test_an_end_that_takes_long_is_told_before_it_is_over(start: Start) -> None:
@@ -166,16 +172,12 @@ def test_an_end_that_takes_long_is_told_before_it_is_over(start: Start) -> None:
     with pytest.raises(WorkerError, match="rank 0: its process is ending") as caught:
         group.call(0, Rank.closes)
     assert caught.value.died
-    assert group.interrupt(1) == [0]
-    group.replace([0])
-    assert group.call(0, Rank.echo, "second") == "second 0"
+    replaced(group, 0, ranks=1)
 
 
 def test_a_large_answer_that_is_read_makes_no_rank_silent(start: Start) -> None:
     group = start(2, failure={"silence_s": 1.5})
-    group.call_all(Rank.echo, "awake")
-    while group._awake != {0, 1}:
-        group.call_all(Rank.takes_long_to_read, 0.1)
+    wake(group)
     assert [one.seconds for one in group.call_all(Rank.takes_long_to_read, 4.0)] == [4.0, 0.0]
 
 
@@ -184,14 +186,12 @@ def test_a_stopped_rank_whose_pipe_is_full_hangs_nobody(start: Start) -> None:
     group = start(2, failure={"silence_s": 1.5})
     large = bytes(32 << 20)
     assert group.call_all(Rank.size, large) == [32 << 20] * 2
-    while group._awake != {0, 1}:
-        group.call_all(Rank.takes_long_to_read, 0.1)
+    wake(group)
     child = group._children[1].process
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match="rank 1: has not answered"):
         group.call_all(Rank.size, large)
-    assert group.interrupt(1) == [1]
-    group.replace([1])
+    replaced(group, 1)
     assert group.call_all(Rank.size, large) == [32 << 20] * 2
 
 
@@ -200,15 +200,12 @@ def test_a_call_that_hangs_ends_though_the_rank_answers(
 ) -> None:
     monkeypatch.setattr(group, "_CALL_SECONDS", 4.0)
     ranks = start(2, cluster={"group_timeout_s": 1.0})
-    while ranks._awake != {0, 1}:
-        ranks.call_all(Rank.takes_long_to_read, 0.1)
+    wake(ranks)
     text = r"rank 1: has not finished within 4 s, though it answers \(hangs\)"
     with pytest.raises(WorkerError, match=text) as caught:
         ranks.call_all(Rank.hangs, str(tmp_path / "never"))
     assert not caught.value.died
-    assert ranks.interrupt(1) == [1], "it does not drop what it is at"
-    ranks.replace([1])
-    assert ranks.call_all(Rank.echo, "second") == ["second 0", "second 1"]
+    replaced(ranks, 1)  # it does not drop what it is at
 
 
 def test_a_wish_to_stop_is_heard_while_ranks_are_waited_for(start: Start, tmp_path: Path) -> None:

@@ -17,14 +17,9 @@ from braid.actors.controller.combining import _imbalance, combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.profiling import (
-    Profiled,
-    find_or_measure,
-    known_profile,
-    profile_key,
-)
+from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
 from braid.actors.stage.messages import COMPUTE, Samples, Together
-from braid.scheduling.operators import Stream
+from braid.scheduling.operators import Operator, Part, Stream
 from braid.scheduling.profile import Profile, parse_profile
 
 VOCABULARY = 256
@@ -49,13 +44,11 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
     parts = model_graphs(config, config.check(VOCABULARY))
     solo: dict[str, list[int]] = {}
     spare_of: dict[str, str] = {}
-    for part in parts.values():
-        for op in (*part.forward.operators, *part.backward.operators):
-            key = op.key
-            time = 1_000_000 if op.kind.communicates else 800_000
-            solo[key] = [round(time * draw.uniform(0.999, 1.001)) for _ in range(9)]
-            if op.kind.communicates:
-                spare_of[key] = "tp/one"
+    for op in operators_of(parts):
+        time = 1_000_000 if op.kind.communicates else 800_000
+        solo[op.key] = [round(time * draw.uniform(0.999, 1.001)) for _ in range(9)]
+        if op.kind.communicates:
+            spare_of[op.key] = "tp/one"
     together = {
         (key, "tp/one"): [
             Together(operator_ns=0, other_ns=0, both_ns=round(1_800_000 - oef * 800_000)) for _ in range(7)
@@ -79,6 +72,20 @@ def samples_of(config: Config, draw: random.Random, oef: float) -> Samples:
         optimizer_ns_per_parameter=[2.0, 3.0, 4.0],
         hardware="CPU made up",
     )
+
+
+def combined(config: Config, seed: int, oef: float, pair: Sequence[Together]) -> Profile:
+    """A profile of one rank on which one pair was measured as given."""
+    samples = samples_of(config, random.Random(seed), oef)
+    together = {**samples.together, ("layer/qkv", "tp/one"): [*pair]}
+    parts = model_graphs(config, config.check(VOCABULARY))
+    return combine([replace(samples, together=together)], parts)
+
+
+def operators_of(parts: Mapping[str, Part]) -> list[Operator]:
+    return [
+        op for part in parts.values() for graph in (part.forward, part.backward) for op in graph.operators
+    ]
 
 
 def test_ranks_are_combined(tmp_path: Path) -> None:
@@ -105,27 +112,20 @@ def test_ranks_are_combined(tmp_path: Path) -> None:
 
 def test_an_unsure_pair_counts_for_little(tmp_path: Path) -> None:
     """One pair that was measured as -1 once in a while does not get a value of its own."""
-    config, draw = config_of(tmp_path), random.Random(2)
-    parts = model_graphs(config, config.check(VOCABULARY))
-    samples = samples_of(config, draw, 0.8)
     wild = [1_160_000 + place * 900_000 * (place % 2) for place in range(5)]
-    together = dict(samples.together)
-    together["layer/qkv", "tp/one"] = [Together(operator_ns=0, other_ns=0, both_ns=ns) for ns in wild]
-    profile = combine([replace(samples, together=together)], parts)
+    pair = [Together(operator_ns=0, other_ns=0, both_ns=ns) for ns in wild]
+    profile = combined(config_of(tmp_path), 2, 0.8, pair)
     assert profile.oef["gemm|intra"] == pytest.approx(0.8, abs=0.02)
     assert 1 - profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.8, abs=0.05)
 
 
 def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None:
     """GEMMs of 0.8 ms take a tenth longer beside transfers of 1 ms, and those half as long again."""
-    config, draw = config_of(tmp_path), random.Random(3)
-    parts = model_graphs(config, config.check(VOCABULARY))
-    samples = samples_of(config, draw, 0.75)
+    draw = random.Random(3)
     both = 0.88e6 + 1e6 - 0.88e6 / 1.5  # the transfer's last part runs alone
     times = [round(both * draw.uniform(0.99, 1.01)) for _ in range(20)] + [10_000_000]
-    together = dict(samples.together)
-    together["layer/qkv", "tp/one"] = [Together(operator_ns=880_000, other_ns=ns, both_ns=ns) for ns in times]
-    profile = combine([replace(samples, together=together)], parts)
+    pair = [Together(operator_ns=880_000, other_ns=ns, both_ns=ns) for ns in times]
+    profile = combined(config_of(tmp_path), 3, 0.75, pair)
     assert profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(0.1, abs=0.01)
     assert profile.slowdown("layer/mlp_gather", "layer/qkv") == pytest.approx(0.5, abs=0.05)
     assert profile.slowdown("layer/qkv", "intra") == profile.slowdown("layer/qkv.dgrad", "intra")
@@ -134,20 +134,14 @@ def test_what_compute_and_transfers_suffer_is_told_apart(tmp_path: Path) -> None
 
 def test_an_operator_in_the_middle_of_a_transfer_runs_beside_it_as_long_as_it_lasts(tmp_path: Path) -> None:
     """GEMMs of 0.8 ms begin at any time within transfers of 1 ms, and lose a tenth of the time together."""
-    config, draw = config_of(tmp_path), random.Random(4)
-    parts = model_graphs(config, config.check(VOCABULARY))
-    samples = samples_of(config, draw, 0.75)
-    together = dict(samples.together)
-    together["layer/qkv", "tp/one"] = []
+    draw, pair = random.Random(4), []
     for _ in range(20):
         delay = draw.randrange(900_000)
         beside = min(1_000_000 - delay, round(800_000 / 0.9))  # of it a tenth is lost
         took = 800_000 + round(beside / 10)
-        one = Together(
-            operator_ns=took, other_ns=1_000_000, both_ns=max(1_000_000, delay + took), delay_ns=delay
-        )
-        together["layer/qkv", "tp/one"].append(one)
-    profile = combine([replace(samples, together=together)], parts)
+        both = max(1_000_000, delay + took)
+        pair.append(Together(operator_ns=took, other_ns=1_000_000, both_ns=both, delay_ns=delay))
+    profile = combined(config_of(tmp_path), 4, 0.75, pair)
     assert profile.slowdown("layer/qkv", "layer/mlp_gather") == pytest.approx(1 / 9, abs=0.005)
     assert profile.slowdown("layer/mlp_gather", "layer/qkv") == pytest.approx(0.0, abs=0.005)
 
@@ -160,10 +154,7 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
     found = find_or_measure(config, shape, launcher)
     assert not found.reused
     assert found.path.is_file()
-    parts = model_graphs(config, shape)
-    for part in parts.values():
-        for op in (*part.forward.operators, *part.backward.operators):
-            assert found.profile.solo(op.key) >= 0
+    assert all(found.profile.solo(op.key) >= 0 for op in operators_of(model_graphs(config, shape)))
     assert found.profile.solo_ns["layer/qkv"] > 0
     for handling in (found.profile.issue_ns, found.profile.take_ns):
         assert 0 < handling["layer/mlp_gather"] < 1e9
@@ -174,11 +165,8 @@ def test_a_measured_profile_is_used_again_until_something_changes(tmp_path: Path
         profile_key(other, other.check(VOCABULARY), (machine,), {"tp": stream})
         for machine in ("a", "b")
         for stream in (Stream.INTRA, Stream.INTER)
-        for other in (
-            config,
-            config_of(tmp_path, model={"hidden": 64}),
-            config_of(tmp_path, train={"dtype": "fp64"}),
-        )
+        for section in ({}, {"model": {"hidden": 64}}, {"train": {"dtype": "fp64"}})
+        for other in [config_of(tmp_path, **section)]
     }
     assert len(keys) == 12
     found.path.write_text("{}", encoding="utf-8")
@@ -216,13 +204,11 @@ def key_of(config: Config) -> str:
     ],
 )
 def test_what_changes_costs_changes_the_key(tmp_path: Path, sections: Mapping[str, Any]) -> None:
+    """What is computed again costs the same."""
     base = {"parallel": {"tp": 1, "cp": 2, "context": "ring"}} if "parallel" in sections else {}
-    assert key_of(config_of(tmp_path, **base)) == key_of(config_of(tmp_path, **base))
+    again = key_of(config_of(tmp_path, **base, **({} if base else {"train": {"recompute": "full"}})))
+    assert key_of(config_of(tmp_path, **base)) == again
     assert key_of(config_of(tmp_path, **sections)) != key_of(config_of(tmp_path, **base))
-
-
-def test_what_is_computed_again_costs_the_same(tmp_path: Path) -> None:
-    assert key_of(config_of(tmp_path, train={"recompute": "full"})) == key_of(config_of(tmp_path))
 
 
 def test_sources_are_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +316,7 @@ def test_attention_within_documents_is_measured_without_data(tmp_path: Path) -> 
     config = config_of(tmp_path, parallel={"tp": 1, "cp": 2}, data={"document_mask": True})
     shape, launcher = config.check(VOCABULARY), ProcessLauncher(config)
     profile = find_or_measure(config, shape, launcher).profile
-    for part in model_graphs(config, shape).values():
-        for op in (*part.forward.operators, *part.backward.operators):
-            assert profile.solo(op.key) >= 0
+    assert all(profile.solo(op.key) >= 0 for op in operators_of(model_graphs(config, shape)))
 
 
 def test_rows_of_each_group_count_for_the_imbalance_of_a_profile() -> None:

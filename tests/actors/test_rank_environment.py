@@ -4,13 +4,15 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.config.machines import NcclConfig
@@ -19,7 +21,7 @@ from braid.actors.controller import processes
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.rank_environment import gpus_here, rank_environment
 from braid.actors.stage import mesh
-from braid.actors.stage.devices import local_rank
+from braid.actors.stage.devices import local_rank, set_arithmetic
 from braid.kernels.collectives.communicator import Pairs
 
 
@@ -32,11 +34,8 @@ def test_a_lost_peer_does_not_end_the_process() -> None:
     assert "NCCL_ALGO" not in found
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert found["CUDA_MODULE_LOADING"] == "EAGER"
-    assert (found["PYTORCH_CUDA_ALLOC_CONF"], found["NCCL_GRAPH_REGISTER"]) == (
-        "expandable_segments:True",
-        "0",
-    )
-    assert found["OMP_NUM_THREADS"] == "3"
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS")
+    assert [found[name] for name in names] == ["expandable_segments:True", "0", "3"]
 
 
 def test_users_have_the_last_word() -> None:
@@ -111,9 +110,7 @@ def test_a_quota_bounds_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loopback_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*arguments: object, **named: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
+    unreachable = Mock(side_effect=OSError(101, "Network is unreachable"))
     monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
     monkeypatch.setattr(processes.socket, "create_connection", unreachable)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .*ip link set lo up"):
@@ -143,22 +140,10 @@ def test_a_rank_takes_the_device_of_its_number_on_its_host(
     assert [local_rank(rank, hosts) for rank in range(4)] == numbers
 
 
-class Failing:
-    """Its first answer is an error."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def pulse(self) -> int:
-        self.asked += 1
-        if self.asked == 1:
-            raise RuntimeError("CUDA error: of something else")
-        return self.asked
-
-
 def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = multiprocessing.Pipe()
-    thread = threading.Thread(target=processes._answer, args=(theirs, [Failing()]), daemon=True)
+    rank = Mock(pulse=Mock(side_effect=[RuntimeError("CUDA error: of something else"), 2]))
+    thread = threading.Thread(target=processes._answer, args=(theirs, [rank]), daemon=True)
     thread.start()
     answers = []
     for _ in range(2):
@@ -169,6 +154,25 @@ def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.Capture
     ours.close()
     thread.join(10)
     assert "of something else" in capsys.readouterr().err
+
+
+@pytest.fixture
+def arithmetic() -> Iterator[None]:
+    """Torch's switches, which are as before after the test."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    yield
+    set_arithmetic(deterministic=deterministic, tf32=tf32)
+
+
+@pytest.mark.usefixtures("arithmetic")
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_switches_are_as_configured_whatever_a_run_before_has_set(deterministic: bool, tf32: bool) -> None:
+    for turn in (not deterministic, deterministic):
+        set_arithmetic(deterministic=turn, tf32=tf32 == (turn == deterministic))
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert torch.backends.cuda.matmul.allow_tf32 == tf32
 
 
 # -- what communicators are made with ------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Files that a run depends on: what cannot be read is an I/O error with a message; nothing is waited for."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from braid.actors.stage.data import read_index
 from braid.actors.stage.digests import damage, damage_in_share
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.reading import UnreadableError, open_regular
+from braid.actors.stage.reading_ahead import ReadingAhead
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
@@ -41,12 +43,49 @@ def test_a_damaged_manifest_is_damage_and_not_a_rank_s_failure(tmp_path: Path, c
 
 def test_what_ranks_raise() -> None:
     """A ValueError is a message for the user, and so is a file that cannot be read; the rest has a trace."""
-    mistake, unreadable = (
-        raised(1, ValueError("a key"), "trace"),
-        raised(1, UnreadableError("a file"), "trace"),
-    )
-    assert (mistake.user_error, str(mistake)) == (True, "rank 1: a key")
-    assert (unreadable.user_error, str(unreadable)) == (True, "rank 1: a file")
-    disk = raised(1, OSError(5, "Input/output error"), "trace")
-    assert (disk.user_error, str(disk)) == (False, "rank 1: OSError: [Errno 5] Input/output error")
-    assert disk.trace == "trace"
+    for error, users, says in (
+        (ValueError("a key"), True, "a key"),
+        (UnreadableError("a file"), True, "a file"),
+        (OSError(5, "Input/output error"), False, "OSError: [Errno 5] Input/output error"),
+    ):
+        told = raised(1, error, "trace")
+        assert (told.user_error, str(told)) == (users, f"rank 1: {says}")
+    assert told.trace == "trace"
+
+
+# -- the next step's tokens, while this one runs ------------------------------------------------------------
+
+
+def test_the_next_one_is_read_before_it_is_asked_for() -> None:
+    readers: dict[int, str] = {}
+    read = threading.Event()
+
+    def tokens(step: int) -> int:
+        readers[step] = threading.current_thread().name
+        read.set()
+        return step * 10
+
+    ahead = ReadingAhead(tokens)
+    assert ahead.of(0) == 0
+    while 1 not in readers:
+        assert read.wait(10.0)
+    assert [ahead.of(1), ahead.of(2)] == [10, 20]
+    assert readers[0] == threading.current_thread().name
+    assert all(readers[step].startswith("reading") for step in (1, 2))
+    assert ahead.of(1) == 10, "a step is repeated"
+    assert ahead.of(7) == 70, "a run goes on elsewhere"
+    ahead.close()
+
+
+def test_what_goes_wrong_comes_with_its_step() -> None:
+    def tokens(step: int) -> int:
+        if step == 1:
+            raise OSError("the disk is gone")
+        return step
+
+    ahead = ReadingAhead(tokens)
+    assert ahead.of(0) == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        ahead.of(1)
+    assert ahead.of(2) == 2
+    ahead.close()

@@ -4,8 +4,10 @@ import errno
 import io
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,20 +26,19 @@ from tests.end_to_end.runs import small_config
 ODD = st.sampled_from(["", "7", "[]", "{", '"x"', "nonsense {}", "\\u00e9"])
 
 
-def lines_of(steps: list[int], texts: list[str]) -> list[str]:
-    return [json.dumps({"step": step, "text": text}) for step, text in zip(steps, texts, strict=True)]
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(max_size=30), max_size=12), st.data())
-def test_a_file_is_cut_before_a_step(
+def test_the_last_line_is_read_and_a_file_is_cut_before_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], data: st.DataObject
 ) -> None:
     monkeypatch.setattr(json_lines, "_CHUNK_BYTES", data.draw(st.integers(1, 50), label="chunk"))
     steps = sorted(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))))
-    lines = lines_of(steps, texts)
+    lines = [json.dumps({"step": step, "text": text}) for step, text in zip(steps, texts, strict=True)]
     last = data.draw(st.sampled_from(["", '{"step": 0', *lines]), label="a line that was cut short")
     path = tmp_path / "lines.jsonl"
+    odd = data.draw(st.lists(ODD, max_size=4), label="lines that say nothing")
+    path.write_text("".join(f"{line}\n" for line in [*lines, *odd]))
+    assert last_line(path) == (json.loads(lines[-1]) if lines else {})
     path.write_text("".join(f"{line}\n" for line in lines) + last)
     assert last_line(path) == (json.loads(lines[-1]) if lines else {})
     first = data.draw(st.integers(0, 11), label="cut before")
@@ -46,30 +47,20 @@ def test_a_file_is_cut_before_a_step(
     assert path.read_text() == "".join(f"{line}\n" for line in kept)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(max_size=30), max_size=5), st.lists(ODD, max_size=4))
-def test_the_last_line_is_the_last_that_says_something(
-    tmp_path: Path, texts: list[str], odd: list[str]
-) -> None:
-    lines = lines_of(list(range(len(texts))), texts)
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(f"{line}\n" for line in [*lines, *odd]))
-    assert last_line(path) == (json.loads(lines[-1]) if lines else {})
-
-
 def a_record(step: int, **changes: Any) -> StepRecord:
-    numbers = dict.fromkeys(
-        ("loss", "grad_norm", "lr", "seconds", "communication_seconds", "exposed_seconds"), float(step)
-    )
-    rest = {
-        "hidden_fraction": 1.0,
-        "slowdown_seconds": None,
-        "launch_gap_seconds": 0.0,
-        "bubble_seconds": 0.0,
-        "waiting_seconds": 0.0,
-        "exposed_by_axis": {},
-    }
-    return StepRecord(**{"step": step, "tokens": 8, "peak_bytes": (1, 2), **numbers, **rest, **changes})
+    same = ("loss", "grad_norm", "lr", "seconds", "communication_seconds", "exposed_seconds")
+    none = ("launch_gap_seconds", "bubble_seconds", "waiting_seconds")
+    numbers: dict[str, Any] = {**dict.fromkeys(same, float(step)), **dict.fromkeys(none, 0.0)}
+    numbers |= {"hidden_fraction": 1.0, "slowdown_seconds": None, "exposed_by_axis": {}}
+    return StepRecord(**{"step": step, "tokens": 8, "peak_bytes": (1, 2), **numbers, **changes})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    """Of a new run."""
+    made = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+    yield made
+    made.close()
 
 
 def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
@@ -106,10 +97,8 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     directory.close()
 
 
-def test_records_of_older_runs_are_read(tmp_path: Path) -> None:
+def test_records_of_older_runs_are_read(directory: RunDirectory) -> None:
     """Lines that were written before some fields were."""
-    config = small_config(tmp_path)
-    directory = RunDirectory(config, resume=False, overwrite=False)
     directory.append(a_record(1), {"step": 1})
     line = json.loads(directory.metrics.read_text())
     for name in ("waiting_seconds", "exposed_by_axis", "validation_loss"):
@@ -117,12 +106,10 @@ def test_records_of_older_runs_are_read(tmp_path: Path) -> None:
     directory.metrics.write_text(json.dumps(line) + "\n")
     (found,) = directory.rewind(2)
     assert (found.waiting_seconds, found.exposed_by_axis, found.validation_loss) == (0.0, {}, None)
-    directory.close()
 
 
-def test_of_a_long_run_only_the_newest_records_are_kept(tmp_path: Path) -> None:
+def test_of_a_long_run_only_the_newest_records_are_kept(directory: RunDirectory) -> None:
     """And the report counts all of them, from the file."""
-    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
     for step in range(1, 5 * records.WINDOW):
         directory.append(a_record(step), {"step": step})
     newest = directory.rewind(4 * records.WINDOW + 1)
@@ -130,7 +117,6 @@ def test_of_a_long_run_only_the_newest_records_are_kept(tmp_path: Path) -> None:
     assert len(list(directory.records())) == 4 * records.WINDOW
     held = [value for value in vars(directory).values() if isinstance(value, list | dict) and len(value) > 5]
     assert held == []
-    directory.close()
 
 
 def test_tokens_per_second_are_of_the_wall_clock(tmp_path: Path) -> None:
@@ -158,16 +144,15 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_what_is_no_number_is_null_in_files_and_nan_in_records(tmp_path: Path) -> None:
-    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+def test_what_is_no_number_is_null_in_files_and_nan_in_records(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
     held_out = {"validation_loss": math.nan, "validation_bits_per_byte": math.nan}
     skipped = a_record(2, loss=math.nan, grad_norm=math.inf, **held_out, between_seconds={"validation": 1.0})
-    numbers = {
-        "validation_loss": 2.0,
-        "validation_bits_per_byte": 3.0,
-        "between_seconds": {"validation": 1.0},
-    }
-    for record in (a_record(1, **numbers), skipped, a_record(3)):
+    first = a_record(
+        1, validation_loss=2.0, validation_bits_per_byte=3.0, between_seconds={"validation": 1.0}
+    )
+    for record in (first, skipped, a_record(3)):
         directory.append(record, {"step": record.step, "seconds": [math.nan, 1.0]})
     directory.note("guard", 2, 1, "skipped", loss=math.nan)
     back = list(directory.records())
@@ -184,21 +169,11 @@ def test_what_is_no_number_is_null_in_files_and_nan_in_records(tmp_path: Path) -
     written = strict((directory.path / "report.json").read_text())
     assert [step["loss"] for step in written["steps"]] == [1.0, None, 3.0]
     assert written["validation"] == {"loss": None, "bits_per_byte": None}, "the last one was no number"
-    directory.close()
-
-
-class Clock:
-    """What StepClock asks."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_the_clock_says_what_lay_between_two_steps() -> None:
-    now = Clock()
-    clock = StepClock(now)
+    now = SimpleNamespace(now=100.0)
+    clock = StepClock(lambda: now.now)
     with clock.part("save"):
         now.now += 2.0
     now.now += 5.5
@@ -212,8 +187,8 @@ def test_the_clock_says_what_lay_between_two_steps() -> None:
 
 
 def test_what_a_failure_lost_belongs_to_the_next_step() -> None:
-    now = Clock()
-    clock = StepClock(now)
+    now = SimpleNamespace(now=100.0)
+    clock = StepClock(lambda: now.now)
     clock.goes_on(4)  # resumed: of the time before, this process knows nothing
     for step in (5, 6, 7):
         now.now += 3.0
@@ -248,12 +223,11 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, written: list[int]) -> None:
 
 
 def test_a_full_disk_is_tried_after_pauses_and_lines_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(waiting_lines, "_WAITING_BYTES", 40_000)
-    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
     attempts: list[int] = []
     with monkeypatch.context() as patch:
         full_disk(patch, attempts)
@@ -268,11 +242,9 @@ def test_a_full_disk_is_tried_after_pauses_and_lines_are_bounded(
     lines = read_lines(directory.path / "events.jsonl")
     assert [line["step"] for line in lines] == list(range(2001 - len(lines), 2001))
     assert 100 < len(lines) < 2001
-    directory.close()
 
 
-def test_what_waits_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
+def test_what_waits_is_written_at_the_end(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         full_disk(patch, [])
         directory.note("step", 1, 1, "text")
@@ -280,13 +252,11 @@ def test_what_waits_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line["step"] for line in read_lines(directory.path / "events.jsonl")] == [1]
 
 
-def test_folders_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written_are_the_users(tmp_path: Path, directory: RunDirectory) -> None:
     (tmp_path / "file").touch()
     config = small_config(tmp_path).model_copy(update={"runs": tmp_path / "file" / "runs"})
     with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: Not a directory; .*--set runs="):
         RunDirectory(config, resume=False, overwrite=False)
-    directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
     (directory.path / "ranks.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"ranks\.jsonl cannot be written: Is a directory"):
         directory.rewind(1)
-    directory.close()

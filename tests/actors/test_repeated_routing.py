@@ -1,5 +1,6 @@
 """Profiles of experts with the choices of a run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from braid.kernels.operators.router import Router
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Operator
 from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LLAMA
 
 TOKENS, HIDDEN = 4000, 16
@@ -19,9 +20,8 @@ TOKENS, HIDDEN = 4000, 16
 
 def of_experts(experts: int, top_k: int, ep: int, capacity: float = 0.0) -> tuple[Any, Operator]:
     """What there is of a rank's model, and the operator that routes."""
-    fields = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__}
-    more = {"family": "moe", "experts": experts, "top_k": top_k, "capacity_factor": capacity}
-    shape, layout = ModelShape(**{**fields, **more}), ParallelLayout(dp=ep, ep=ep)
+    shape = replace(LLAMA, family="moe", experts=experts, top_k=top_k, capacity_factor=capacity)
+    layout = ParallelLayout(dp=ep, ep=ep)
     part = built_in_parts(part_sizes(shape, layout, 1))["layer"]
     model = SimpleNamespace(shape=shape, layout=layout, context=SimpleNamespace(device=torch.device("cpu")))
     return model, part.forward.named("router")

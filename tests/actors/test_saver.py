@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from braid.actors.config import parse_config
 from braid.actors.controller import manifest, saving
@@ -66,21 +67,45 @@ class Run:
         self.directory = RunDirectory(config, resume=False, overwrite=False)
         self.homes = Homes.of(config, self.directory.identity)
         self.saver = Saver(self.homes, self.directory, config.checkpoint)
-        self.ranks = Ranks()
+        self.ranks: Any = Ranks()
         self.told: list[Saved | Incident] = []
 
     def step(self, step: int) -> None:
-        group: Any = self.ranks
-        self.told += self.saver.step_done(group, step, 1, FACTS)
+        self.told += self.saver.step_done(self.ranks, step, 1, FACTS)
+
+    def steps(self, first: int, last: int, clock: list[float] | None = None, each: float = 0.0) -> None:
+        """Steps, one after the other, and the end of what they have begun."""
+        for step in range(first, last + 1):
+            if clock is not None:
+                clock[0] += each
+            self.step(step)
+        self.finish()
 
     def begin(self, step: int) -> None:
-        group: Any = self.ranks
-        self.told += self.saver.begin(group, step, 1, FACTS)
+        self.told += self.saver.begin(self.ranks, step, 1, FACTS)
+
+    def write(self) -> None:
+        """What was begun is published here, while its copy may be on its way."""
+        self.told += self.saver.finish(self.ranks)
 
     def finish(self) -> None:
-        group: Any = self.ranks
-        self.told += self.saver.finish(group)
+        self.write()
         self.told += self.saver.settle()
+
+    def save(self, *steps: int) -> None:
+        """From the begin to the end, each."""
+        for step in steps:
+            self.begin(step)
+            self.finish()
+
+    @property
+    def mirrored(self) -> list[int]:
+        assert self.homes.mirror is not None
+        return self.homes.mirror.steps()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [event for event in self.told if isinstance(event, Incident)]
 
     @property
     def saved(self) -> list[int]:
@@ -166,11 +191,9 @@ def test_a_save_that_fails_is_tried_three_times_with_the_same_state(
 ) -> None:
     run = start(every=3, asynchronous=asynchronous)
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * times
-    for step in range(1, 7):
-        run.step(step)
-    run.finish()
+    run.steps(1, 6)
     assert run.saved == [3, 6][times - 2 :]
-    told = [event.text for event in run.told if isinstance(event, Incident)]
+    told = [event.text for event in run.incidents]
     ends = ["it is tried again", "it is tried again", "training goes on"][:times]
     assert len(told) == times
     for text, end in zip(told, ends, strict=True):
@@ -185,60 +208,46 @@ def test_neither_training_nor_recovery_waits_for_the_mirror(mirrored: Run, gate:
     begin = time.monotonic()
     for step in (1, 2, 3):
         mirrored.begin(step)
-    group: Any = mirrored.ranks
-    mirrored.told += mirrored.saver.finish(group)
+    mirrored.write()
     assert mirrored.saved == [1, 2, 3], "published, while the first one is on its way still"
     mirrored.begin(4)
     mirrored.saver.abandon()
     assert time.monotonic() - begin < SECONDS
-    assert mirrored.homes.mirror is not None
-    assert mirrored.homes.mirror.steps() == []
+    assert mirrored.mirrored == []
     gate.set()
     mirrored.finish()
-    assert mirrored.homes.mirror.steps() == [3], "what was overtaken while it waited is left out"
-    kept = mirrored.homes.store.steps()
-    assert kept[-1] == 3
+    assert mirrored.mirrored == [3], "what was overtaken while it waited is left out"
+    assert mirrored.homes.store.steps()[-1] == 3
 
 
 def test_what_is_on_its_way_to_the_mirror_is_not_removed(mirrored: Run, gate: threading.Event) -> None:
-    group: Any = mirrored.ranks
     mirrored.begin(1)
-    mirrored.told += mirrored.saver.finish(group)
+    mirrored.write()
     while not mirrored.saver._uploads.in_use():  # type: ignore[union-attr]
         time.sleep(0.01)
     mirrored.begin(2)
-    mirrored.told += mirrored.saver.finish(group)
+    mirrored.write()
     assert mirrored.homes.store.steps() == [1, 2], "1 is read, though one is enough to keep"
     gate.set()
     mirrored.finish()
-    mirrored.begin(3)
-    mirrored.finish()
+    mirrored.save(3)
     assert mirrored.homes.store.steps() == [3]
 
 
 def test_a_mirror_that_fails_is_told_and_changes_nothing_else(
     mirrored: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, _ = fsspec.core.url_to_fs("memory://x")
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no room in the bucket")
-
+    full = Mock(side_effect=OSError("no room in the bucket"))
     with monkeypatch.context() as patch:
-        patch.setattr(type(files), "put_file", full)
-        mirrored.begin(1)
-        mirrored.finish()
-    mirrored.begin(2)
-    mirrored.finish()
+        patch.setattr(MemoryFileSystem, "put_file", full)
+        mirrored.save(1)
+    mirrored.save(2)
     assert mirrored.saved == [1, 2]
-    (told,) = [event.text for event in mirrored.told if isinstance(event, Incident)]
-    assert "step-1 was not copied: no room in the bucket" in told
+    (told,) = mirrored.incidents
+    assert "step-1 was not copied: no room in the bucket" in told.text
     lines = read_lines(mirrored.directory.path / "events.jsonl")
-    assert [(line["kind"], line["generation"]) for line in lines if line["kind"] == "save-failed"] == [
-        ("save-failed", 1)
-    ]
-    assert mirrored.homes.mirror is not None
-    assert mirrored.homes.mirror.steps() == [2]
+    assert [line["generation"] for line in lines if line["kind"] == "save-failed"] == [1]
+    assert mirrored.mirrored == [2]
 
 
 def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
@@ -252,9 +261,8 @@ def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
         return publish(*arguments, **named)
 
     monkeypatch.setattr(saving.CheckpointStore, "publish", slowly)
-    group: Any = run.ranks
     run.begin(1)
-    run.told += run.saver.look(group)  # written: it is being published
+    run.told += run.saver.look(run.ranks)  # written: it is being published
     run.saver.abandon()
     run.ranks.may_write = False
     run.begin(2)
@@ -262,7 +270,7 @@ def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
     assert run.saved == []
     may.set()
     run.saver._publisher.shutdown()
-    run.told += run.saver.look(group)
+    run.told += run.saver.look(run.ranks)
     assert run.saved == [1]
     assert [path.name for path in run.homes.store.directory.glob("step-*")] == ["step-1"]
 
@@ -279,10 +287,7 @@ def test_a_late_publication_leaves_what_later_ranks_write(start: Start) -> None:
 
 def test_checkpoints_are_due_by_time_where_no_steps_are_given(start: Start, clock: list[float]) -> None:
     run = start()
-    for step in range(1, 41):
-        clock[0] += 60.0
-        run.step(step)
-    run.finish()
+    run.steps(1, 40, clock, 60.0)
     assert run.saved == [16, 32], "every 15 minutes"
 
 
@@ -295,11 +300,7 @@ def test_checkpoints_are_due_by_time_where_no_steps_are_given(start: Start, cloc
         ({"every": 10}, 0.0, "a failure costs at most 10 steps of training"),
         ({"every": 10, "every_s": 60}, 60.0, "at most 10 steps or 1 minutes, whichever is less of training"),
         ({"copies_every": 1}, 900.0, "a lost rank costs the step under way"),
-        (
-            {"copies_every": 5, "every_s": 0},
-            0.0,
-            "costs at most 5 steps (checkpoint.copies_every), all ranks",
-        ),
+        ({"copies_every": 5, "every_s": 0}, 0.0, "at most 5 steps (checkpoint.copies_every), all ranks"),
     ],
 )
 def test_what_a_failure_costs_is_told(keeping: dict[str, Any], seconds: float, words: str) -> None:
@@ -320,59 +321,43 @@ def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
 def test_a_full_disk_is_not_tried_again_at_once(start: Start) -> None:
     run = start(every=2)
     run.ranks.failures = ["rank 0: [Errno 122] Disk quota exceeded"]
-    for step in range(1, 7):
-        run.step(step)
-    run.finish()
+    run.steps(1, 6)
     assert run.saved == [4, 6]
-    (told,) = [event.text for event in run.told if isinstance(event, Incident)]
-    assert told == "the checkpoint of step 2 does not fit on the disk; training goes on"
+    (told,) = run.incidents
+    assert told.text == "the checkpoint of step 2 does not fit on the disk; training goes on"
 
 
 def test_a_disk_that_stays_full_is_told_of_after_pauses_that_grow(start: Start, clock: list[float]) -> None:
     run = start(every=1)
     full = "rank 0: [Errno 122] Disk quota exceeded"
     run.ranks.failures = [full] * 190
-    for step in range(1, 191):
-        clock[0] += 7.0
-        run.step(step)
-    run.finish()
-    told = [event.step for event in run.told if isinstance(event, Incident)]
+    run.steps(1, 190, clock, 7.0)
+    told = [event.step for event in run.incidents]
     assert 3 <= len(told) <= 6
     assert told[0] == 1
     gaps = [after - before for before, after in pairwise(told)]
     assert gaps == sorted(gaps)
-    for step in range(191, 194):
-        run.step(step)
-    run.finish()
+    run.steps(191, 193)
     assert run.saved
     run.ranks.failures = [full]
-    run.step(194)
-    run.finish()
-    told = [event.step for event in run.told if isinstance(event, Incident)]
-    assert told[-1] == 194, "full once more, after a save that fitted"
+    run.steps(194, 194)
+    assert run.incidents[-1].step == 194, "full once more, after a save that fitted"
 
 
 def test_after_a_save_that_failed_the_next_one_is_due_soon(start: Start, clock: list[float]) -> None:
     run = start(every=1000)
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * 3
-    for step in range(1000, 1020):
-        clock[0] += 7.0
-        run.step(step)
-    run.finish()
+    run.steps(1000, 1019, clock, 7.0)
     assert run.saved == [1012], "a minute after the third try, not a thousand steps"
 
 
 def test_the_controller_reads_no_checkpoint(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks hash what they write and verify what is there, each its share; here that would take hours."""
-
-    def hashed(*_: Any) -> str:
-        raise AssertionError("the controller hashes")
-
+    hashed = Mock(side_effect=AssertionError("the controller hashes"))
     run = start(every=1)
     with monkeypatch.context() as patch:
         patch.setattr(stage_digests, "_sha256", hashed)
-        run.begin(1)
-        run.finish()
+        run.save(1)
         assert run.saved == [1]
         path = Path(run.homes.newest_good().path)
         asked: list[Path] = []
@@ -400,11 +385,9 @@ def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
         remove(path, *arguments, **named)
 
     monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
-    for step in (1, 2, 3, 4):
-        run.begin(step)
-        run.finish()
+    run.save(1, 2, 3, 4)
     assert run.saved == [1, 2, 3, 4]
-    (told,) = [event for event in run.told if isinstance(event, Incident)]
+    (told,) = run.incidents
     assert "step-1.tmp-old cannot be removed: Device or resource busy" in told.text
     assert run.homes.store.steps() == [4]
 

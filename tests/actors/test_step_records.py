@@ -1,6 +1,7 @@
 """A step's records: what ran, for which block and when, whatever ran in the step before."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -12,7 +13,7 @@ from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Transfer
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.schedule import Pass, PassKind, Strand
-from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
+from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray
 from tests.spans import communication
 
@@ -21,16 +22,7 @@ LABELS = [
     for n in range(4)
     for stream in Stream
 ]
-PASSES = [
-    None,
-    *(
-        Pass(kind, micro_batch, chunk, strand)
-        for kind in PassKind
-        for micro_batch in range(3)
-        for chunk in range(2)
-        for strand in Strand
-    ),
-]
+PASSES = [Pass(*given) for given in product(PassKind, range(3), range(2), Strand)]
 Ran = list[tuple[Label | None, Pass | None, bool, int, int]]
 """Label, or None for a block; block; whether paired; begin and end."""
 
@@ -46,7 +38,7 @@ def a_step(random: Random, program: list[tuple[Label | None, Pass | None, bool]]
 
 def a_program(random: Random) -> list[tuple[Label | None, Pass | None, bool]]:
     return [
-        (random.choice([*LABELS, None]), random.choice(PASSES[1:]), random.random() < 0.5)
+        (random.choice([*LABELS, None]), random.choice(PASSES), random.random() < 0.5)
         if random.random() < 0.8
         else (random.choice(LABELS), None, False)
         for _ in range(random.randrange(60))
@@ -114,7 +106,7 @@ def test_records_say_what_ran(seed: int) -> None:
 
 def test_nothing_is_recorded_unless_asked() -> None:
     recorder = StepRecorder(HostStreams(), recording=False)
-    record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, PASSES[1], True)]))
+    record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, PASSES[0], True)]))
     assert not len(recorder.records())
     assert recorder.numbers(recorder.records()).communication_ns == 0
 
@@ -134,19 +126,32 @@ class _Members:
         return np.stack(rows)
 
 
+def recorders_of(ranks: int) -> list[StepRecorder]:
+    """Of ranks with one clock."""
+    streams = HostStreams()
+    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
+    recorders = [StepRecorder(streams) for _ in range(ranks)]
+    for recorder in recorders:
+        recorder.clear()
+    return recorders
+
+
+def met(recorders: list[StepRecorder]) -> list[OverlapNumbers]:
+    """What each says when all have met, as ranks 5, 6, ..."""
+    for rank, recorder in enumerate(recorders, start=5):
+        recorder.meet(rank, _Members(recorders).exchange)
+    return [recorder.numbers(recorder.records()) for recorder in recorders]
+
+
 @given(st.integers(0, 2**31))
 def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
     """Against counting nanosecond by nanosecond, by the definition, what each of three ranks did."""
-    random = Random(seed)
-    streams = HostStreams()
-    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
-    recorders = [StepRecorder(streams) for _ in range(3)]
+    random, recorders = Random(seed), recorders_of(3)
     both = [label for label in LABELS if label.stream is not Stream.COMPUTE]
     collectives = [(replace(random.choice(both), axis="ep"), random.randrange(1000)) for _ in range(6)]
     seen: list[list[tuple[Label, int, int]]] = []
     busy: list[list[tuple[int, int]]] = []
     for recorder in recorders:
-        recorder.clear()
         own, now = [], random.randrange(100)
         for label, sent in collectives:
             begin = now = now + random.randrange(60)
@@ -159,10 +164,7 @@ def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
         busy.append([(at, at + random.randrange(40)) for at in random.sample(range(500), 4)])
         for begin, end in busy[-1]:
             recorder.compute(LABELS[0], None, begin, end)
-    for rank, recorder in enumerate(recorders, start=5):
-        recorder.meet(rank, _Members(recorders).exchange)
-    for number, recorder in enumerate(recorders):
-        numbers = recorder.numbers(recorder.records())
+    for number, numbers in enumerate(met(recorders)):
         moving, waiting = set[int](), set[int]()
         computing = {t for begin, end in busy[number] for t in range(begin, end)}
         waits: dict[tuple[int, str], list[range]] = {}
@@ -190,33 +192,21 @@ def test_waiting_for_a_peer_is_no_communication(seed: int) -> None:
 
 def test_clocks_that_contradict_each_other_are_set_right() -> None:
     """Rank 1's clock is 5 ms ahead: by it alone, rank 0 would have waited 5 ms for each of its transfers."""
-    streams = HostStreams()
-    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
-    recorders = [StepRecorder(streams) for _ in range(2)]
+    recorders = recorders_of(2)
     label = Label(operator="gather", stream=Stream.INTER, axis="tp", kind=Kind.ALL_GATHER.value)
     for ahead, recorder in zip((0, 5_000_000), recorders, strict=True):
-        recorder.clear()
         for at in range(0, 100_000_000, 1_000_000):
             recorder.transfer(label, None, Transfer(None, None, at + ahead, at + ahead + 200_000))
-    for rank, recorder in enumerate(recorders, start=5):
-        recorder.meet(rank, _Members(recorders).exchange)
-        numbers = recorder.numbers(recorder.records())
-        assert numbers.communication_ns == 100 * 200_000
-        assert numbers.waiting_ns == 0
+    for numbers in met(recorders):
+        assert (numbers.communication_ns, numbers.waiting_ns) == (100 * 200_000, 0)
 
 
 def test_a_shift_waits_for_neighbours_alone() -> None:
     """Of four ranks in a ring, rank 2 issues late: ranks 1 and 3 wait for it, rank 0 does not."""
-    streams = HostStreams()
-    streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
-    recorders = [StepRecorder(streams) for _ in range(4)]
+    recorders = recorders_of(4)
     label = Label(operator="ring", stream=Stream.INTER, axis="cp", kind=Kind.SEND_RECEIVE.value)
-    for place, recorder in enumerate(recorders):
-        recorder.clear()
-        begin = 70 if place == 2 else 10
-        recorder.transfer(label, None, Transfer(None, None, begin, 40 if place == 0 else 100))
-    for rank, recorder in enumerate(recorders, start=5):
-        recorder.meet(rank, _Members(recorders).exchange)
-    numbers = [recorder.numbers(recorder.records()) for recorder in recorders]
+    for recorder, begin, end in zip(recorders, (10, 10, 70, 10), (40, 100, 100, 100), strict=True):
+        recorder.transfer(label, None, Transfer(None, None, begin, end))
+    numbers = met(recorders)
     assert [one.waiting_ns for one in numbers] == [0, 60, 0, 60]
     assert [[wait.peer for wait in one.peer_waits] for one in numbers] == [[], [7], [], [7]]

@@ -1,9 +1,11 @@
 """Runs the command line as a user does: a process of its own, in a session of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,41 +91,29 @@ def write_corpus(folder: Path) -> Path:
 
 def left_running(session: int, patience: float = 3.0) -> list[str]:
     """What still lives in a session after a moment for helper processes to notice their parent's end."""
-    deadline = time.monotonic() + patience
-    while (alive := _processes_in(session)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return alive
 
+    def inside(entry: Path) -> bool:
+        stat = (entry / "stat").read_text().rpartition(")")[2].split()
+        return int(stat[3]) == session and stat[0] != "Z"
 
-def _processes_in(session: int) -> list[str]:
-    alive = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(stat[3]) == session and stat[0] != "Z":
-                    alive.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except (OSError, IndexError):
-                continue
-    return alive
+    return _commands(lambda entry, command: inside(entry), patience)
 
 
 def processes_mentioning(text: str, patience: float = 0.0) -> list[str]:
     """Command lines of live processes that mention a text, such as a cluster's folder, after a while."""
+    return _commands(lambda entry, command: int(entry.name) != os.getpid() and text in command, patience)
+
+
+def _commands(wanted: Callable[[Path, str], bool], patience: float) -> list[str]:
+    """Command lines of processes that are wanted, as soon as there are none, or after so many seconds."""
     deadline = time.monotonic() + patience
-    while (found := _mentioning(text)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
-
-
-def _mentioning(text: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
+    while True:
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # it may end meanwhile, or be none
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if text in command:
-                found.append(command)
-    return found
+                if entry.name.isdigit() and wanted(entry, command):
+                    found.append(command)
+        if not found or time.monotonic() >= deadline:
+            return found
+        time.sleep(0.1)

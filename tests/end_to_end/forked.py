@@ -25,7 +25,7 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -95,11 +95,9 @@ class Command:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -121,14 +119,8 @@ def _server() -> str:
         root = Path(__file__).resolve().parents[2]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        server = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=root,
-            env=environment,
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        server = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True, **pipes)
         assert server.stdin is not None
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
@@ -253,16 +245,10 @@ def _fork_server_of_ranks() -> None:
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, child
 
 
-@contextlib.contextmanager
-def _ended_server(address: str) -> Iterator[None]:
+if __name__ == "__main__":
     try:
-        yield
+        serve(sys.argv[1])
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(address)
-            os.rmdir(os.path.dirname(address))
-
-
-if __name__ == "__main__":
-    with _ended_server(sys.argv[1]):
-        serve(sys.argv[1])
+            os.unlink(sys.argv[1])
+            os.rmdir(os.path.dirname(sys.argv[1]))

@@ -10,8 +10,7 @@ import math
 import random
 import sysconfig
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from braid.actors.config import Config, ParallelConfig, parse_config
+from braid.actors.config import Config, ParallelConfig, TrainConfig, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import Collector, WorkerError, WorkerGroup
+from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone
@@ -75,6 +74,12 @@ class Run:
     directory: Path
     events: tuple[Event, ...]
 
+    @classmethod
+    def of(cls, plan: RunPlan, events: Sequence[Event]) -> "Run":
+        """What became of a plan."""
+        folder = plan.config.run_directory
+        return cls(config=plan.config, shape=plan.shape, directory=folder, events=tuple(events))
+
     @property
     def records(self) -> list[StepRecord]:
         """One per step."""
@@ -96,20 +101,16 @@ class Run:
         """Global gradient norm of every step, before clipping."""
         return [record.grad_norm for record in self.records]
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Final parameters by global name, from the last checkpoint."""
-        return self.parameters_at(len(self.records))
-
-    def parameters_at(self, step: int) -> dict[str, Tensor]:
-        """Parameters by global name from the checkpoint of a step."""
+    def parameters(self, step: int | None = None) -> dict[str, Tensor]:
+        """Parameters by global name, from the checkpoint of a step: the last one."""
+        step = len(self.records) if step is None else step
         reader = dcp.FileSystemReader(self.directory / "checkpoints" / f"step-{step}")
         state: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()
             if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
         }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
             dcp.load(state, storage_reader=reader, no_dist=True)
         return {name.removeprefix("parameter."): tensor for name, tensor in state.items()}
 
@@ -144,38 +145,22 @@ def small_config(path: Path, **overrides: Mapping[str, Any]) -> Config:
     return parse_config({"name": name, "runs": str(path), **content})
 
 
-class KeptRanks:
+def run_plan(config: Config, data: Path | str = "", **more: Any) -> RunPlan:
+    """The plan of a run whose schedule needs no decisions; ``more``: other fields."""
+    shape = config.check(BYTES_VOCABULARY)
+    plan = {"schedule": write(build_schedule(config, shape)), "data": str(data), **more}
+    return RunPlan(config=config, shape=shape, **plan)
+
+
+class KeptRanks(ProcessLauncher):
     """A launcher whose ranks stay for the next run that wants as many: starting them takes most of a short
     run's time. A group that failed is ended and not used again."""
 
     _idle: ClassVar[dict[int, WorkerGroup]] = {}
 
-    def __init__(self, config: Config) -> None:
-        self._fresh = ProcessLauncher(config)
-
-    def check(self, ranks: int) -> None:
-        """As for ranks that are started anew."""
-        self._fresh.check(ranks)
-
-    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
-        """As for ranks that are started anew."""
-        return self._fresh.collector(files, bytes_per_rank)
-
-    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """As for ranks that are started anew."""
-        return self._fresh.capacity(group, avoid)
-
-    def machines(self) -> list[str]:
-        """This one."""
-        return self._fresh.machines()
-
-    def hosts(self, ranks: int) -> list[str]:
-        """One host."""
-        return self._fresh.hosts(ranks)
-
     def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
         """Ranks that an earlier run has left, or new ones."""
-        return _Lent(self._idle.pop(ranks, None) or self._fresh.start(ranks), self._idle)
+        return _Lent(self._idle.pop(ranks, None) or super().start(ranks), self._idle)
 
     @classmethod
     def end(cls) -> None:
@@ -192,10 +177,9 @@ class _Lent:
 
     def __init__(self, group: WorkerGroup, idle: dict[int, WorkerGroup]) -> None:
         self._group, self._idle = group, idle
-        self.addresses, self.hosts, self.describe = group.addresses, group.hosts, group.describe
-        self.call, self.call_all = group.call, group.call_all
-        self.expect, self.interrupt, self.replace = group.expect, group.interrupt, group.replace
-        self.heeding = group.heeding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
 
     def shutdown(self) -> None:
         """Leave the run's process groups and wait for the next run."""
@@ -204,20 +188,18 @@ class _Lent:
         except WorkerError:
             self._group.shutdown()
         else:
-            self._idle[len(self.addresses)] = self._group
+            self._idle[len(self._group.addresses)] = self._group
+
+
+def trained(plan: RunPlan, until: int | None = None, *, resume: bool = False, launcher: Any = None) -> Run:
+    """A run through `Controller` and processes, which may be others than those that are kept."""
+    config, options = plan.config, RunOptions(resume=resume, until=until)
+    return Run.of(plan, list(Controller(plan, launcher or KeptRanks(config), options).run()))
 
 
 def run_layout(path: Path, data: Path, /, until: int | None = None, **overrides: Mapping[str, Any]) -> Run:
-    """Train through `Controller` and processes, perhaps only ``until`` a step.
-
-    ``overrides`` come by section: ``parallel={"tp": 2}``.
-    """
-    config = small_config(path, **overrides)
-    shape = config.check(BYTES_VOCABULARY)
-    schedule = write(build_schedule(config, shape))
-    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-    events = tuple(Controller(plan, KeptRanks(config), RunOptions(until=until)).run())
-    return Run(config=config, shape=shape, directory=config.run_directory, events=events)
+    """Train, perhaps only ``until`` a step; ``overrides`` come by section: ``parallel={"tp": 2}``."""
+    return trained(run_plan(small_config(path, **overrides), data), until)
 
 
 def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -233,22 +215,18 @@ def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[s
     return {**overlap, "plan": str(file)}
 
 
+def whole_model(shape: ModelShape, device: str = "meta", **more: Any) -> StageModel:
+    """The model of a run of one rank, without values."""
+    layout, found = ParallelLayout(), {"dtype": torch.float32, "micro_batch": 1, **more}
+    sizes = part_sizes(shape, layout, found.pop("micro_batch"))
+    place, where = Place.of(layout.mesh, 0), torch.device(device)
+    return StageModel(shape=shape, layout=layout, place=place, sizes=sizes, device=where, **found)
+
+
 def initial_parameters(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     """Initial values of the whole model, by global name."""
-    layout = ParallelLayout()
-    model = StageModel(
-        shape=shape,
-        layout=layout,
-        place=Place.of(layout.mesh, 0),
-        sizes=part_sizes(shape, layout, micro_batch=1),
-        device=torch.device("meta"),
-        dtype=torch.float32,
-    )
-    return {
-        piece.source.name: piece.source.initial(seed)
-        for parameter in model.parameters
-        for piece in parameter.slices
-    }
+    pieces = [piece for parameter in whole_model(shape).parameters for piece in parameter.slices]
+    return {piece.source.name: piece.source.initial(seed) for piece in pieces}
 
 
 def windows(data: Path, split: str, sequence: int) -> Tensor:
@@ -280,11 +258,25 @@ def tokens_of_ranks(shape: ModelShape, parallel: ParallelConfig, micro_batch: in
     return [part for one in own for part in places[:, one].flatten().chunk(parallel.tp)]
 
 
-def run_plain(
-    config: Config,
-    data: Path,
-    trainer_of: Callable[[PlainModel, PlainSettings], PlainTrainer] = PlainTrainer,
-) -> PlainRun:
+def plain_trainer(
+    model: PlainModel, train: TrainConfig, trainer_of: Callable[..., PlainTrainer] = PlainTrainer
+) -> PlainTrainer:
+    """The plain loop, or another one, with a run's settings."""
+    names = PlainSettings.__dataclass_fields__
+    return trainer_of(model, PlainSettings(**{name: getattr(train, name) for name in names}))
+
+
+def plain_steps(
+    trainer: PlainTrainer, train: TrainConfig, data: Path, sequence: int
+) -> Iterator[tuple[float, float]]:
+    """Loss and gradient norm of every step, on the samples that a run takes."""
+    samples = windows(data, "train", sequence)
+    for step in range(train.steps):
+        ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
+        yield trainer.step(step, samples[ids].split(train.micro_batch))
+
+
+def run_plain(config: Config, data: Path, trainer_of: Callable[..., PlainTrainer] = PlainTrainer) -> PlainRun:
     """Do what ``config`` says in this process, one rank, with the plain loop or another one."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
     sizes = PlainSizes.of(shape)
@@ -296,13 +288,10 @@ def run_plain(
     model = ExpertModel(sizes, shape, dtype, groups) if shape.experts else PlainModel(sizes, dtype)
     initial = initial_parameters(shape, train.seed)
     load_named(model, {name: value for name, value in initial.items() if not name.endswith("router.bias")})
-    names = PlainSettings.__dataclass_fields__
-    trainer = trainer_of(model, PlainSettings(**{name: getattr(train, name) for name in names}))
-    samples = windows(data, "train", shape.sequence)
+    trainer = plain_trainer(model, train, trainer_of)
     results, counted = [], []
-    for step in range(train.steps):
-        ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
-        results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
+    for result in plain_steps(trainer, train, data, shape.sequence):
+        results.append(result)
         counted.append(model.take_counted() if isinstance(model, ExpertModel) else [])
     validation = validated(data, shape.sequence, train.validation_samples)
     return PlainRun(

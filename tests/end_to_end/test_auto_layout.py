@@ -13,17 +13,12 @@ from tests.end_to_end.command import braid, write_config, write_corpus
 pytestmark = pytest.mark.alone
 
 
+MODEL = {"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 4, "sequence": 32, "vocabulary": 64}
+
+
 def config_of(**sections: object) -> Config:
-    return parse_config(
-        {
-            "model": {"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 4, "sequence": 32, "vocabulary": 64},
-            "train": {"global_batch": 8, "micro_batch": 1},
-            "parallel": "auto",
-            **sections,
-        },
-        [],
-        source="test",
-    )
+    train = {"global_batch": 8, "micro_batch": 1}
+    return parse_config({"model": MODEL, "train": train, "parallel": "auto", **sections})
 
 
 def layouts(config: Config, room: int) -> set[str]:
@@ -34,27 +29,16 @@ def test_all_layouts_of_the_ranks_there_is_room_for() -> None:
     assert layouts(config_of(), 2) == {"dp 2", "tp 2", "pp 2"}
     assert layouts(config_of(), 1) == {"1 rank"}
     assert layouts(config_of(parallel={"auto": True, "tp": 2}), 4) == {"dp 2 x tp 2", "tp 2 x pp 2"}
-    assert layouts(config_of(overlap={"schedule": "braid", "pipeline": "v"}), 2) == {
-        "dp 2 (folded)",
-        "tp 2 (folded)",
-        "pp 2 (folded)",
-    }
+    folded = config_of(overlap={"schedule": "braid", "pipeline": "v"})
+    assert layouts(folded, 2) == {f"{axis} 2 (folded)" for axis in ("dp", "tp", "pp")}
 
 
 def test_fewer_ranks_where_more_do_not_suit_the_model() -> None:
-    odd = config_of(
-        model={"hidden": 64, "heads": 4, "kv_heads": 4, "layers": 2, "sequence": 32, "vocabulary": 64},
-        train={"global_batch": 4, "micro_batch": 1},
-    )
+    odd = config_of(model={**MODEL, "layers": 2}, train={"global_batch": 4, "micro_batch": 1})
     assert layouts(odd, 7) == layouts(odd, 6) == layouts(odd, 5) == layouts(odd, 4)
+    three = {"hidden": 60, "heads": 3, "kv_heads": 3, "vocabulary": 64}
     with pytest.raises(ConfigError, match=r"no layout of up to 2 ranks: .*parallel\.tp=2"):
-        layouts(
-            config_of(
-                model={"hidden": 60, "heads": 3, "kv_heads": 3, "vocabulary": 64},
-                parallel={"auto": True, "tp": 2},
-            ),
-            2,
-        )
+        layouts(config_of(model=three, parallel={"auto": True, "tp": 2}), 2)
 
 
 def test_of_many_layouts_the_most_promising() -> None:

@@ -16,24 +16,32 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
-from braid.actors.config import Config, TrainConfig, load_config
+from braid.actors.config import Config, load_config
 from braid.actors.stage import exchange as exchanging
-from braid.actors.stage.data import sample_ids
-from braid.actors.stage.hub_files import SINGLE, StoredTensor
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
+from braid.actors.stage.hub_files import StoredTensor
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSizes, load_named
 from braid.jobs.cli import main
 from braid.scheduling.presets.hugging_face import initial_shape
-from tests.end_to_end.command import braid, write_config, write_corpus
 from tests.end_to_end.plain_experts import ExpertModel
-from tests.end_to_end.runs import Run, expected_validation, prepare_text, run_layout, validated, windows
+from tests.end_to_end.runs import (
+    Run,
+    expected_validation,
+    plain_steps,
+    plain_trainer,
+    prepare_text,
+    run_layout,
+    run_plan,
+    small_config,
+    trained,
+    validated,
+)
 from tests.foreign_models import (
     KINDS,
+    LONG,
     SEQUENCE,
-    VOCABULARY,
     LossOf,
     assert_same_bits,
     in_float64,
@@ -68,7 +76,8 @@ LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     **EXPERTS,
 }
 
-
+MOE: Mapping[str, Any] = {"family": "moe", "experts": 4, "top_k": 2}
+QWEN3: Mapping[str, Any] = {**MOE, "expert_ffn": 48, "head_dim": 24, "head_norm": True}
 OURS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "llama, tied, wide heads": {"tied_head": True, "head_dim": 24},
@@ -77,49 +86,27 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {},
     "qwen2": {"tied_head": True, "qkv_bias": True},
     "qwen3": {"head_dim": 24, "head_norm": True},
-    "mixtral": {"family": "moe", "experts": 4, "top_k": 2},
-    "qwen3 moe": {
-        "family": "moe",
-        "experts": 4,
-        "top_k": 2,
-        "expert_ffn": 48,
-        "head_dim": 24,
-        "head_norm": True,
-    },
+    "mixtral": MOE,
+    "qwen3 moe": QWEN3,
     "qwen3 moe, sparse, tied": {
-        "family": "moe",
-        "experts": 4,
+        **QWEN3,
         "top_k": 3,
-        "expert_ffn": 48,
-        "head_dim": 24,
-        "head_norm": True,
         "normalised": False,
         "pattern": "dense layer 2*dense",
         "tied_head": True,
     },
     "phi moe": {
-        "family": "moe",
-        "experts": 4,
-        "top_k": 2,
-        "layer_norm": True,
-        "qkv_bias": True,
-        "projection_bias": True,
-        "head_bias": True,
+        **MOE,
+        **dict.fromkeys(("layer_norm", "qkv_bias", "projection_bias", "head_bias"), True),
         "mixer_jitter": 0.01,
         "rotary_scaling": {
             "factor": 1.0,
-            "factors": [1.0, 1.05, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0],
-            "magnitude": 1.25,
+            "factors": LONG["short_factor"],
+            "magnitude": LONG["short_mscale"],
             "original_sequence": SEQUENCE,
         },
     },
-    "phi moe, bare": {
-        "family": "moe",
-        "experts": 4,
-        "top_k": 2,
-        "layer_norm": True,
-        "mixer_jitter": 0.3,
-    },
+    "phi moe, bare": {**MOE, "layer_norm": True, "mixer_jitter": 0.3},
     "gpt2": {"family": "gpt", "kv_heads": 4, "tied_head": True},
     "gpt2, head of its own, narrow": {"family": "gpt", "kv_heads": 4, "ffn": 100},
 }
@@ -168,18 +155,10 @@ class Exchange:
             model = opened(self.stored(kind))
             model.train(not kind.startswith("phi"))  # where it trains, it draws experts at random
             with in_float64(model) if train.dtype == "fp64" else nullcontext():
-                self._references[key] = self._steps(LossOf(model), train)
+                trainer = plain_trainer(LossOf(model), train)
+                losses, norms = zip(*plain_steps(trainer, train, self.data, SEQUENCE), strict=True)
+                self._references[key] = [*losses], [*norms]
         return self._references[key]
-
-    def _steps(self, model: Any, train: TrainConfig) -> tuple[list[float], list[float]]:
-        names = PlainSettings.__dataclass_fields__
-        trainer = PlainTrainer(model, PlainSettings(**{name: getattr(train, name) for name in names}))
-        samples = windows(self.data, "train", SEQUENCE)
-        results = []
-        for step in range(train.steps):
-            ids = sample_ids(train.seed, len(samples), step * train.global_batch, train.global_batch)
-            results.append(trainer.step(step, samples[ids].split(train.micro_batch)))
-        return [loss for loss, _ in results], [norm for _, norm in results]
 
     def exported(self, run: Run, *options: str) -> Path:
         """What ``braid checkpoint export`` makes of a run."""
@@ -204,6 +183,12 @@ def logits(model: Any, tokens_BS: Tensor) -> Tensor:
     with torch.no_grad():
         found = model.eval()(tokens_BS)
     return found if isinstance(found, Tensor) else found.logits
+
+
+def assert_same_logits(ours: Path, theirs: Path) -> None:
+    """Of two directories, as `transformers` reads them."""
+    tokens = torch.arange(SEQUENCE).unsqueeze(0)
+    assert torch.equal(*(logits(opened(one), tokens) for one in (ours, theirs)))
 
 
 QUICK = [("llama", "tp 2", "fp32"), ("gpt2", "pp 2", "fp32")]
@@ -270,8 +255,7 @@ def test_there_and_back_changes_no_bit(exchange: Exchange, kind: str, layout: st
     target = exchange.exported(run)
     assert_same_bits(tensors_in(target), tensors_in(exchange.stored(kind)))
     assert initial_shape(target, {}) == initial_shape(exchange.stored(kind), {})
-    tokens = torch.arange(SEQUENCE).unsqueeze(0)
-    assert torch.equal(logits(opened(target), tokens), logits(opened(exchange.stored(kind)), tokens))
+    assert_same_logits(target, exchange.stored(kind))
 
 
 @pytest.mark.parametrize(
@@ -284,15 +268,6 @@ def test_experts_in_one_tensor(exchange: Exchange, kind: str) -> None:
     for layout in ("ep 2", "tp 2"):
         run = exchange.run(kind, layout, stacked, until=1, **FROZEN)
         assert_same_bits(tensors_in(exchange.exported(run)), tensors_in(exchange.stored(kind)))
-
-
-def test_the_layout_does_not_show_in_the_file(exchange: Exchange) -> None:
-    stored = exchange.stored("mixtral")
-    files = [
-        (exchange.exported(exchange.run("mixtral", layout, stored, until=1, **FROZEN)) / SINGLE).read_bytes()
-        for layout in ("one rank", "ep 2")
-    ]
-    assert files[0] == files[1]
 
 
 def test_an_export_holds_no_more_than_a_file(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,8 +309,7 @@ def test_many_files(exchange: Exchange, kind: str) -> None:
     tensors = tensors_in(target)
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
     assert_same_bits(tensors, tensors_in(exchange.stored(kind)))
-    tokens = torch.arange(SEQUENCE).unsqueeze(0)
-    assert torch.equal(logits(opened(target), tokens), logits(opened(stored), tokens))
+    assert_same_logits(target, stored)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -351,28 +325,12 @@ def test_16_bits(exchange: Exchange, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_from_the_command_line(exchange: Exchange, tmp_path: Path) -> None:
-    """Sizes from the directory, a relative path; a resumed run does not begin anew."""
-    write_corpus(tmp_path)
-    random_model("llama", SEED).save_pretrained(tmp_path / "weights")
-    data = {"tokenizer": "bytes"}
-    config = write_config(tmp_path, parallel={"tp": 2}, data=data)
-    content = yaml.safe_load(config.read_text()) | {"model": {"initial": "weights"}}
-    config.write_text(yaml.safe_dump(content))
-    first = braid(tmp_path, "train", "run.yaml", "--until", "2")
-    assert first.code == 0, first.errors
-    shape = json.loads((tmp_path / "runs" / "run" / "model.json").read_text())
-    assert (shape["vocabulary"], shape["rotary_base"], shape["sequence"]) == (VOCABULARY, 50_000.0, SEQUENCE)
-    again = braid(tmp_path, "train", "run.yaml", "--resume")
-    assert again.code == 0, again.errors
-    whole = braid(tmp_path, "train", "run.yaml", "--set", "name=whole")
-    assert whole.code == 0, whole.errors
-    resumed, straight = (
-        [json.loads(line)["loss"] for line in (tmp_path / "runs" / n / "metrics.jsonl").open()]
-        for n in ("run", "whole")
-    )
-    assert resumed == straight
-    written = load_config(tmp_path / "runs" / "run" / "config.yaml")
-    assert written.model.shape(257) == load_config(
-        config, [f"model.initial={tmp_path / 'weights'}"]
-    ).model.shape(257)
+def test_a_resumed_run_does_not_begin_anew(exchange: Exchange) -> None:
+    """Nor does the configuration that it has written down."""
+    overrides = {"model": {"initial": str(exchange.stored("llama"))}, "train": {"steps": 4}}
+    folder, data = exchange.data.parent, exchange.data
+    plan, other = (run_plan(small_config(folder / name, **overrides), data) for name in ("resumed", "whole"))
+    begun = trained(plan, until=2)
+    assert begun.losses + trained(plan, resume=True).losses == trained(other).losses
+    written = load_config(plan.config.run_directory / "config.yaml")
+    assert written.model.shape(257) == plan.shape == initial_shape(exchange.stored("llama"), {})

@@ -4,23 +4,20 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import NoRoomError, WorkerGroup
 from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Started, StepDone
 from braid.actors.controller.step_record import StepRecord
-from braid.actors.stage.messages import RunPlan
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
+from tests.end_to_end.runs import Run, run_layout, run_plan, small_config, trained
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.02},
@@ -29,19 +26,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("experts"), 5, files=4)
-
-
 def sections(**more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {key: {**SECTIONS.get(key, {}), **more.get(key, {})} for key in {*SECTIONS, *more}}
-
-
-def planned(config: Config, data: Path) -> RunPlan:
-    shape = config.check(BYTES_VOCABULARY)
-    schedule = write(build_schedule(config, shape))
-    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
 
 
 def check(records: Sequence[StepRecord], run: Run, fixed: Run, error: float = 1e-9) -> None:
@@ -52,7 +38,7 @@ def check(records: Sequence[StepRecord], run: Run, fixed: Run, error: float = 1e
         assert one.experts is not None
         assert other.experts is not None
         assert one.experts.visits == other.experts.visits
-    ours, theirs = run.parameters_at(records[-1].step), fixed.parameters_at(records[-1].step)
+    ours, theirs = run.parameters(records[-1].step), fixed.parameters(records[-1].step)
     assert ours.keys() == theirs.keys()
     assert sum("experts" in name for name in ours) == 3 * fixed.shape.layers
     for name, tensor in ours.items():
@@ -105,22 +91,19 @@ def test_a_run_with_experts_follows_its_nodes(
     checkpoint = {"every": 0, "copies_every": 1, "asynchronous": False}
     config = small_config(tmp_path / "elastic", **own, elastic=elastic, checkpoint=checkpoint)
     launcher = Changing(config)
-    controller = Controller(
-        planned(config, data), launcher, RunOptions(), lambda config, _: planned(config, data)
-    )
+    plan = run_plan(config, data)
+    controller = Controller(plan, launcher, RunOptions(), lambda config, _: run_plan(config, data))
 
-    def leave() -> None:
-        launcher.room, launcher.leaving = 2, True
-
-    def come() -> None:
-        launcher.room, launcher.leaving = 4, False
+    def there_are(room: int, leaving: bool) -> None:
+        launcher.room, launcher.leaving = room, leaving
 
     def kill() -> None:
         launcher.room = 3
         processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
         os.kill(processes[1], signal.SIGKILL)
 
-    changes: list[Callable[[], None]] = [leave, come, *([] if exact else [kill]), controller.stop]
+    changes: list[Callable[[], None]] = [partial(there_are, 2, True), partial(there_are, 4, False)]
+    changes += [*([] if exact else [kill]), controller.stop]
     events: list[Event] = []
     steps = 0
     for event in controller.run():
@@ -137,9 +120,7 @@ def test_a_run_with_experts_follows_its_nodes(
     assert [one["steps_lost"] for one in incidents[:2]] == [0, 0]
     assert all(one["steps_lost"] <= 1 for one in incidents), "its last copy may have been on its way"
     last = {event.record.step: event.record for event in events if isinstance(event, StepDone)}
-    run = Run(
-        config=config, shape=controller._run.plan.shape, directory=config.run_directory, events=tuple(events)
-    )
+    run = Run.of(plan, events)
     fixed = run_layout(
         tmp_path / "fixed",
         data,
@@ -164,8 +145,7 @@ def test_checkpoints_of_experts_are_read_by_other_numbers_of_ranks(tmp_path: Pat
     ):
         config = small_config(tmp_path / "made", **own, parallel=parallel)
         config = config.model_copy(update={"name": "moved", "runs": folder})
-        options = RunOptions(resume=until > 5, until=until)
-        events += Controller(planned(config, data), KeptRanks(config), options).run()
-    records = [event.record for event in events if isinstance(event, StepDone)]
-    run = Run(config=config, shape=fixed.shape, directory=config.run_directory, events=tuple(events))
-    check(records, run, fixed)
+        plan = run_plan(config, data)
+        events += trained(plan, until, resume=until > 5).events
+    run = Run.of(plan, events)
+    check(run.records, run, fixed)

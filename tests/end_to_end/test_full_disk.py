@@ -12,12 +12,9 @@ import pytest
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage.faults import FOLDER, fire, fired_at
-from braid.actors.stage.messages import RunPlan
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
+from tests.end_to_end.runs import KeptRanks, run_plan, small_config, trained
 
 pytestmark = pytest.mark.slow
 
@@ -27,12 +24,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MB: room for records, not for a checkpoint of 3 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(disk)], capture_output=True
-        ).returncode
-    ):
+    command = ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         yield disk
@@ -40,9 +33,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
+def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
+    small_disk: Path, tmp_path: Path, data: Path
+) -> None:
     """All of them, of the steps they were due at; a run goes on from there."""
-    data = prepare_text(tmp_path, 5, files=4)
     mirror = tmp_path / "mirror"
     config = small_config(
         small_disk / "runs",
@@ -50,14 +44,8 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(small_disk: Path, t
         parallel={"tp": 2},
         checkpoint={"every": 5, "mirror": mirror.as_uri(), "keep": 3},
     )
-    shape = config.check(BYTES_VOCABULARY)
-    schedule = write(build_schedule(config, shape))
-    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-
-    def run(options: RunOptions) -> list[Event]:
-        return list(Controller(plan, KeptRanks(config), options).run())
-
-    events = run(RunOptions())
+    plan = run_plan(config, data)
+    events = trained(plan).events
     assert [event.step for event in events if isinstance(event, Saved)] == [5, 10, 12]
     assert isinstance(events[-1], Finished)
     assert events[-1].complete
@@ -68,20 +56,16 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(small_disk: Path, t
     for name in ("step-10", "step-12"):
         assert verify(copies / name).run == mark
     (copies / "step-12" / MANIFEST).unlink()
-    again = run(RunOptions(resume=True))
-    expected = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
-    steps = {event.record.step: event.record.loss for event in again if isinstance(event, StepDone)}
-    assert steps == {step: expected[step] for step in (11, 12)}
+    again = trained(plan, resume=True)
+    assert [record.step for record in again.records] == [11, 12]
+    assert again.losses == [event.record.loss for event in events if isinstance(event, StepDone)][10:]
 
 
-def test_training_goes_on_and_keeps_what_fits(small_disk: Path, tmp_path: Path) -> None:
+def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> None:
     """There is no room for checkpoints, and after some steps none for spans and records either."""
-    data = prepare_text(tmp_path, 5, files=4)
     train = {"steps": 400, "validation_samples": 2}
     config = small_config(small_disk / "runs", train=train, checkpoint={"every": 5})
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
-    controller = Controller(plan, KeptRanks(config), RunOptions())
+    controller = Controller(run_plan(config, data), KeptRanks(config), RunOptions())
     events: list[Event] = []
     told: list[str] = []
 
@@ -119,10 +103,7 @@ def test_a_fault_leaves_its_mark_on_a_full_disk(small_disk: Path) -> None:
     """A drill's next fault may come while the disk is still full."""
     folder = small_disk / FOLDER
     assert fire(folder, "000")
-    with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as filler:
-        while True:
-            filler.write(bytes(1 << 16))
-            filler.flush()
+    _fill(small_disk / "filler")
     before = time.time()
     assert fire(folder, "001")
     assert not fire(folder, "001")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from braid.actors.controller.json_lines import read_lines
 from braid.jobs.drill.hosts import JOB_PORT, Host, ray_cluster, two_hosts
 from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import ROOT, environment, processes_mentioning, write_config, write_corpus
@@ -82,10 +83,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     here = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    nodes = here | {
-        "PYTHONPATH": str(other.parent),
-        "PATH": os.pathsep.join((str(BIN), here["PATH"])),
-    }
+    nodes = here | {"PYTHONPATH": str(other.parent), "PATH": os.pathsep.join((str(BIN), here["PATH"]))}
     with two_hosts() as link, ray_cluster(link.hosts, nodes, cpus=2, job_server=True):
         (session,) = sessions(link.hosts[0])
         yield Cluster(tmp_path, link.hosts[0], here)
@@ -94,9 +92,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     names = {host.namespace for host in link.hosts}
     assert not names & {path.name for path in Path("/run/netns").glob("*")}, "a namespace is left"
     assert processes_mentioning(str(tmp_path)) == []
-    assert not [
-        path for path in Path("/tmp").glob("braid-job-*") if path.stat().st_mtime > other.stat().st_mtime
-    ]
+    jobs = Path("/tmp").glob("braid-job-*")
+    assert not [path for path in jobs if path.stat().st_mtime > other.stat().st_mtime]
 
 
 def sessions(host: Host) -> set[str]:
@@ -104,18 +101,14 @@ def sessions(host: Host) -> set[str]:
     found: set[str] = set()
     for process in host.processes():
         with contextlib.suppress(OSError):  # it may have ended meanwhile
-            found |= set(
-                re.findall(
-                    r"/tmp/braid-[0-9]+-[a-z0-9_]+",
-                    Path(f"/proc/{process}/cmdline").read_bytes().decode(),
-                )
-            )
+            command = Path(f"/proc/{process}/cmdline").read_bytes().decode()
+            found |= set(re.findall(r"/tmp/braid-[0-9]+-[a-z0-9_]+", command))
     return found
 
 
 def steps(run: Path) -> list[int]:
     """The steps that a run has recorded."""
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in read_lines(run / "metrics.jsonl")]
 
 
 def until(process: "subprocess.Popen[str]", text: str) -> list[str]:
@@ -168,11 +161,8 @@ def test_two_jobs_at_once(cluster: Cluster) -> None:
     deadline = time.monotonic() + _PATIENCE
     while (found := _listed(cluster))["plain"]["status"] != "SUCCEEDED" and time.monotonic() < deadline:
         time.sleep(1)
-    assert {name: job["status"] for name, job in found.items()} == {
-        "run": "STOPPED",
-        "run-2": "SUCCEEDED",
-        "plain": "SUCCEEDED",
-    }
+    ended = {"run": "STOPPED", "run-2": "SUCCEEDED", "plain": "SUCCEEDED"}
+    assert {name: job["status"] for name, job in found.items()} == ended
     assert found["plain"]["run"] is None
     assert found["run"]["metadata"]["braid_layout"] == "dp 2"
     assert (cluster.folder / "token").read_text() not in json.dumps(found)

@@ -9,7 +9,7 @@ import torch
 
 from braid.actors.config import ConfigError, parse_config
 from tests.end_to_end.command import braid, write_config, write_corpus
-from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout
+from tests.end_to_end.runs import BYTES_VOCABULARY, run_layout
 
 TOLERANCE = {"fp32": 2e-5, "bf16": 1e-2}
 STEPS = 3
@@ -17,33 +17,20 @@ STEPS = 3
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on the CPU need the interpreter")
 
 
-def trained(path: Path, data: Path, kernels: str, model: dict[str, Any], tp: int, dtype: str) -> Run:
-    """A tiny model's first steps."""
-    train = {"steps": STEPS, "global_batch": 2, "warmup_steps": 1, "validation_samples": 2}
-    return run_layout(
-        path / kernels,
-        data,
-        model={"hidden": 32, "layers": 1, "sequence": 16, **model},
-        train={**train, "dtype": dtype, "kernels": kernels},
-        parallel={"tp": tp},
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "tp", "dtype"),
-    [
-        ({"family": "llama", "kv_heads": 2}, 2, "fp32"),
-        ({"family": "gpt", "kv_heads": 4}, 1, "bf16"),
-    ],
+    [({"kv_heads": 2}, 2, "fp32"), ({"family": "gpt", "kv_heads": 4}, 1, "bf16")],
     ids=["llama, tp 2, fp32", "gpt, bf16"],
 )
 def test_the_curve_of_triton_is_that_of_torch(
-    tmp_path: Path, model: dict[str, Any], tp: int, dtype: str
+    tmp_path: Path, data: Path, model: dict[str, Any], tp: int, dtype: str
 ) -> None:
-    data = prepare_text(tmp_path, seed=tp, files=2)
+    train = {"steps": STEPS, "global_batch": 2, "warmup_steps": 1, "validation_samples": 2, "dtype": dtype}
+    sizes = {"hidden": 32, "layers": 1, "sequence": 16, **model}
     by_torch, by_triton = (
-        trained(tmp_path, data, kernels, model, tp, dtype) for kernels in ("torch", "triton")
+        run_layout(tmp_path, data, model=sizes, train={**train, "kernels": name}, parallel={"tp": tp})
+        for name in ("torch", "triton")
     )
     assert len(by_torch.losses) == STEPS
     assert by_triton.losses == pytest.approx(by_torch.losses, rel=TOLERANCE[dtype], abs=0)

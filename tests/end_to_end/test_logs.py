@@ -81,17 +81,14 @@ def test_wrong_runs_and_ranks(tmp_path: Path) -> None:
 
 def in_a_process(code: str) -> "subprocess.CompletedProcess[str]":
     """Run code that changes where its process writes to."""
-    head = "import sys; from pathlib import Path; from braid.actors.stage.log import write_to\n"
-    return subprocess.run(
-        [sys.executable, "-c", head + code], env=environment(), capture_output=True, text=True
-    )
+    head = "import os, sys; from pathlib import Path; from braid.actors.stage.log import Logged, write_to\n"
+    command = [sys.executable, "-c", head + code]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True)
 
 
 def test_a_full_disk_and_a_missing_folder_end_nothing(tmp_path: Path) -> None:
-    full = in_a_process(
-        "assert write_to(Path('/dev/full'), 'header', anew=False)\n"
-        "print('lost'); print('lost', file=sys.stderr); sys.exit(7)"
-    )
+    wrong = "print('lost'); print('lost', file=sys.stderr); sys.exit(7)"
+    full = in_a_process(f"assert write_to(Path('/dev/full'), 'header', anew=False)\n{wrong}")
     assert (full.returncode, full.stdout, full.stderr) == (7, "", "")
     nowhere = in_a_process(f"print(write_to(Path('{tmp_path}/none/logs/rank-0.log'), 'header', anew=True))")
     assert (nowhere.stdout, nowhere.stderr) == ("False\n", "")
@@ -114,7 +111,7 @@ def test_a_long_log_is_put_aside_and_a_new_run_begins_anew(tmp_path: Path) -> No
 
 def test_a_log_is_put_aside_while_a_rank_writes_to_it(tmp_path: Path) -> None:
     """C++ libraries among those who write; a rank looks whenever it is called."""
-    program = """
+    program = f"""
 class Rank(Logged):
     rank, address = 0, "here"
 
@@ -122,12 +119,11 @@ class Rank(Logged):
         os.write(2, b"words\\n" * 100_000)
 
 rank = Rank()
-rank.open_log(sys.argv[1], 1)
+rank.open_log({str(tmp_path)!r}, 1)
 for _ in range(40):
     rank.work()
 """
-    code = f"import os, sys\nfrom braid.actors.stage.log import Logged\n{program}"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = in_a_process(program)
     assert (done.returncode, done.stderr) == (0, "")
     log = log_file(tmp_path, 0)
     sizes = log.stat().st_size, put_aside(log).stat().st_size

@@ -1,8 +1,6 @@
 """The documented example of a user's own layer trains like the same layer written with autograd."""
 
-import importlib.util
 import pickle
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,28 +9,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from braid.actors.controller.planning import model_graphs, plan_run
+from braid.actors.controller.profiling import measure
 from braid.actors.stage.layers import load_layer, load_layers
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
-from braid.jobs.benchmarks.plain_torch import (
-    Layer,
-    PlainModel,
-    PlainSettings,
-    PlainSizes,
-    PlainTrainer,
-    Rotary,
-    Seen,
-    load_named,
-)
+from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes, Rotary, Seen, load_named
 from braid.jobs.cli import main
-from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.layers import layer_part
-from braid.scheduling.operators import Graph, Kind, Operator, Part
-from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.operators import Kind, Part
 from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
+from tests.actors.test_profiling import operators_of
 from tests.end_to_end.command import ROOT, overlap_of, write_config
-from tests.end_to_end.runs import prepare_text, run_layout, sample_ids, windows
+from tests.end_to_end.runs import (
+    BYTES_VOCABULARY,
+    KeptRanks,
+    Run,
+    plain_steps,
+    plain_trainer,
+    run_layout,
+    run_plan,
+    small_config,
+    whole_model,
+)
 
 EXAMPLE = ROOT / "docs" / "examples" / "parallel_layer.py"
 REFERENCE = f"{EXAMPLE}:ParallelLayer"
@@ -53,30 +51,18 @@ class PlainParallelLayer(Layer):
         return x_BSD + self.projection(self._attention(n_BSD, rotary, seen)) + mlp
 
 
-def plain_losses(
-    shape: ModelShape, own: dict[str, str], settings: PlainSettings, data: Path, batches: list[list[int]]
-) -> list[float]:
-    """The losses of the plain model from the same initial values; kinds of ``own`` are the example."""
+def plain_losses(run: Run, data: Path) -> list[float]:
+    """The losses of the plain model from the same initial values; kinds of the user's own are the example."""
+    shape, own, train = run.shape, run.config.model.own_layers, run.config.train
     sizes = PlainSizes.of(shape)
     model = PlainModel(sizes)
     kinds = [PlainParallelLayer if kind in own else Layer for kind in shape.kinds]
     model.layers = nn.ModuleList(kind(sizes) for kind in kinds)
     model.to(torch.float64)
-    layout = ParallelLayout()
-    ours = StageModel(
-        shape=shape,
-        layout=layout,
-        place=Place.of(layout.mesh, 0),
-        sizes=part_sizes(shape, layout, 1),
-        device=torch.device("meta"),
-        dtype=torch.float64,
-        layers=load_layers(own),
-    )
+    ours = whole_model(shape, dtype=torch.float64, layers=load_layers(own))
     pieces = [piece for parameter in ours.parameters for piece in parameter.slices]
     load_named(model, {piece.source.name: piece.source.initial(0) for piece in pieces})
-    trainer = PlainTrainer(model, settings)
-    samples = windows(data, "train", shape.sequence)
-    return [trainer.step(step, samples[ids].split(2))[0] for step, ids in enumerate(batches)]
+    return [loss for loss, _ in plain_steps(plain_trainer(model, train), train, data, shape.sequence)]
 
 
 @pytest.mark.slow
@@ -84,97 +70,64 @@ def plain_losses(
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("pattern", ["layer", "layer own"])
 def test_own_layer_against_autograd(
-    tmp_path: Path, tp: int, schedule: str, recompute: str, pattern: str
+    tmp_path: Path, data: Path, tp: int, schedule: str, recompute: str, pattern: str
 ) -> None:
-    data = prepare_text(tmp_path, seed=tp)
+    layer = REFERENCE if pattern == "layer" else {"own": REFERENCE}
     run = run_layout(
         tmp_path / "runs",
         data,
-        model={
-            "layer": REFERENCE if pattern == "layer" else {"own": REFERENCE},
-            "layers": 2,
-            "pattern": pattern,
-        },
+        model={"layer": layer, "layers": 2, "pattern": pattern},
         train={"steps": 6, "dtype": "fp64", "recompute": recompute},
         parallel={"tp": tp},
         overlap=overlap_of(schedule),
     )
-    train = run.config.train
-    settings = PlainSettings(**{name: getattr(train, name) for name in PlainSettings.__dataclass_fields__})
-    count = len(windows(data, "train", run.shape.sequence))
-    batches = [
-        sample_ids(train.seed, count, step * train.global_batch, train.global_batch) for step in range(6)
-    ]
-    plain = plain_losses(run.shape, run.config.model.own_layers, settings, data, batches)
-    assert run.losses == pytest.approx(plain, rel=1e-9)
+    assert run.losses == pytest.approx(plain_losses(run, data), rel=1e-9)
 
 
-SHAPE = ModelShape(
-    family="llama",
-    hidden=64,
-    ffn=128,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocabulary=320,
-    sequence=32,
-)
+@pytest.mark.parametrize("degrees", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow)])
+def test_operators_of_all_kinds_are_measured(tmp_path: Path, degrees: dict[str, int]) -> None:
+    """Also where one stage holds one kind and its neighbour another: they send each other messages."""
+    layers = {"layer": {"parallel": REFERENCE}, "pattern": "2*layer 2*parallel", "layers": 4}
+    config = small_config(tmp_path, model={**layers, "hidden": 32, "sequence": 16}, parallel=degrees)
+    shape = config.check(BYTES_VOCABULARY)
+    parts = model_graphs(config, shape)
+    profile = measure(run_plan(config), KeptRanks(config), parts, rounds=2)
+    operators = {op.key for op in operators_of(parts)}
+    assert operators <= set(profile.solo_ns)
+    assert {"layer/qkv", "parallel/qkv"} <= operators
+    taken = plan_run(config.with_schedule("dhelix"), shape, profile).taken
+    assert taken.step_ns > 0
+    paired = {side.unit for sides in taken.code.schedule.programs if len(sides) > 1 for side in sides}
+    assert all(any(kind in unit for unit in paired) for kind in ("layer", "parallel"))
+
+
+SIZES = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+SHAPE = ModelShape(family="llama", **SIZES, vocabulary=320, sequence=32)
 
 
 def part_of(reference: str | None, sizes: PartSizes) -> Part:
     return layer_part(sizes) if reference is None else layer_part(sizes, graph=load_layer(reference).graph)
 
 
-def priced_by_hand(sizes: PartSizes) -> Part:
-    """The example's graph with FLOPs and sizes as they were written before these followed from shapes."""
-    shape, tp, tokens, local = sizes.shape, sizes.tp, sizes.tokens, sizes.local_tokens
-    qkv, hidden = shape.query_width + 2 * shape.kv_width, shape.hidden
-    inner = tokens * shape.ffn // tp
-    elements = {"norm.statistics": local, "attention.saved": tokens * qkv // tp, "activation.saved": inner}
-    elements |= {"attention.out": tokens * shape.query_width // tp, "qkv.out": tokens * qkv // tp}
-    elements |= {f"{name}.out": inner for name in ("mlp_in", "activation")}
-    elements |= {f"{name}.out": tokens * hidden for name in ("gather", "projection", "mlp_out", "sum")}
-    elements |= dict.fromkeys(("x", "norm.out", "scatter.out", "residual.out"), local * hidden)
-    flops = {
-        "qkv": 2 * tokens * hidden * qkv // tp,
-        "attention": 2 * tokens * shape.sequence * shape.query_width // tp,
-        "projection": 2 * tokens * shape.query_width * hidden // tp,
-        "mlp_in": 2 * tokens * hidden * shape.ffn // tp,
-        "mlp_out": 2 * tokens * shape.ffn * hidden // tp,
-    }
-    sent = 2 * tokens * hidden * (tp - 1) // tp
-
-    def priced(graph: Graph) -> Graph:
-        return Graph(operators=tuple(map(of_operator, graph.operators)))
-
-    def of_operator(op: Operator) -> Operator:
-        work = flops.get(op.module, 0) * (2 if op.name == "attention.grad" else 1)
-        return replace(op, flops=work if op.kind is not Kind.ADD else 0, bytes=sent * op.kind.communicates)
-
-    part = part_of(REFERENCE, sizes)
-    values = {}
-    for name, value in part.values.items():
-        whole = re.split("[~@]", name.removeprefix("d."))[0]
-        statistics = tokens * shape.heads // tp if name == "attention.saved" else 0
-        values[name] = replace(value, elements=elements[whole], statistics=statistics)
-    return replace(part, forward=priced(part.forward), backward=priced(part.backward), values=values)
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sequence", [32, 96])
 def test_prices_follow_from_shapes(tp: int, sequence: int) -> None:
-    """To 1e-9 those of a graph that was priced by hand: times, bytes that are sent, bytes that are kept."""
-    layout = ParallelLayout(tp=tp)
-    sizes = part_sizes(replace(SHAPE, kv_heads=4, sequence=sequence), layout, 3)
-    own, theirs = part_of(REFERENCE, sizes), priced_by_hand(sizes)
-    ours, by_hand = (
-        analytic_profile(cluster_preset("a100x8"), layout, {"layer": part}).solo_ns for part in (own, theirs)
-    )
-    assert ours == pytest.approx(by_hand, rel=1e-9)
-    assert own.saved_bytes(2) == theirs.saved_bytes(2)
-    moved = [[op.bytes for op in part.forward.operators] for part in (own, theirs)]
-    assert moved[0] == moved[1]
+    """As if they were written by hand. What is saved: `tests.scheduling.test_memory`."""
+    sizes = part_sizes(replace(SHAPE, kv_heads=4, sequence=sequence), ParallelLayout(tp=tp), 3)
+    shape, tokens = sizes.shape, sizes.tokens
+    flops = {
+        "qkv": 2 * tokens * shape.hidden * (shape.query_width + 2 * shape.kv_width) // tp,
+        "attention": 2 * tokens * sequence * shape.query_width // tp,
+        "projection": 2 * tokens * shape.query_width * shape.hidden // tp,
+        "mlp_in": 2 * tokens * shape.hidden * shape.ffn // tp,
+        "mlp_out": 2 * tokens * shape.ffn * shape.hidden // tp,
+    }
+    part = part_of(REFERENCE, sizes)
+    for op in (*part.forward.operators, *part.backward.operators):
+        work = flops.get(op.module, 0) * (2 if op.name == "attention.grad" else 1)
+        assert op.flops == (work if op.kind is not Kind.ADD else 0), op.name
+        sent = 2 * tokens * shape.hidden * (tp - 1) // tp if op.kind.communicates else 0
+        assert op.bytes == sent, op.name
     assert len(EXAMPLE.read_text().splitlines()) <= 50
 
 
@@ -185,13 +138,6 @@ def test_own_layer_has_half_the_collectives() -> None:
         count = sum(op.kind.communicates for op in graph.operators)
         assert count * 2 == sum(op.kind.communicates for op in theirs.operators)
     assert any(op.kind is Kind.ADD for op in own.backward.operators)
-
-
-def test_example_is_importable_as_it_stands() -> None:
-    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_files_with_dataclasses(tmp_path: Path) -> None:

@@ -31,38 +31,24 @@ def test_train_profiles_once_chooses_and_reports(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     report = json.loads((run / "report.json").read_text())
     overlap = report["overlap"]
-    assert set(overlap) == {
-        "communication_seconds",
-        "hidden_seconds",
-        "hidden_fraction",
-        "slowdown_seconds",
-        "launch_gap_seconds",
-        "bubble_seconds",
-        "waiting_seconds",
-        "alpha",
-        "limit_speedup",
-        "recovered",
-    }
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    seconds = ("slowdown_seconds", "launch_gap_seconds", "bubble_seconds", "waiting_seconds")
+    assert {"hidden_fraction", *seconds} <= {*line} & {*overlap}
     assert 0 < overlap["alpha"] < 1
     assert 1 < overlap["limit_speedup"] <= 2
     assert overlap["communication_seconds"] > 0
+    assert {"hidden_seconds", "recovered"} <= {*overlap}
     assert 0 <= overlap["hidden_fraction"] <= 1
     assert overlap["slowdown_seconds"] is not None
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    for key in (
-        "hidden_fraction",
-        "slowdown_seconds",
-        "launch_gap_seconds",
-        "bubble_seconds",
-        "waiting_seconds",
-    ):
-        assert key in line
     assert json.loads((run / "profile.json").read_text())["source"].startswith("measured: 2 x")
     compared = braid(tmp_path, "compare", str(run / "trace" / "predicted.arrows"), str(run), "--json")
     assert compared.code == 0, compared.errors
     operators = {row["operator"]: row for row in json.loads(compared.output)["operators"]}
     qkv = operators["qkv"]
     assert qkv["first_count"] == qkv["second_count"] == 4 * 2, "micro-batches x layers: no span is lost"
+    odd = [row for row in operators.values() if row["first_count"] != row["second_count"]]
+    assert not odd, "all that is predicted is measured, and the reverse"
+    assert len(operators) > 20
     (decisions,) = (tmp_path / "runs" / "profiles").glob("decisions-*.json")
     written, schedule = decisions.stat().st_ino, (run / "schedule.txt").read_text()
     again = braid(tmp_path, "train", "run.yaml", "--overwrite")

@@ -14,16 +14,14 @@ import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Incident, Saved, StepDone
-from braid.actors.stage.messages import RunPlan
+from braid.actors.controller.records import Incident, Saved, StepDone
 from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed
-from braid.scheduling.schedule_text import write
 from braid.scheduling.trace import KINDS
+from tests.actors.stand_ins import losses
 from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
-from tests.end_to_end.runs import BYTES_VOCABULARY, Run, prepare_text, run_layout, small_config
+from tests.end_to_end.runs import Run, run_layout, run_plan, small_config
 from tests.spans import read_folder
 
 STEPS = 12
@@ -35,11 +33,6 @@ LAYOUTS = (
 EXPERTS = {"family": "moe", "experts": 4, "top_k": 2, "balance_loss": 0.02}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("recovery"), 7, files=4)
-
-
 def killed(
     path: Path, data: Path, kills: Sequence[int], sink: PrometheusSink | None = None, **overrides: Any
 ) -> Run:
@@ -48,8 +41,7 @@ def killed(
     sink: takes the run's metrics.
     """
     config = small_config(path, **overrides)
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
+    plan = run_plan(config, data)
     draw, events = random.Random(str(kills)), []
     left = list(kills)
     feed = None if sink is None else MetricsFeed(config.run_directory, sink)
@@ -62,13 +54,7 @@ def killed(
             processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
             os.kill(draw.choice(processes), signal.SIGKILL)
     assert not left, "every fault fired"
-    return Run(config=config, shape=shape, directory=config.run_directory, events=tuple(events))
-
-
-def last_of_each_step(events: Sequence[Event]) -> list[float]:
-    """Losses; of a step that ran twice, the later one."""
-    found = {event.record.step: event.record.loss for event in events if isinstance(event, StepDone)}
-    return [found[step] for step in sorted(found)]
+    return Run.of(plan, events)
 
 
 @pytest.mark.slow
@@ -84,19 +70,17 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     sink = PrometheusSink()
     run = killed(tmp_path / "killed", data, [2, 8], sink, **sections)
     whole = run_layout(tmp_path / "whole", data, **sections)
-    assert last_of_each_step(run.events) == whole.losses
-    ours, theirs = run.parameters_at(STEPS), whole.parameters_at(STEPS)
+    assert losses(run.events) == whole.losses
+    ours, theirs = run.parameters(STEPS), whole.parameters(STEPS)
     assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
     told = [event for event in run.events if isinstance(event, Incident)]
     assert [event.kind for event in told] == ["restarted", "restarted"]
     assert "all ranks go on as a new generation" in told[0].text
-    lines = [json.loads(line) for line in (run.directory / "incidents.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["steps_lost"], line["generation"]) for line in lines] == [
-        (2, 2, 2),
-        (6, 2, 3),
-    ]
+    lines = read_lines(run.directory / "incidents.jsonl")
+    keys = ("step", "steps_lost", "generation")
+    assert [tuple(line[key] for key in keys) for line in lines] == [(2, 2, 2), (6, 2, 3)]
     assert all(line["recovered_after_seconds"] > 0 for line in lines)
-    steps = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    steps = read_lines(run.directory / "metrics.jsonl")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["generation"] for line in steps] == [2] * 4 + [3] * 8
     logs = "".join(path.read_text() for path in (run.directory / "logs").glob("rank-?.log"))
@@ -104,12 +88,8 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     assert logs.count("Traceback") >= 2, "what the death of a rank was to the other one"
     executed = [record.tokens for record in run.records]
     assert len(executed) > STEPS, "some steps ran twice"
-    totals = {
-        sample.name: sample.value
-        for family in sink.registry.collect()
-        for sample in family.samples
-        if set(sample.labels) == {"run"}
-    }
+    samples = [sample for family in sink.registry.collect() for sample in family.samples]
+    totals = {sample.name: sample.value for sample in samples if set(sample.labels) == {"run"}}
     assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
     assert totals["braid_step_duration_seconds_count"] == len(executed)
     assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)

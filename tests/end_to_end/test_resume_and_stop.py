@@ -1,20 +1,14 @@
-"""A stopped run goes on as if it had not been stopped, in other layouts too; nothing is left behind."""
+"""A run goes on as if it had not been stopped, in other layouts too. How it stops: `test_signals`."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import (
-    braid,
-    left_running,
-    processes_mentioning,
-    start,
-    write_config,
-    write_corpus,
-)
+from braid.actors.controller.json_lines import read_lines
+from tests.end_to_end.command import braid, write_config, write_corpus
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS = (
     (),
@@ -33,8 +27,7 @@ def _set(overrides: tuple[str, ...]) -> list[str]:
 
 def losses(folder: Path, name: str) -> list[float]:
     """The losses of a run, checked to be of the steps 1, 2, 3, ..."""
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_lines(folder / "runs" / name / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["loss"] for record in records]
 
@@ -49,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     """And without the corpus, whose tokens the run has."""
     common, more = ("train", "run.yaml", "--set", "name=moved"), ()
@@ -62,17 +54,6 @@ def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     assert losses(folder, "moved") == pytest.approx(losses(folder, "whole"), rel=1e-9)
 
 
-@pytest.mark.slow
-def test_resume_in_the_same_layout_is_bitwise(folder: Path) -> None:
-    for name, stops in (("straight", ()), ("stopped", ("10",))):
-        common = ("train", "run.yaml", "--set", f"name={name}", "--set", "train.dtype=bf16")
-        for stop in stops:
-            assert braid(folder, *common, "--until", stop).code == 0
-        assert braid(folder, *common, *(("--resume",) if stops else ())).code == 0
-    assert losses(folder, "straight") == losses(folder, "stopped")
-
-
-@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
     before = losses(folder, "whole")
     outcome = braid(folder, "train", "run.yaml", "--set", "name=whole", "--resume")
@@ -81,45 +62,19 @@ def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
     assert losses(folder, "whole") == before
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_leaves_nothing_running(folder: Path) -> None:
-    """It goes to the whole session. Other signals: `test_signals`; on Ray: `test_recovery`."""
-    name = "stopped-by-hand"
-    common = ("train", "run.yaml", "--set", f"name={name}", "--set", "parallel.dp=2")
-    process = start(folder, *common, "--set", "train.steps=100000", "--set", "checkpoint.every=0")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "stopped early; go on with --resume" in output
-    assert "Traceback" not in errors
-    assert left_running(process.pid) == []
-    assert processes_mentioning(f"name={name}") == []
-    steps = len(losses(folder, name))
-    checkpoints = folder / "runs" / name / "checkpoints"
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", f"step-{steps}"]
-
-
-@pytest.mark.slow
 def test_report_has_what_it_promises(folder: Path) -> None:
     report_file = folder / "report.json"
     arguments = ("--set", "name=reported", "--set", "parallel.tp=2", "--report", str(report_file))
     assert braid(folder, "train", "run.yaml", *arguments, "--until", "4").code == 0
     report = json.loads(report_file.read_text())
     assert report == json.loads((folder / "runs" / "reported" / "report.json").read_text())
-    assert [set(step) for step in report["steps"]] == [
-        {"step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens"}
-    ] * 4
+    keys = {"step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens"}
+    assert [set(step) for step in report["steps"]] == [keys] * 4
     assert all(step["wall_seconds"] >= step["seconds"] for step in report["steps"])
     assert report["tokens_per_s"] > 0
     assert 0 < report["validation"]["bits_per_byte"] < 9
     assert report["layout"]["tp"] == 2
     assert len(report["memory"]["peak_bytes"]) == 2
     assert 0 < report["communication"]["exposed_seconds"] <= report["communication"]["seconds"]
-    directory = folder / "runs" / "reported"
-    assert {"config.yaml", "cluster.json", "schedule.txt", "metrics.jsonl"} <= {
-        path.name for path in directory.iterdir()
-    }
+    files = {path.name for path in (folder / "runs" / "reported").iterdir()}
+    assert {"config.yaml", "cluster.json", "schedule.txt", "metrics.jsonl"} <= files

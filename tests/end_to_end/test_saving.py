@@ -11,17 +11,15 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Incident, Saved, StepDone
 from braid.actors.stage import checkpoint
 from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.global_state import UPDATES
-from braid.actors.stage.messages import RunPlan, Written
+from braid.actors.stage.messages import Written
 from braid.actors.stage.worker import Worker
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, prepare_text, small_config
+from tests.end_to_end.runs import KeptRanks, run_plan, small_config
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +33,7 @@ def events_of(path: Path, data: Path, launcher: Any, **keeping: Any) -> Iterator
     config = small_config(
         path, parallel={"tp": 2}, train=train, checkpoint={"every": 4, "keep": 9, **keeping}
     )
-    shape = config.check(BYTES_VOCABULARY)
-    schedule = write(build_schedule(config, shape))
-    plan = RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-    return Controller(plan, launcher(config), RunOptions()).run()
+    return Controller(run_plan(config, data), launcher(config), RunOptions()).run()
 
 
 def troubled(rank: int, address: str) -> Worker:
@@ -73,10 +68,9 @@ def tensors(events: list[Event]) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def test_what_is_saved_is_the_state_of_its_step_however_late_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the second try, too: as in a run that waits for its saves."""
-    data = prepare_text(tmp_path, 13, files=3)
     gate = tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
     events: list[Event] = []

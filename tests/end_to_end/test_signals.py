@@ -7,19 +7,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from braid.actors.controller.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
     environment,
     left_running,
+    processes_mentioning,
     start,
     write_config,
     write_corpus,
 )
 
 pytestmark = pytest.mark.slow
+
+ALONE: dict[str, Any] = {"env": environment(), "text": True, "start_new_session": True}
 
 
 @pytest.fixture
@@ -31,13 +36,10 @@ def folder(tmp_path: Path) -> Path:
 
 def steps_done(folder: Path, least: int) -> None:
     """Wait until so many steps are on record."""
-    metrics = folder / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= least:
-            return
+    while len(read_lines(folder / "runs" / "run" / "metrics.jsonl")) < least:
+        assert time.monotonic() < deadline, "no steps are done"
         time.sleep(0.05)
-    raise AssertionError("no steps are done")
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -46,31 +48,26 @@ def checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)],
+    [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)],
     ids=lambda one: one.name,
 )
 def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(folder: Path, number: int) -> None:
-    """And one to the command alone a moment before, as ``timeout`` sends them."""
-    command = subprocess.Popen(
-        [sys.executable, "-m", "braid", "train", "run.yaml"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """Ctrl-C; others with one to the command alone a moment before, as ``timeout`` sends them."""
+    options: dict[str, Any] = {**ALONE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = subprocess.Popen([sys.executable, "-m", "braid", "train", "run.yaml"], cwd=folder, **options)
     steps_done(folder, 3)
-    os.kill(command.pid, number)
+    if number != signal.SIGINT:
+        os.kill(command.pid, number)
     os.killpg(command.pid, number)
     output, errors = command.communicate(timeout=60)
     assert command.returncode == 130, errors
     assert "stopped early; go on with --resume" in output
     assert errors == ""
     (saved,) = checkpoints(folder)
-    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = read_lines(folder / "runs" / "run" / "metrics.jsonl")
     assert saved == f"step-{len(lines)}", "no step is lost"
     assert not left_running(command.pid)
+    assert not processes_mentioning(str(folder))
 
 
 def test_a_second_signal_ends_a_run_at_once_and_says_what_is_left(folder: Path) -> None:
@@ -94,16 +91,7 @@ def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str)
     """`| head -3`."""
     shell = f"{sys.executable} -m braid train run.yaml --set train.steps=6 --launcher {launcher} | head -2"
     script = f"{shell}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        start_new_session=True,
-        check=False,
-    )
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, timeout=180, **ALONE)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
     told = [line for line in done.stderr.splitlines() if line.startswith("braid: ")]

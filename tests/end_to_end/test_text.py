@@ -77,10 +77,8 @@ def test_a_model_of_my_own_text_ends_where_texts_end(
     data: dict[str, Any] = {"files": ["mine.jsonl.zst"], "validation_fraction": 0}
     end, number = "<|endoftext|>", 256
     if tokenizer == "own":
-        end, number = (
-            "<stop>",
-            train_tokenizer(tmp_path / "mine.json", ["</s>", "<stop>"]).token_to_id("<stop>"),
-        )
+        end, number = "<stop>", 1
+        assert train_tokenizer(tmp_path / "mine.json", ["</s>", end]).token_to_id(end) == number
         data |= {"tokenizer": "mine.json", "end_token": end}
     write_config(
         tmp_path,
@@ -92,10 +90,8 @@ def test_a_model_of_my_own_text_ends_where_texts_end(
     said = command("train", "run.yaml")
     assert f"documents end with token {number}, {end!r}" in said
     (index,) = (tmp_path / "runs" / "data").glob("*/index.json")
-    assert (json.loads(index.read_text())["end_token"], json.loads(index.read_text())["end_of_document"]) == (
-        end,
-        number,
-    )
+    content = json.loads(index.read_text())
+    assert (content["end_token"], content["end_of_document"]) == (end, number)
     command("checkpoint", "export", "runs/run", "exported")
     assert goes_on(tmp_path / "exported", "one sheep,") == DOCUMENTS[0]
     assert GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == number
@@ -119,44 +115,29 @@ def test_tokenizer_and_settings_of_imported_weights_come_back(
     theirs = tmp_path / "theirs"
     model = random_model("llama", 0)
     model.config.bos_token_id, model.config.eos_token_id = 0, 2
-    model.generation_config = GenerationConfig(
-        temperature=0.7, do_sample=True, eos_token_id=[2], bos_token_id=0
-    )
+    ends: dict[str, Any] = {"eos_token_id": [2], "bos_token_id": 0}
+    model.generation_config = GenerationConfig(temperature=0.7, do_sample=True, **ends)
     model.save_pretrained(theirs)
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<stop>").save_pretrained(
-        theirs
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<stop>")
+    fast.save_pretrained(theirs)
     content = {"model": {"initial": "theirs"}, "data": {"files": ["mine.jsonl.zst"], "end_token": end}}
-    (tmp_path / "run.yaml").write_text(
-        json.dumps({**content, "train": {"steps": 1, "global_batch": 2, "micro_batch": 2}})
-    )
-    command("train", "run.yaml", "--launcher", "processes")
+    content["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 2}
+    (tmp_path / "run.yaml").write_text(json.dumps({**content, "cluster": {"launcher": "processes"}}))
+    command("train", "run.yaml")
     command("checkpoint", "export", "runs/run", "ours")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (theirs / name).read_bytes()
-    settings = json.loads((theirs / "generation_config.json").read_text())
-    ends = [2] if end is None else [2, 1]
-    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text()) == {
-        **settings,
-        "eos_token_id": ends,
-    }
+    settings, found = (
+        json.loads((folder / "generation_config.json").read_text()) for folder in (theirs, tmp_path / "ours")
+    )
+    assert found == {**settings, "eos_token_id": [2] if end is None else [2, 1]}
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (0, ends)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, found["eos_token_id"])
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (theirs, tmp_path / "ours"))
     assert before(DOCUMENTS)["input_ids"] == after(DOCUMENTS)["input_ids"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    command(
-        "train",
-        "run.yaml",
-        "--launcher",
-        "processes",
-        "--set",
-        "name=other",
-        "--set",
-        "data.tokenizer=bytes",
-        "--set",
-        "data.end_token=null",
-    )
+    others = ("name=other", "data.tokenizer=bytes", "data.end_token=null")
+    command("train", "run.yaml", *(word for one in others for word in ("--set", one)))
     command("checkpoint", "export", "runs/other", "other")
     kept = json.loads((tmp_path / "other" / "generation_config.json").read_text())
     assert (kept["temperature"], kept["eos_token_id"], kept.get("bos_token_id")) == (0.7, 256, None)

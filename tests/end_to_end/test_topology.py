@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import find_or_measure
 from braid.actors.controller.records import Event, Started
-from braid.actors.stage.messages import RunPlan
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule_text import write
-from tests.end_to_end.runs import BYTES_VOCABULARY, prepare_text, small_config
+from tests.end_to_end.runs import BYTES_VOCABULARY, run_plan, small_config, trained
 from tests.spans import length_ns, read_folder, spans_of
 
 pytestmark = pytest.mark.slow
@@ -24,10 +21,8 @@ pytestmark = pytest.mark.slow
 
 def run(config: Any, data: Path, launcher: Any) -> tuple[list[Event], TraceFolder]:
     """A run's events and its spans."""
-    shape = config.check(BYTES_VOCABULARY)
-    plan = RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=str(data))
-    events = list(Controller(plan, launcher, RunOptions()).run())
-    return events, read_folder(config.run_directory)
+    events = trained(run_plan(config, data), launcher=launcher).events
+    return list(events), read_folder(config.run_directory)
 
 
 def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> None:
@@ -40,12 +35,8 @@ def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> N
             name, place = span.operator, mesh.position(span.rank)
             what, _, axis = name.partition(" ")
             stage, last = place["pp"], mesh.sizes["pp"] - 1
-            if what == "send":
-                other = stage + (1 if axis == "F" else -1)
-            elif axis == "ends":
-                other = last - stage
-            else:
-                other = stage
+            other = last - stage if axis == "ends" else stage
+            other += {"F": 1, "B": -1}[axis] if what == "send" else 0
             ranks = [span.rank, mesh.rank_at({**place, "pp": other})]
             if other == stage:
                 ranks = mesh.members(place, (axis or "tp",))
@@ -59,13 +50,13 @@ def places(*hosts: str) -> list[Place]:
     return [Place(machine=host) for host in hosts]
 
 
-def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
+def test_all_three_lanes_are_busy(tmp_path: Path, data: Path) -> None:
     """tp 2 inside each of two nodes, dp 2 between them."""
     config = small_config(
         tmp_path / "runs", parallel={"tp": 2, "dp": 2}, train={"steps": 2}, overlap={"schedule": "wavelet"}
     )
     launcher = ProcessLauncher(config, places("a", "a", "b", "b"))
-    events, traces = run(config, prepare_text(tmp_path, 7, files=4), launcher)
+    events, traces = run(config, data, launcher)
     assert not [note for event in events if isinstance(event, Started) for note in event.notes]
     check_spans(traces, config.layout().mesh, ["a", "a", "b", "b"])
     for rank in range(4):
@@ -74,13 +65,13 @@ def test_all_three_lanes_are_busy(tmp_path: Path) -> None:
             assert length_ns((s.start_ns, s.end_ns) for s in spans if s.stream is stream) > 0
 
 
-def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path) -> None:
+def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path, data: Path) -> None:
     """Of three stages on the nodes a, b, a the first and the last share a table, inside a node."""
     config = small_config(
         tmp_path / "runs", parallel={"pp": 3}, model={"layers": 3, "tied_head": True}, train={"steps": 2}
     )
     hosts = ["a", "b", "a"]
-    _, traces = run(config, prepare_text(tmp_path, 7, files=4), ProcessLauncher(config, places(*hosts)))
+    _, traces = run(config, data, ProcessLauncher(config, places(*hosts)))
     check_spans(traces, config.layout().mesh, hosts)
     found = {(span.operator.partition(" ")[2], span.stream) for span in spans_of(traces.step(1))}
     assert {("ends", Stream.INTRA), ("F", Stream.INTER), ("B", Stream.INTER)} <= found
@@ -102,15 +93,11 @@ def test_a_profile_knows_what_every_axis_goes_over_and_both_links_at_once(
     layer = model_graphs(config, shape, profile.streams)["layer"].forward
     local, cross = layer.named("attention_gather"), layer.named(exchange)
     assert (local.stream, cross.stream) == (Stream.INTRA, Stream.INTER)
-    assert {
-        "inter<intra",
-        "intra<inter",
-        f"{local.key}<inter",
-        f"{cross.key}<intra",
-    } <= profile.slowdowns.keys()
+    pairs = {"inter<intra", "intra<inter", f"{local.key}<inter", f"{cross.key}<intra"}
+    assert pairs <= profile.slowdowns.keys()
 
 
-def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> None:
+def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path, data: Path) -> None:
     """The profile, and with it the plan, knows; who trains is told; results are what they were."""
     losses = []
     for number, hosts in enumerate((("a", "b"), ("a", "a"))):
@@ -121,13 +108,12 @@ def test_a_tensor_group_over_two_nodes_is_said_and_priced(tmp_path: Path) -> Non
         inter = hosts == ("a", "b")
         assert profile.streams == {"tp": Stream.INTER if inter else Stream.INTRA}
         assert profile.classes["layer/attention_gather"] == ("inter" if inter else "intra")
-        events, traces = run(config, prepare_text(tmp_path / f"data{number}", 7, files=4), launcher)
+        events, traces = run(config, data, launcher)
         check_spans(traces, config.layout().mesh, hosts)
         (notes,) = [event.notes for event in events if isinstance(event, Started)]
         assert bool(notes) == inter
         if inter:
-            assert (
-                "1 of 1 tensor-parallel groups lie over several nodes (rank 0 on a, rank 1 on b)" in notes[0]
-            )
+            says = "1 of 1 tensor-parallel groups lie over several nodes (rank 0 on a, rank 1 on b)"
+            assert says in notes[0]
         losses.append([event.record.loss for event in events if hasattr(event, "record")])
     assert losses[0] == losses[1]

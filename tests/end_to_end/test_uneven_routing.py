@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.data import sample_ids
-from braid.jobs.benchmarks.plain_torch import PlainSettings, PlainSizes, PlainTrainer, load_named
+from braid.jobs.benchmarks.plain_torch import PlainSizes, load_named
 from braid.jobs.display import experts_line
 from tests.end_to_end.plain_experts import ExpertModel
-from tests.end_to_end.runs import Run, prepare_text, run_layout, tokens_of_ranks, windows
+from tests.end_to_end.runs import (
+    Run,
+    plain_steps,
+    plain_trainer,
+    prepare_text,
+    run_layout,
+    tokens_of_ranks,
+)
 from tests.foreign_models import random_model
 
 SEED, STEPS, EXPERTS = 11, 6, 4
@@ -29,6 +35,7 @@ MODEL = {"family": "moe", "experts": EXPERTS, "top_k": 2}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text on whose tokens such routers agree."""
     return prepare_text(tmp_path_factory.mktemp("uneven"), SEED)
 
 
@@ -65,12 +72,8 @@ def test_losses_are_those_of_plain_pytorch(tmp_path: Path, data: Path, liked: st
     groups = tokens_of_ranks(shape, run.config.parallel, settings.micro_batch)
     plain = ExpertModel(PlainSizes.of(shape), shape, torch.float64, groups)
     load_named(plain, begin.parameters())
-    names = PlainSettings.__dataclass_fields__
-    trainer = PlainTrainer(plain, PlainSettings(**{name: getattr(settings, name) for name in names}))
-    samples = windows(data, "train", shape.sequence)
-    for step, record in enumerate(run.records):
-        ids = sample_ids(settings.seed, len(samples), step * settings.global_batch, settings.global_batch)
-        loss, norm = trainer.step(step, samples[ids].split(settings.micro_batch))
+    steps = plain_steps(plain_trainer(plain, settings), settings, data, shape.sequence)
+    for record, (loss, norm) in zip(run.records, steps, strict=True):
         assert record.loss == pytest.approx(loss, rel=1e-9, abs=0)
         assert record.grad_norm == pytest.approx(norm, rel=1e-9, abs=0)
         counted, found = plain.take_counted(), record.experts

@@ -14,6 +14,14 @@ from tests.end_to_end.command import ROOT, braid, left_running, start, write_con
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a corpus and a configuration."""
+    write_corpus(tmp_path)
+    write_config(tmp_path)
+    return tmp_path
+
+
 def _check(folder: Path, says: tuple[str, ...], *arguments: str) -> None:
     before = {path for path in folder.rglob("*") if "data" not in path.parts}
     outcome = braid(folder, *arguments, timeout=100)
@@ -40,14 +48,12 @@ def test_texts_that_are_none(tmp_path: Path, text: bytes, says: tuple[str, ...])
     _check(tmp_path, says, "train", "run.yaml")
 
 
-def test_run_directory_in_use(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    write_config(tmp_path)
-    lock = tmp_path / "runs" / "run" / ".lock"
+def test_run_directory_in_use(folder: Path) -> None:
+    lock = folder / "runs" / "run" / ".lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        _check(tmp_path, ("runs/run", "in use", "--set name="), "train", "run.yaml")
+        _check(folder, ("runs/run", "in use", "--set name="), "train", "run.yaml")
 
 
 def test_damaged_checkpoints(tmp_path: Path) -> None:
@@ -70,10 +76,8 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     _check(tmp_path, says, "train", "run.yaml", "--resume")
 
 
-def test_other_data_or_model_cannot_resume(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    write_config(tmp_path)
-    assert braid(tmp_path, "train", "run.yaml", "--until", "2").code == 0
+def test_other_data_or_model_cannot_resume(folder: Path) -> None:
+    assert braid(folder, "train", "run.yaml", "--until", "2").code == 0
     for override, says in (
         ("model.layers=2", ("layers=4", "layers=2")),
         ("train.seed=7", ("seed=0", "7", "sample order")),
@@ -84,7 +88,7 @@ def test_other_data_or_model_cannot_resume(tmp_path: Path) -> None:
         if "pattern" in override:
             example = ROOT / "docs" / "examples" / "parallel_layer.py"
             arguments += ["--set", f"model.layer.own={example}:ParallelLayer"]
-        _check(tmp_path, says, *arguments)
+        _check(folder, says, *arguments)
 
 
 def test_ray_cluster_too_small(tmp_path: Path) -> None:
@@ -97,14 +101,12 @@ def test_ray_cluster_too_small(tmp_path: Path) -> None:
     assert left_running(process.pid) == []
 
 
-def test_unreachable_address(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    write_config(tmp_path)
+def test_unreachable_address(folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         options = ("--launcher", "ray", "--address", f"127.0.0.1:{port}")
         says = (f"127.0.0.1:{port}", "does not answer", "ray start")
-        _check(tmp_path, says, "train", "run.yaml", *options)
+        _check(folder, says, "train", "run.yaml", *options)
     options = ("--launcher", "ray", "--address", "nowhere")
-    _check(tmp_path, ("nowhere", "HOST:PORT"), "train", "run.yaml", *options)
+    _check(folder, ("nowhere", "HOST:PORT"), "train", "run.yaml", *options)

@@ -31,11 +31,6 @@ class Judged(Step):
     before: float
     """Simulated by the profile before the rounds."""
 
-    @property
-    def error_before(self) -> float:
-        """That of the profile before the rounds."""
-        return abs(self.before - self.measured) / self.measured
-
 
 def agreement(files: Sequence[Path]) -> dict[str, Any]:
     """Of all cases and each; `ValueError` for a file that is not such a result.
@@ -71,7 +66,7 @@ def _errors(steps: Sequence[Judged]) -> dict[str, float]:
     return {
         "median_error": median(step.error for step in steps),
         "worst_error": max(step.error for step in steps),
-        "error_before": median(step.error_before for step in steps),
+        "error_before": median(abs(step.before - step.measured) / step.measured for step in steps),
     }
 
 

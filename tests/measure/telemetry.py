@@ -23,23 +23,18 @@ import numpy as np
 from braid.actors.config import Config, load_config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerGroup
-from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import StepDone
 from braid.actors.controller.span_files import SpanFiles, socket_collector
-from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
 from braid.actors.stage.span_stream import SocketSink, SpanStream
 from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import RECORD, Labels
 from braid.scheduling.trace import Label
 from tests.end_to_end.command import ROOT
+from tests.end_to_end.runs import run_plan
 from tests.spans import read_folder
-
-DEMO = ROOT / "jobs" / "recipes" / "demo.yaml"
 
 ON, OFF = "with", "without"
 TURN = 5
@@ -48,19 +43,14 @@ PER_STEP = 2000
 """Spans that a made-up step has."""
 
 
-def run(config: Config, *, steps: int = 60, seconds: float = 5.0) -> dict[str, Any]:
-    """Measure the price on a configuration and the stream's throughput."""
-    with tempfile.TemporaryDirectory(prefix="braid-bench-") as name:
-        folder = Path(name)
-        return {
-            "price": measure_price(config, folder, steps),
-            "throughput": [
-                measure_throughput(folder, ranks=2, rate=rate, seconds=seconds) for rate in (None, 200_000.0)
-            ],
-        }
+class KeepingLauncher(ProcessLauncher):
+    """Keeps the ranks it has started, to speak to them between steps."""
 
+    group: WorkerGroup
 
-# -- price -------------------------------------------------------------------------------------------------
+    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
+        self.group = super().start(ranks, avoid)
+        return self.group
 
 
 def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
@@ -70,10 +60,17 @@ def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     their own, such as which core a rank's threads are on. The first turns do not count.
     """
     turns = -(-steps // TURN)
-    data = prepare_text(folder)
-    side = _side(config, folder, 2 * TURN * (turns + 1))
-    launcher = _KeepingLauncher(side)
-    events = Controller(_plan(side, data), launcher, RunOptions()).run()
+    content = config.model_dump(mode="json")
+    content["runs"] = str(folder)
+    content["telemetry"]["spans"] = True
+    content["train"] |= {"steps": 2 * TURN * (turns + 1), "validate_every": 0}
+    content["data"]["validation_fraction"] = 0.0
+    if config.overlap.needs_profile:
+        content["overlap"]["schedule"] = "wavelet"  # two strands, and nothing to measure first
+    content["cluster"] |= {"launcher": "processes", "cpus_per_rank": 0.25}
+    plan = run_plan(parse_config(content), prepare_text(folder))
+    launcher = KeepingLauncher(plan.config)
+    events = Controller(plan, launcher, RunOptions()).run()
     with contextlib.closing(events):  # type: ignore[type-var]
         next(events)  # started
         seconds: dict[str, list[float]] = {ON: [], OFF: []}
@@ -100,37 +97,6 @@ def measure_price(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-class _KeepingLauncher(ProcessLauncher):
-    """Keeps the ranks it has started, to speak to them between steps."""
-
-    group: WorkerGroup
-
-    def start(self, ranks: int, avoid: Sequence[str] = (), stopped: Any = None) -> WorkerGroup:
-        self.group = super().start(ranks, avoid)
-        return self.group
-
-
-def _side(config: Config, runs: Path, steps: int) -> Config:
-    content = config.model_dump(mode="json")
-    content["runs"] = str(runs)
-    content["telemetry"]["spans"] = True
-    content["train"] |= {"steps": steps, "validate_every": 0}
-    content["data"]["validation_fraction"] = 0.0
-    if config.overlap.needs_profile:
-        content["overlap"]["schedule"] = "wavelet"  # two strands, and nothing to measure first
-    content["cluster"] |= {"launcher": "processes", "cpus_per_rank": 0.25}
-    return parse_config(content)
-
-
-def _plan(config: Config, data: Path) -> RunPlan:
-    shape = config.check(tokenizer_of(config).vocabulary)
-    schedule = write(build_schedule(config, shape))
-    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
-
-
-# -- throughput --------------------------------------------------------------------------------------------
-
-
 def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds: float) -> dict[str, Any]:
     """Processes push made-up steps through ring, socket and collector into files; spans a second.
 
@@ -140,34 +106,32 @@ def measure_throughput(folder: Path, *, ranks: int, rate: float | None, seconds:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     with socket_collector(files) as collector:
-        own = None if rate is None else rate / ranks
-        processes = [
-            context.Process(target=_push, args=(n, collector.target, own, seconds, results))
-            for n in range(ranks)
-        ]
+        given = (collector.target, None if rate is None else rate / ranks, seconds, results)
+        processes = [context.Process(target=push, args=(rank, *given)) for rank in range(ranks)]
         for process in processes:
             process.start()
         found = [results.get(timeout=seconds + 60) for _ in processes]
         for process in processes:
             process.join()
     counts = files.counts()
+    took, dropped, grown = zip(*found, strict=True)
     return {
         "ranks": ranks,
         "asked_per_second": rate,
-        "written_per_second": counts.written / max(took for took, _, _ in found),
-        "dropped": sum(dropped for _, dropped, _ in found),
+        "written_per_second": counts.written / max(took),
+        "dropped": sum(dropped),
         "lost": counts.lost,
-        "grown_bytes": max(grown for _, _, grown in found),
+        "grown_bytes": max(grown),
     }
 
 
-def _push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
+def push(rank: int, target: str, rate: float | None, seconds: float, results: Any) -> None:
+    """One process."""
     labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n % 8) for n in range(200))
     records = np.zeros(PER_STEP, RECORD)
     records["label"] = np.arange(PER_STEP) % len(labels)
     stream = SpanStream(rank, 1, SocketSink(target), budget=float("inf"))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.perf_counter()
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     step = 0
     while (passed := time.perf_counter() - begin) < seconds:
         if rate is not None and step * PER_STEP > rate * passed:
@@ -181,19 +145,25 @@ def _push(rank: int, target: str, rate: float | None, seconds: float, results: A
         if rate is None:
             time.sleep(0)
     stream.close()
-    took = time.perf_counter() - begin
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    results.put((took, stream.dropped, grown))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    results.put((time.perf_counter() - begin, stream.dropped, grown * 1024))
 
 
 def main() -> None:
     """Measure; JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path, nargs="?", default=DEMO, help="a run's YAML file")
+    demo = ROOT / "jobs" / "recipes" / "demo.yaml"
+    parser.add_argument("config", type=Path, nargs="?", default=demo, help="a run's YAML file")
     parser.add_argument("--steps", type=int, default=60, help="steps of each side")
     parser.add_argument("--seconds", type=float, default=5.0, help="for how long spans are pushed")
     chosen = parser.parse_args()
-    print(json.dumps(run(load_config(chosen.config), steps=chosen.steps, seconds=chosen.seconds), indent=1))
+    with tempfile.TemporaryDirectory(prefix="braid-bench-") as name:
+        price = measure_price(load_config(chosen.config), Path(name), chosen.steps)
+        streams = [
+            measure_throughput(Path(name), ranks=2, rate=rate, seconds=chosen.seconds)
+            for rate in (None, 200_000.0)
+        ]
+    print(json.dumps({"price": price, "throughput": streams}, indent=1))
 
 
 if __name__ == "__main__":
