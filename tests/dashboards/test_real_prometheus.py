@@ -90,28 +90,23 @@ def prometheus(folder: Path, config: Json) -> Iterator[Server]:
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     made = Server(f"http://127.0.0.1:{port}")
 
     def ready() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        try:
-            with urllib.request.urlopen(f"{made.url}/-/ready", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/-/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
 
-    try:
-        made.wait(ready)
-        yield made
-    finally:
-        process.terminate()
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+    ):
         try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
+            made.wait(ready)
+            yield made
+        finally:
             process.kill()
-            process.wait()
 
 
 def free_port() -> int:
@@ -234,10 +229,9 @@ def test_every_panel_mark_and_variable_has_something_to_show(fed: Server, uid: s
 def test_values_are_the_runs(fed: Server) -> None:
     line = metrics_line(STEPS, ranks=2)
     for run in RUNS:
-        (loss,) = fed.now(f'{{__name__=~"(ray_)?braid_loss_nats",run="{run}"}}')
-        assert float(loss["value"][1]) == pytest.approx(line["loss"])
-        (tokens,) = fed.now(f'{{__name__=~"(ray_)?braid_tokens_total",run="{run}"}}')
-        assert float(tokens["value"][1]) == STEPS * line["tokens"]
+        for name, expected in (("loss_nats", line["loss"]), ("tokens_total", STEPS * line["tokens"])):
+            (series,) = fed.now(f'{{__name__=~"(ray_)?braid_{name}",run="{run}"}}')
+            assert float(series["value"][1]) == pytest.approx(expected)
         peaks = fed.now(f'{{__name__=~"(ray_)?braid_peak_memory_bytes",run="{run}"}}')
         assert {(p["metric"]["stage"], p["metric"]["rank"]): float(p["value"][1]) for p in peaks} == {
             (str(rank), str(rank)): value for rank, value in enumerate(line["peak_bytes"])

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,22 +116,13 @@ def test_a_sink_that_fails_later_is_told_of_once_and_left_out(
 ) -> None:
     calls: list[str] = []
 
-    class Full:
-        def __init__(self, folder: Path) -> None:
-            pass
+    def called(name: str) -> None:
+        calls.append(name)
+        if name == failing:
+            raise OSError(28, "No space left on device")
 
-        def _called(self, name: str) -> None:
-            calls.append(name)
-            if name == failing:
-                raise OSError(28, "No space left on device")
-
-        def step(self, line: dict[str, Any]) -> None:
-            self._called("step")
-
-        def close(self) -> None:
-            self._called("close")
-
-    monkeypatch.setattr(module, "TensorBoardSink", Full)
+    full = SimpleNamespace(step=lambda line: called("step"), close=lambda: called("close"))
+    monkeypatch.setattr(module, "TensorBoardSink", lambda folder: full)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: True)
     sinks, told = opened(tmp_path, "tensorboard")
     for line in LINES[:2]:

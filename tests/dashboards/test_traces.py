@@ -18,6 +18,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import apart
 from braid.scheduling.trace import STRANDS
+from tests.dashboards.lines import lines_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 from tests.spans import communication_of, read_folder, spans_of
 
@@ -59,7 +60,7 @@ def test_no_span_is_lost(run: Run, traces: TraceFolder) -> None:
 
 
 def test_spans_give_the_numbers_that_were_written_while_training(run: Run, traces: TraceFolder) -> None:
-    lines = [json.loads(line) for line in (run.directory / "ranks.jsonl").read_text().splitlines()]
+    lines = lines_of(run.directory / "ranks.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for step, line in enumerate(lines):
         spans = spans_of(traces.step(step))
@@ -71,8 +72,8 @@ def test_spans_give_the_numbers_that_were_written_while_training(run: Run, trace
         assert record.communication_seconds == pytest.approx(sum(line["communication_seconds"]) / 4)
         assert record.generation == 1
         assert record.time == line["time"]
-    kinds = [json.loads(line)["kind"] for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["started", "saved", "finished"]
+    events = lines_of(run.directory / "events.jsonl")
+    assert [line["kind"] for line in events] == ["started", "saved", "finished"]
 
 
 def test_the_trace_holds_every_span_and_an_arrow_for_every_message(traces: TraceFolder) -> None:

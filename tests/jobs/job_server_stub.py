@@ -36,34 +36,22 @@ class State:
     def add(self, name: str, status: str, metadata: dict[str, str]) -> None:
         """A job, started after all others."""
         start = 1_700_000_000_000 + len(self.jobs)
-        times = {
-            "start_time": start,
-            "end_time": None if status in ("PENDING", "RUNNING") else start + 60_000,
-        }
         self.jobs.append(
             {
                 "type": "SUBMISSION",
                 "submission_id": name,
                 "status": status,
+                "metadata": metadata,
                 "entrypoint": "python -m braid train run.yaml",
                 "message": f"it is {status}",
-                "metadata": metadata,
-                **times,
+                "start_time": start,
+                "end_time": None if status in ("PENDING", "RUNNING") else start + 60_000,
             }
         )
 
 
 class _Handler(BaseHTTPRequestHandler):
     state: State
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: tests read standard error."""
@@ -79,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
+
+    do_GET = do_PUT = do_POST = _answer  # noqa: N815
 
     def _result(self, body: bytes) -> tuple[int, str]:
         state, name = self.state, self.path.rpartition("/")[2]

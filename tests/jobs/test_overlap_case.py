@@ -11,15 +11,7 @@ from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
 from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import (
-    LAYOUTS,
-    MIXED,
-    PEERS,
-    SCHEDULES,
-    OverlapCase,
-    compared,
-    drawn,
-)
+from braid.jobs.benchmarks.overlap_case import LAYOUTS, MIXED, PEERS, SCHEDULES, OverlapCase, compared, drawn
 from braid.jobs.benchmarks.peer_rank import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
@@ -31,6 +23,7 @@ from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Await, Reduce, sums_in
 from braid.scheduling.spec import ModelShape
+from tests.in_process import Capture, called, refused
 
 REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batches=3)
 
@@ -98,16 +91,25 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     assert numbers.communication_seconds / numbers.step_seconds == pytest.approx(0.35, abs=0.01)
 
 
-def test_an_unknown_layout_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^--layout 'dp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
-    ):
-        bench_overlap(layout="dp3")
-    with pytest.raises(
-        ConfigError, match=r"^--schedules: schedule='eager' is gone; use schedule megatron with p"
-    ):
-        bench_overlap(layout="dp2", schedules="megatron,eager")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "--layout dp3",
+            "--layout 'dp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
+        ),
+        (
+            "--layout dp2 --schedules megatron,eager",
+            "--schedules: schedule='eager' is gone; use schedule megatron with p",
+        ),
+        ("--schedules megatron,bread", "--schedules: 'bread' must be one of"),
+        ("--alpha 0.3 --link-mbit 100", "--link-mbit and --alpha exclude each other"),
+        ("--route-evenly --layout cp2", "--route-evenly needs a layout with experts, such as --layout ep2"),
+        ("--inside-mbit 100 --layout cp2", "--inside-mbit needs a layout with several ranks on a"),
+    ],
+)
+def test_wrong_options_name_what_would_be_right(capsys: Capture, words: str, says: str) -> None:
+    refused(called(capsys, "bench", "overlap", *words.split()), f"braid: {says}")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "ddp"])
@@ -117,9 +119,8 @@ def test_baselines_on_the_data_axis(name: str) -> None:
     assert config.layout().zero == (int(name[-1]) if name.startswith("zero") else 0)
     assert config.overlap.schedule == "ddp"
     if name != "ddp":
-        with pytest.raises(
-            ConfigError, match=f"^--schedules: schedule='{name}' is not known; here that is par"
-        ):
+        says = f"^--schedules: schedule='{name}' is not known; here that is par"
+        with pytest.raises(ConfigError, match=says):
             bench_overlap(layout="tp2", schedules=name)
 
 
