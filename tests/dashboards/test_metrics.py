@@ -16,6 +16,7 @@ from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink, RaySink
 from braid.dashboards.metrics_feed import told_to_ray
 from braid.scheduling.spec import ParallelLayout
 from tests.dashboards.lines import fill, metrics_line, ranks_line
+from tests.waiting import within
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 LAYOUT = {"parallel": {"pp": 2, "tp": 2}}
@@ -213,10 +214,7 @@ def test_ray_is_told_of_a_run_until_the_block_ends(tmp_path: Path) -> None:
     with told_to_ray(tmp_path, module, every_s=0.001):
         (tmp_path / "predicted.json").write_text('{"alpha": 0.5}')
         told = made["braid_alpha_ratio"]
-        deadline = time.monotonic() + 30
-        while len(told) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert len(told) >= 3, "Ray drops a gauge that it does not hear again"
+        assert within(30, lambda: len(told) >= 3), "Ray drops a gauge that it does not hear again"
         (tmp_path / "events.jsonl").write_text(f'{{"kind": "started", "time": {time.time() + 1}}}\n')
     assert made["braid_starts_total"] == [(1, {"run": tmp_path.name})], "the last lines, too, and once"
     assert not any(thread.name == "braid-metrics" for thread in threading.enumerate())

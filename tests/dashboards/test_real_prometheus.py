@@ -29,6 +29,7 @@ from braid.dashboards.metrics import Exporter, PrometheusSink
 from braid.jobs.page import LivePage
 from tests.dashboards.lines import PREDICTED, metrics_line, ranks_line
 from tests.dashboards.made_up_runs import MadeUpRun
+from tests.waiting import within
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -37,7 +38,6 @@ pytestmark = [
 ]
 
 Json = dict[str, Any]
-PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
 RUNS = ("run", "run-by-ray")
 STEPS = 5
@@ -69,10 +69,7 @@ class Server:
 
     def wait(self, what: Callable[[], bool]) -> None:
         """Until something is true of it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert time.monotonic() < deadline, "Prometheus has not seen in time what it should see"
-            time.sleep(0.2)
+        assert within(60, what, every=0.2), "Prometheus has not seen in time what it should see"
 
 
 @contextlib.contextmanager

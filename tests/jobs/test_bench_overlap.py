@@ -26,6 +26,7 @@ from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import HostsError, check_hosts, two_hosts
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, environment, start
+from tests.waiting import within
 
 SMALL = ("--hidden", "64", "--layers", "1", "--tokens", "32", "--micro-batches", "4", "--rounds", "2")
 
@@ -107,9 +108,7 @@ def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     require_hosts()
     process = start(tmp_path, "bench", "overlap", *SMALL, "--link-mbit", "500")
     try:
-        deadline = time.monotonic() + 60
-        while not namespaces(process.pid) and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.2)
+        assert within(60, lambda: namespaces(process.pid) or process.poll() is not None)
         assert namespaces(process.pid)
         time.sleep(2.0)
         process.send_signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ import yaml
 
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.records import RunDirectory
+from braid.scheduling.lowering.named import GONE, ScheduleName
 from tests.in_process import Capture, called, refused
 from tests.jobs.mistakes import Made, make
 
@@ -371,3 +372,30 @@ def test_a_script_whose_ranks_do_not(tmp_path: Path, start: str) -> None:
     ended = _script(tmp_path, "from braid.jobs.refusals import check_script as check", start, "print('fine')")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "fine\n"
+
+
+# Names of schedules that earlier versions had, wherever a user may still have them.
+
+OLD_PLAN = "braid_plan: 6\nsetting:\n  layout: {{placement: bidirectional}}\n  schedule: {}\n"
+OLD_SCHEDULE = f"{SCHEDULE.replace('name f', 'name {}')}stage 0\n F0.0\n"
+OLD_NAMES = {
+    "train first.yaml --dry-run --set overlap.schedule={}": "",
+    "simulate old.yaml": OLD_PLAN,
+    "train first.yaml --dry-run --set overlap.schedule_file=old.yaml": OLD_SCHEDULE,
+}
+"""Calls, and the file that holds the name."""
+
+
+@pytest.mark.parametrize("call", OLD_NAMES)
+@pytest.mark.parametrize("name", GONE)
+def test_a_name_that_is_gone_is_refused_with_what_stands_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, call: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("first.yaml").write_text(FIRST)
+    shutil.copy(ROOT / "LICENSE", "corpus.txt")
+    Path("old.yaml").write_text(OLD_NAMES[call].format(name))
+    (line,) = refused(called(capsys, *call.format(name).split()), repr(name)).splitlines()
+    new = ScheduleName.parse(GONE[name])
+    pipeline = f" with pipeline {new.pipeline}" if new.pipeline else ""
+    assert line.endswith(f" is gone; use schedule {new.schedule}{pipeline}"), line

@@ -1,5 +1,6 @@
 """Cases of `braid bench overlap`: layouts, their plans, and the link's rate for a share of communication."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
+from braid.jobs.benchmarks.cases import Spread
 from braid.jobs.benchmarks.cli import bench_overlap
 from braid.jobs.benchmarks.overlap_case import LAYOUTS, MIXED, PEERS, SCHEDULES, OverlapCase, compared, drawn
 from braid.jobs.benchmarks.peer_rank import SPECIAL
@@ -102,7 +104,7 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
             "--layout dp2 --schedules megatron,eager",
             "--schedules: schedule='eager' is gone; use schedule megatron with p",
         ),
-        ("--schedules megatron,bread", "--schedules: 'bread' must be one of"),
+        ("--schedules megatron,bread", "--schedules: schedule='bread' is not known; did you mean 'braid'?"),
         ("--alpha 0.3 --link-mbit 100", "--link-mbit and --alpha exclude each other"),
         ("--route-evenly --layout cp2", "--route-evenly needs a layout with experts, such as --layout ep2"),
         ("--inside-mbit 100 --layout cp2", "--inside-mbit needs a layout with several ranks on a"),
@@ -159,3 +161,22 @@ def test_drawn_degrees_differ_and_reach_from_one_to_the_other() -> None:
     assert min(ones) <= 2
     assert max(ones) >= 6
     assert len(drawn("oases", OverlapCase(layout="mixed2", layers=2, hidden=256), 16)) == 4
+
+
+# What is said of repeated measurements.
+
+
+@pytest.mark.parametrize("count", [6, 9, 25, 150])
+def test_the_median_lies_where_it_is_said_to(count: int) -> None:
+    draws = 1500
+    inside = 0
+    for _ in range(draws):
+        spread = Spread.of([random.expovariate(1.0) for _ in range(count)])
+        assert spread.median_from <= spread.median <= spread.median_to
+        inside += spread.median_from <= 0.6931 <= spread.median_to
+    assert inside / draws > 0.925, "95 % and four standard errors"
+
+
+def test_few_measurements_say_no_more_than_their_extremes() -> None:
+    spread = Spread.of([3.0, 1.0, 2.0])
+    assert (spread.median_from, spread.median, spread.median_to) == (1.0, 2.0, 3.0)

@@ -78,15 +78,8 @@ def check(operator: Attention, batch: int, dtype: torch.dtype) -> None:
 @settings(max_examples=60, deadline=None)
 def test_equals_explicit_softmax(seed, batch, sequence, kv_heads, group, half, base, causal):
     torch.manual_seed(seed)
-    operator = Attention(
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_dim=2 * half,
-        sequence=sequence,
-        rotary_base=base,
-        causal=causal,
-    )
-    check(operator, batch, torch.float64)
+    heads = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 2 * half}
+    check(Attention(**heads, sequence=sequence, rotary_base=base, causal=causal), batch, torch.float64)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["one", "grouped", "all"])
@@ -108,13 +101,9 @@ def test_rotation_is_hugging_face_llamas():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     transformers = pytest.importorskip("transformers")
     heads, kv_heads, d, sequence, base = 4, 2, 16, 50, 10_000.0
-    config = transformers.LlamaConfig(
-        hidden_size=heads * d,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=sequence,
-        rope_parameters={"rope_type": "default", "rope_theta": base},
-    )
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * d}
+    rope = {"rope_type": "default", "rope_theta": base}
+    config = transformers.LlamaConfig(**counts, max_position_embeddings=sequence, rope_parameters=rope)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, sequence, d) for n in (heads, kv_heads, kv_heads))
     cos, sin = llama.LlamaRotaryEmbedding(config)(v, torch.arange(sequence).unsqueeze(0))

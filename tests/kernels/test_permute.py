@@ -19,11 +19,8 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
 capacities = st.sampled_from([None, 1, 2, 5, 100])
 kinds = st.sampled_from(UNEVEN)
-families = pytest.mark.parametrize(
-    "family",
-    [TORCH, operator_family("triton", torch.device("cpu"), torch.float32)],
-    ids=["torch", "triton"],
-)
+TRITON = operator_family("triton", torch.device("cpu"), torch.float32)
+families = pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
 
 
 def selection(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
@@ -42,9 +39,8 @@ def reference_rows(x_tD: Tensor, choice_tk: Tensor, experts: int, capacity: int 
 def reference_sum(
     rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor, experts: int, capacity: int | None
 ) -> Tensor:
-    visits_tkD = (selection(choice_tk, experts, capacity).t() @ rows_nD).view(
-        *choice_tk.shape, rows_nD.shape[1]
-    )
+    visits = selection(choice_tk, experts, capacity).t() @ rows_nD
+    visits_tkD = visits.view(*choice_tk.shape, rows_nD.shape[1])
     return (visits_tkD * gates_tk.unsqueeze(-1)).sum(1)
 
 
@@ -77,7 +73,7 @@ def test_there_and_back_equal_autograd(seed, tokens, sizes, capacity, kind, D):
         assert_close(actual_gates, d_gates)
     lost = choice_tk.numel() - len(rows_of_visits(choice_tk, E, capacity))
     assert int(dropped(choice_tk, E, capacity)) == lost
-    assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
+    assert all(map(torch.equal, read, kept)), "it was modified"
 
 
 @families

@@ -12,7 +12,7 @@ from itertools import pairwise
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
 from braid.scheduling.planner.tasks import makespan_ns, run_in_order
 from tests.papers.data_parallel import StepResult, schedule_step, step_tasks
-from tests.papers.methods import Matmul, Method, Step, Unit, choices, state_bytes
+from tests.papers.methods import Matmul, Method, Step, choices, state_bytes, weight
 from tests.papers.rows import Figure, Row
 
 SEQUENCE = 2048
@@ -24,7 +24,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 """AdamW in mixed precision: gradient, moments and master weight read; those, and the parameter, written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """A model of Centauri's table 4 (LLaMA; the width of the MLP as LLaMA has it, 8/3 of the model's)."""
 
@@ -39,10 +39,10 @@ class Model:
 
 
 MODELS = (
-    Model(name="small", hidden=4096, layers=18),
-    Model(name="medium", hidden=5120, layers=15),
-    Model(name="big", hidden=6656, layers=10),
-    Model(name="large", hidden=8192, layers=8),
+    Model("small", 4096, 18),
+    Model("medium", 5120, 15),
+    Model("big", 6656, 10),
+    Model("large", 8192, 8),
 )
 
 
@@ -57,21 +57,12 @@ def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: 
     norm = 3 * 2 * tokens * h / rate * 1e9
     swiglu = 3 * 2 * tokens * f / rate * 1e9
 
-    def unit(name: str, inputs: int, outputs: int, forward_ns: float, backward_ns: float) -> Unit:
-        return Unit(
-            name=name,
-            parameters=inputs * outputs,
-            matmul=Matmul(tokens, inputs, outputs),
-            attached_forward_ns=round(forward_ns),
-            attached_backward_ns=round(backward_ns),
-        )
-
     return Step(
         units=(
-            unit("qkv", h, 3 * h, attention, 2.5 * attention),
-            unit("projection", h, h, 2 * norm, 2 * norm),
-            unit("gate_up", h, 2 * f, swiglu, 2 * swiglu),
-            unit("down", f, h, 2 * norm, 2 * norm),
+            weight("qkv", Matmul(tokens, h, 3 * h), attention, 2.5 * attention),
+            weight("projection", Matmul(tokens, h, h), 2 * norm, 2 * norm),
+            weight("gate_up", Matmul(tokens, h, 2 * f), swiglu, 2 * swiglu),
+            weight("down", Matmul(tokens, f, h), 2 * norm, 2 * norm),
         ),
         layers=model.layers,
         micro_batches=micro_batches,
@@ -97,16 +88,9 @@ def row(
     low, high = published if isinstance(published, tuple) else (published, published)
     nearest = min(max(simulated, low), high)
     distance = simulated / nearest - 1 if nearest else simulated
-    return Row(
-        paper="Centauri",
-        figure=figure,
-        what=what,
-        published=published,
-        simulated=simulated,
-        distance=distance,
-        fits=abs(distance) <= tolerance if fits is None else fits,
-        note=note,
-    )
+    judged = abs(distance) <= tolerance if fits is None else fits
+    texts = {"paper": "Centauri", "figure": figure, "what": what, "note": note}
+    return Row(published=published, simulated=simulated, distance=distance, fits=judged, **texts)
 
 
 def centauri_rows(small: ClusterSpec, large: ClusterSpec) -> Iterator[Row]:

@@ -92,10 +92,9 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
         return {"swiglu": "triton", "attention": "torch+flash", "rms_norm": "torch"}
 
     cuda = torch.device("cuda")
-    assert operator_family("auto", CPU, torch.float32, choose) == TORCH
-    assert operator_family("auto", CPU, torch.bfloat16, choose) == TORCH
-    assert operator_family("auto", cuda, torch.float64, choose) == TORCH
-    assert operator_family("torch", cuda, torch.bfloat16, choose) == TORCH
+    on_cpu = [("auto", CPU, torch.float32), ("auto", CPU, torch.bfloat16)]
+    for asking in (*on_cpu, ("auto", cuda, torch.float64), ("torch", cuda, torch.bfloat16)):
+        assert operator_family(*asking, choose) == TORCH
     assert operator_family("auto", cuda, torch.bfloat16) == TORCH, "nobody was there to choose"
     assert not asked
     chosen = operator_family("auto", cuda, torch.bfloat16, choose)
@@ -108,14 +107,11 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
 def test_candidates(monkeypatch):
     ways = ["", "+flash", "+cudnn", "+efficient"]
     both = [f"{name}{way}" for name in ("torch", "triton") for way in ways]
-    assert list(candidates("gelu", CPU, torch.float32).items()) == [
-        ("torch", TORCH.gelu),
-        ("triton", TRITON.gelu),
-    ]
+    gelus = [("torch", TORCH.gelu), ("triton", TRITON.gelu)]
+    assert list(candidates("gelu", CPU, torch.float32).items()) == gelus
     assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both)
-    assert all(
-        set(candidates(name, CPU, torch.float32)) == set(names(name)) for name in ("gelu", "attention")
-    )
+    for name in ("gelu", "attention"):
+        assert set(candidates(name, CPU, torch.float32)) == set(names(name))
     monkeypatch.setattr(launch, "INTERPRETING", False)
     assert list(candidates("gelu", CPU, torch.float32)) == ["torch"]
     assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both[:4])
