@@ -7,7 +7,10 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
 from itertools import combinations, product
+from operator import getitem
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -115,11 +118,8 @@ def test_queries_and_rules_name_metrics_and_labels_that_exist() -> None:
     ],
 )
 def test_the_schema_refuses_what_grafana_does_not_know(place: tuple[Any, ...], value: Any) -> None:
-    made = json.loads(json.dumps(DASHBOARDS["braid-overlap"]))
-    inner = made
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    made = deepcopy(DASHBOARDS["braid-overlap"])
+    reduce(getitem, place[:-1], made)[place[-1]] = value
     with pytest.raises(ValidationError):
         Dashboard.model_validate(made)
 

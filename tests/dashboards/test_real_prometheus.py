@@ -9,14 +9,11 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from braid.dashboards.metrics import Exporter, PrometheusSink
 from braid.jobs.page import LivePage
 from tests.dashboards.lines import PREDICTED, metrics_line, ranks_line
 from tests.dashboards.made_up_runs import MadeUpRun
+from tests.servers import served
 from tests.waiting import within
 
 PROMETHEUS = shutil.which("prometheus")
@@ -133,13 +131,6 @@ def test_the_scrape_configuration_of_the_documentation(tmp_path: Path) -> None:
         page.close()
 
 
-class Page(SimpleHTTPRequestHandler):
-    """Serves what the exporters say, as files."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 def as_of_ray(text: str) -> str:
     """The metrics as Ray's agents say them, which show no counter of 0."""
     text = re.sub(r"^(# (?:HELP|TYPE) )?braid_", r"\1ray_braid_", text, flags=re.MULTILINE)
@@ -152,43 +143,37 @@ def as_of_ray(text: str) -> str:
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Prometheus after it has seen every step of a run, and then its events."""
-    folder = tmp_path_factory.mktemp("page")
+    texts: dict[str, str] = {}
     sinks = [PrometheusSink() for _ in RUNS]
     exporters = [Exporter(sink, run) for sink, run in zip(sinks, RUNS, strict=True)]
 
     def take(source: str, line: Json) -> None:
         for exporter in exporters:
             exporter.take(source, line)
-        texts = [generate_latest(sink.registry).decode() for sink in sinks]
-        for run, text in zip(RUNS, (texts[0], as_of_ray(texts[1])), strict=True):
-            (folder / "new").write_text(text)
-            (folder / "new").replace(folder / f"{run}.txt")
+        own, by_ray = (generate_latest(sink.registry).decode() for sink in sinks)
+        texts.update(zip(RUNS, (own, as_of_ray(by_ray)), strict=True))
 
     take("config.yaml", {"parallel": {"pp": 2}})
-    page = ThreadingHTTPServer(("127.0.0.1", 0), partial(Page, directory=str(folder)))
-    page.daemon_threads = True
-    threading.Thread(target=page.serve_forever, daemon=True).start()
-    targets = [{"targets": [f"127.0.0.1:{page.server_address[1]}"]}]
-    scrapes = [{"job_name": run, "metrics_path": f"/{run}.txt", "static_configs": targets} for run in RUNS]
-    config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
-    with prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
-        take("predicted.json", PREDICTED)
-        take("events.jsonl", {"kind": "started"})
-        for step in range(1, STEPS + 1):
-            take("ranks.jsonl", ranks_line(step, ranks=2))
-            take("metrics.jsonl", metrics_line(step, ranks=2))
-            seen = f'{{__name__=~"(ray_)?braid_step"}} == {step}'
-            server.wait(lambda seen=seen: len(server.now(seen)) == 2)
-        for dashboard in DASHBOARDS.values():
-            for mark in dashboard["annotations"]["list"]:
-                assert not server.course(filled(mark["expr"], "run")), "nothing has happened yet"
-        for kind in ("saved", "restarted", "resized", "straggler"):
-            take("events.jsonl", {"kind": kind, "seconds": 0.25})
-        server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)
-        server.wait(lambda: len(server.now("braid:seconds_since_progress")) == 2)
-        yield server
-    page.shutdown()
-    page.server_close()
+    with served(lambda asked: (200, texts[asked.path[1:]]), "text/plain; version=0.0.4") as port:
+        targets = [{"targets": [f"127.0.0.1:{port}"]}]
+        scrapes = [{"job_name": run, "metrics_path": f"/{run}", "static_configs": targets} for run in RUNS]
+        config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
+        with prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
+            take("predicted.json", PREDICTED)
+            take("events.jsonl", {"kind": "started"})
+            for step in range(1, STEPS + 1):
+                take("ranks.jsonl", ranks_line(step, ranks=2))
+                take("metrics.jsonl", metrics_line(step, ranks=2))
+                seen = f'{{__name__=~"(ray_)?braid_step"}} == {step}'
+                server.wait(lambda seen=seen: len(server.now(seen)) == 2)
+            for dashboard in DASHBOARDS.values():
+                for mark in dashboard["annotations"]["list"]:
+                    assert not server.course(filled(mark["expr"], "run")), "nothing has happened yet"
+            for kind in ("saved", "restarted", "resized", "straggler"):
+                take("events.jsonl", {"kind": kind, "seconds": 0.25})
+            server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)
+            server.wait(lambda: len(server.now("braid:seconds_since_progress")) == 2)
+            yield server
 
 
 def filled(expr: str, run: str) -> str:

@@ -15,7 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from braid.dashboards.server import WATCHER, make_app
 from tests.dashboards.made_up_runs import MadeUpRun, made_up
-from tests.end_to_end.command import braid, start
+from tests.end_to_end.command import start
+from tests.in_process import Capture, called, refused
 
 TOKEN = "correct-horse-battery"
 
@@ -241,30 +242,21 @@ def test_command(run: Path, tmp_path: Path) -> None:
         assert (process.returncode, output, errors) == (0, "", "")
 
 
-def test_a_port_that_is_taken(run: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        outcome = braid(tmp_path, "dashboard", str(run), "--port", str(taken.getsockname()[1]))
-    assert (outcome.code, outcome.output) == (2, "")
-    assert "cannot listen on" in outcome.errors
-    assert len(outcome.errors.splitlines()) == 1
-
-
-def test_command_with_wrong_input(run: Path, tmp_path: Path) -> None:
+def test_command_with_wrong_input(run: Path, tmp_path: Path, capsys: Capture) -> None:
     token = tmp_path / "token"
     token.write_text("short\n")
     token.chmod(stat.S_IRUSR)
-    for arguments, message in (
-        (["nowhere"], "is no directory"),
-        ([str(tmp_path)], "holds no run"),
-        ([str(run), "--host", "0.0.0.0"], "--token-file"),
-        ([str(run), "--token-file", str(token)], "at least 16"),
-        ([str(run), "--token-file", "nothing"], "cannot be read"),
-        ([str(run), "--host", "203.0.113.7", "--token-file", str(token)], "at least 16"),
-        ([str(run), "--port", "99999"], "port"),
-    ):
-        outcome = braid(tmp_path, "dashboard", *arguments)
-        assert outcome.code == 2, outcome
-        assert message in outcome.errors
-        assert "Traceback" not in outcome.errors
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, message in (
+            (("nowhere",), "is no directory"),
+            ((tmp_path,), "holds no run"),
+            ((run, "--host", "0.0.0.0"), "--token-file"),
+            ((run, "--token-file", token), "at least 16"),
+            ((run, "--token-file", "nothing"), "cannot be read"),
+            ((run, "--host", "203.0.113.7", "--token-file", token), "at least 16"),
+            ((run, "--port", "99999"), "port"),
+            ((run, "--port", taken.getsockname()[1]), "cannot listen on"),
+        ):
+            outcome = called(capsys, "dashboard", *arguments)
+            refused(outcome, message)
+            assert (outcome.output, outcome.errors.count("\n")) == ("", 1)

@@ -4,6 +4,7 @@ After a second one, what the save under way has left is removed, and the newest 
 """
 
 import os
+import queue
 import signal
 import threading
 import time
@@ -36,14 +37,10 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_before_there_is_something_to_stop_the_command_ends(number: int) -> None:
+def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: int) -> None:
+    """``timeout`` sends one to the command and one to its group. Before there is a run, the command ends."""
     with StopSignals().heard(), pytest.raises(StoppedError):
         send(number)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: int) -> None:
-    """``timeout`` sends one to the command and one to its group."""
     asked = threading.Semaphore(0)
     with StopSignals().heard() as signals, signals.calling(asked.release):
         send(number)
@@ -60,32 +57,23 @@ def test_a_second_signal_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatc
             send(signal.SIGTERM)
 
 
-def test_a_signal_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_is_ignored_stays_so() -> None:
     """``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignals().heard():
-            send(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with StopSignals().heard():
+        send(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
 
 
-def test_each_controller_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_controller_is_told() -> None:
     """A signal that comes between two controllers of a run, or to one that is dead, is not lost."""
-    told: list[str] = []
-    both = threading.Semaphore(0)
-
-    def tell(name: str) -> None:
-        told.append(name)
-        both.release()
-
+    told: queue.Queue[str] = queue.Queue()
     with StopSignals().heard() as signals:
-        with signals.calling(lambda: tell("dead")):
+        with signals.calling(lambda: told.put("dead")):
             send(signal.SIGTERM)
-            assert both.acquire(timeout=10)
-        with signals.calling(lambda: tell("next")):
-            assert both.acquire(timeout=10)
-    assert told == ["dead", "next"]
+            assert told.get(timeout=10) == "dead"
+        with signals.calling(lambda: told.put("next")):
+            assert told.get(timeout=10) == "next"
 
 
 def test_a_signal_after_the_run_changes_nothing() -> None:

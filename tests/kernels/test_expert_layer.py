@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.activation import SwiGLU
 from braid.kernels.operators.grouped_linear import GroupedLinear
-from braid.kernels.operators.permute import Regroup
+from braid.kernels.operators.permute import Permute, Regroup, Unpermute
 from braid.kernels.operators.router import Router
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
 from tests.kernels.routing import UNEVEN, preference, rows_of_visits
@@ -27,12 +27,12 @@ sizes = st.sampled_from([(1, 1), (3, 1), (4, 2), (7, 3), (5, 5)])
 class Layer:
     """Operators called as an executor calls them."""
 
-    def __init__(self, E, k, *, capacity, dtype, kinds: OperatorFamily = TORCH, **routing: Any) -> None:
+    def __init__(self, E, k, *, capacity, dtype, **routing: Any) -> None:
         self.capacity = capacity
         self.router = Router(hidden=D, experts=E, top_k=k, dtype=dtype, **routing)
-        self.permute, self.unpermute = kinds.permute(E, capacity), kinds.unpermute(E, capacity)
+        self.permute, self.unpermute = Permute(E, capacity), Unpermute(E, capacity)
         self.expert_in = GroupedLinear(experts=E, inputs=D, outputs=2 * WIDTH, dtype=dtype)
-        self.activation = kinds.swiglu()
+        self.activation = SwiGLU()
         self.expert_out = GroupedLinear(experts=E, inputs=WIDTH, outputs=D, dtype=dtype)
         self.weighted = (self.router, self.expert_in, self.expert_out)
         wide = torch.promote_types(dtype, torch.float32)

@@ -117,24 +117,10 @@ def test_a_single_sample_overlaps_nothing() -> None:
     assert strategy_cost(problem, fully_recomputed((2, 2, 2))) == work
 
 
-def real_problem(
-    hidden: int,
-    layers: int,
-    devices: int,
-    global_batch: int,
-    limit: int,
-    degrees: Sequence[int] | None = None,
-) -> DegreeProblem:
+def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreeProblem:
     """A problem on the public profile."""
-    return problem_from_profile(
-        public_profile(),
-        hidden=hidden,
-        layers=layers,
-        devices=devices,
-        global_batch=global_batch,
-        memory_limit_bytes=limit,
-        degrees=degrees,
-    )
+    names = ("hidden", "layers", "devices", "global_batch", "memory_limit_bytes")
+    return problem_from_profile(public_profile(), **dict(zip(names, sizes, strict=True)), degrees=degrees)
 
 
 def random_real_problem(draw: random.Random, layers: int, count: int) -> DegreeProblem:
@@ -167,7 +153,7 @@ def test_the_plan_is_the_best_on_the_real_profile(layers: int) -> None:
 
 
 def test_the_plan_is_the_best_of_eight_layers_on_the_real_profile() -> None:
-    problem = real_problem(4096, 8, 32, 32, 9 * GIB, (2, 4, 8))
+    problem = real_problem(4096, 8, 32, 32, 9 * GIB, degrees=(2, 4, 8))
     check_optimal(problem)
     assert len(set(plan_degrees(problem).degrees)) > 1, "the memory limit should force a mixture"
 
@@ -176,7 +162,7 @@ def test_the_published_strategies_are_not_beaten_by_more_than_they_claim() -> No
     """Table II: on its own degrees, the plan is at least as good, and like it for LLaMA-7B."""
     for model in (model for model in PUBLISHED if model.strategy):
         sizes = (model.hidden, model.layers, DEVICES, model.global_batch)
-        problem = real_problem(*sizes, USABLE_BYTES, (2, 4))
+        problem = real_problem(*sizes, USABLE_BYTES, degrees=(2, 4))
         plan, theirs = plan_degrees(problem), fully_recomputed(model.strategy)
         single = strategy_cost(problem, fully_recomputed((4,) * model.layers))
         assert strategy_memory_bytes(problem, theirs) <= problem.memory_limit_bytes

@@ -23,11 +23,11 @@ from tests.papers.published import PapersReport, figure_text, run, show
 from tests.papers.rows import POINTS, Row, number, percentages
 from tests.papers.steps import chosen_setting, steps
 
-IN_P = {"paper": "P", "figure": "figure 1", "what": "speed"}
+IN_P = ("P", "figure 1", "speed")
 
 
 def row_of(published: float, simulated: float) -> Row:
-    return number(**IN_P, unit="tokens/s", published=published, simulated=simulated, tolerance=0.1)
+    return number(*IN_P, "tokens/s", published, simulated, 0.1)
 
 
 # -- judging -------------------------------------------------------------------------------------------------
@@ -42,10 +42,10 @@ def test_a_number_fits_within_its_tolerance() -> None:
 
 def test_percentages_fit_where_both_ends_lie_within_points_of_the_range() -> None:
     for low, high, distance in ((20.0, 30.0, 0.0), (8.0, 30.0, 2.0), (20.0, 47.0, 7.0), (1.0, 41.0, 9.0)):
-        row = percentages(**IN_P, published=(10, 40), simulated=[25.0, low, high])
+        row = percentages(*IN_P, (10, 40), [25.0, low, high])
         assert (row.simulated, row.fits) == ((low, high), distance <= POINTS)
         assert row.distance == pytest.approx(distance)
-    row = percentages(**IN_P, published=15, simulated=[12.0])
+    row = percentages(*IN_P, 15, [12.0])
     assert (row.simulated, row.distance, row.fits) == (12.0, 3.0, True)
 
 
