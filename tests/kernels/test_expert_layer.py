@@ -1,4 +1,4 @@
-"""A mixture of experts from its operators, against `transformers` and against all experts for all tokens.
+"""A mixture of experts from its operators, against all experts for all tokens.
 
 Legend: t tokens, k choices of a token, D hidden, F width of an expert, E experts, S sources of rows.
 """
@@ -130,56 +130,6 @@ def test_equals_every_expert_for_all_tokens(seed, tokens, sizes, capacity, kind)
     assert_close(y_tD, expected)
     for actual, reference in zip((d_x_tD, *layer.gradients), d_leaves, strict=True):
         assert_close(actual, reference)
-
-
-def foreign_layer(model: str, E: int, k: int, normalised: bool) -> Any:
-    """A layer with experts of a model of transformers, in float64."""
-    module, name = ("mixtral", "Mixtral") if model == "mixtral" else ("qwen3_moe", "Qwen3Moe")
-    found = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
-    shape = {"hidden_size": D, "num_experts_per_tok": k, "experts_implementation": "eager"}
-    if model == "mixtral":
-        shape |= {"intermediate_size": WIDTH, "num_local_experts": E}
-    else:
-        shape |= {"moe_intermediate_size": WIDTH, "num_experts": E, "norm_topk_prob": normalised}
-    config = getattr(found, f"{name}Config")(**shape)
-    return getattr(found, f"{name}SparseMoeBlock")(config).double()
-
-
-@pytest.mark.parametrize(
-    ("model", "softmax", "normalised"),
-    [
-        ("mixtral", "before", True),
-        ("mixtral", "after", True),
-        ("qwen3", "before", True),
-        ("qwen3", "before", False),
-    ],
-)
-@pytest.mark.parametrize("kind", ["hot", "unvisited"])
-@pytest.mark.parametrize("size", [(8, 2), (4, 1)], ids=str)
-def test_equals_transformers(model, softmax, normalised, kind, size):
-    """Whose gates are rounded to fp32 in float64 too."""
-    torch.manual_seed(0)
-    (E, k), dtype = size, FP64
-    routing = {"softmax": softmax, "normalised": normalised}
-    block = foreign_layer(model, E, k, normalised)
-    if not hasattr(block.experts, "gate_up_proj"):
-        pytest.skip("transformers before 5 keeps every expert in a module of its own")
-    layer = Layer(E, k, capacity=None, dtype=dtype, **routing)
-    layer.favour(kind)
-    parameters = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
-    with torch.no_grad():
-        for parameter, weight in zip(parameters, layer.weights, strict=True):
-            parameter.copy_(weight)
-    x_tD, dy_tD = tokens_of(48, dtype), normal(48, D, dtype=dtype)
-    x = x_tD.clone().requires_grad_()
-    expected = block(x.unsqueeze(0)).squeeze(0)
-    d_leaves = torch.autograd.grad(expected, (x, *parameters), dy_tD)
-    assert_close(layer.forward(x_tD), expected, 1e-5)
-    d_x_tD = layer.backward(dy_tD)
-    assert (int(layer.counts.max()) == 48) or kind != "hot"
-    assert (int((layer.counts == 0).sum()) >= min(E - k, E // 2)) or kind != "unvisited"
-    for actual, reference in zip((d_x_tD, *layer.gradients), d_leaves, strict=True):
-        assert_close(actual, reference, 1e-5)
 
 
 @pytest.mark.parametrize("capacity", [None, 4])

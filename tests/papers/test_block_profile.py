@@ -1,14 +1,12 @@
 """Measured block costs, and the choice of degrees that follows from them, also on the public profile."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from braid.scheduling.planner.degree_problem import MEMORY_UNIT_BYTES, DegreeProblem, LayerChoice
+from braid.scheduling.planner.degree_problem import DegreeProblem, LayerChoice
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
 from tests.papers.block_profile import (
     HEADER,
@@ -121,35 +119,6 @@ def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreePro
     """A problem on the public profile."""
     names = ("hidden", "layers", "devices", "global_batch", "memory_limit_bytes")
     return problem_from_profile(public_profile(), **dict(zip(names, sizes, strict=True)), degrees=degrees)
-
-
-def random_real_problem(draw: random.Random, layers: int, count: int) -> DegreeProblem:
-    """A random size on the public profile, with a memory limit between the leanest and the largest."""
-    while True:
-        devices, per_device = draw.choice((4, 8, 16, 32)), draw.choice((1, 2, 4, 8))
-        hidden = draw.choice((1024, 2048, 3072, 4096))
-        try:
-            problem = real_problem(hidden, layers, devices, devices * per_device // 2, GIB)
-        except ValueError:
-            continue
-        if len(problem.options) < min(2, count):
-            continue
-        chosen = draw.sample(problem.options, min(count, len(problem.options)))
-        problem = replace(problem, options=tuple(sorted(chosen, key=lambda option: option.degree)))
-        sizes = [strategy_memory_bytes(problem, (choice,) * layers) for choice in problem.choices]
-        return replace(problem, memory_limit_bytes=draw.randint(min(sizes), max(sizes) + MEMORY_UNIT_BYTES))
-
-
-@pytest.mark.parametrize("layers", range(1, 7))
-def test_the_plan_is_the_best_on_the_real_profile(layers: int) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    draw = random.Random(seed)
-    for case in range(6 if layers < 6 else 1):
-        problem = random_real_problem(draw, layers, 4)
-        try:
-            check_optimal(problem)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}, layers {layers}, case {case}: {problem}") from error
 
 
 def test_the_plan_is_the_best_of_eight_layers_on_the_real_profile() -> None:
