@@ -149,17 +149,18 @@ def test_regrouping_sorts_by_expert_and_its_gradient_by_source(seed, S, E, large
 
 
 def test_what_is_wrong_is_refused():
-    for kind in (Permute, Unpermute):
-        with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
-            kind(4, 0)
-    choice_tk = torch.tensor([[0, 4]])
-    with pytest.raises(ValueError, match=r"choices lie in \[0, 4\], not in \[0, 4\)"):
-        Permute(4, None)(torch.zeros(1, 2), choice_tk)
-    with pytest.raises(ValueError, match="3 rows, not the 2 that were sent out"):
-        Unpermute(5, None)(torch.zeros(3, 2), torch.zeros(1, 2), choice_tk)
-    with pytest.raises(ValueError, match="9 rows, not the 10"):
-        Permute(5, 2).input_gradient(torch.zeros(9, 2), choice_tk)
-    with pytest.raises(ValueError, match=r"sizes are \(2, 3\), not sources=3 x experts=2"):
-        Regroup(3, 2)(torch.zeros(6, 1), torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="sizes add up to 6 rows, not 5"):
-        Regroup(1, 6)(torch.zeros(5, 1), torch.ones(1, 6, dtype=torch.int64))
+    choice_tk, zeros, ones = torch.tensor([[0, 4]]), torch.zeros, torch.ones(2, 3, dtype=torch.int64)
+    for call, message in (
+        (lambda: Permute(4, 0), "capacity=0 must be at least 1"),
+        (lambda: Unpermute(4, 0), "capacity=0 must be at least 1"),
+        (lambda: Permute(4, None)(zeros(1, 2), choice_tk), r"choices lie in \[0, 4\], not in \[0, 4\)"),
+        (
+            lambda: Unpermute(5, None)(zeros(3, 2), zeros(1, 2), choice_tk),
+            "3 rows, not the 2 that were sent out",
+        ),
+        (lambda: Permute(5, 2).input_gradient(zeros(9, 2), choice_tk), "9 rows, not the 10"),
+        (lambda: Regroup(3, 2)(zeros(6, 1), ones), r"sizes are \(2, 3\), not sources=3 x experts=2"),
+        (lambda: Regroup(1, 6)(zeros(5, 1), ones.view(1, 6)), "sizes add up to 6 rows, not 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
