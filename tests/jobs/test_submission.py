@@ -114,7 +114,6 @@ def test_a_submission_that_fails(server: State, braid: Braid) -> None:
     [
         (("--set", "cluster.launcher=processes"), ("cluster.launcher='processes'", "ray")),
         (("--set", "parallel.tp=3"), ("model.heads=8", "parallel.tp=3")),
-        (("--set", "name=../elsewhere"), ("name", "../elsewhere")),
         (("--resume", "--overwrite"), ("exclude each other",)),
         (("--env", "WANDB_API_KEY=x"), ("WANDB_API_KEY", "secret")),
         (("--env", "GRAFANA_TOKEN=x"), ("GRAFANA_TOKEN", "secret")),
