@@ -1,7 +1,6 @@
 """A headless Chromium, driven over its debugging protocol: enough to look at a page as a person would."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -16,6 +15,8 @@ import aiohttp
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """None where there is no browser."""
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+OPTIONS += ("--disable-background-networking", "--remote-debugging-port=0")
 
 
 @dataclass
@@ -93,31 +94,16 @@ class Tab:
         await self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         await self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    async def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Save what is seen, or the whole page, as PNG."""
-        answer = await self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
-
 
 @contextlib.asynccontextmanager
 async def browser(width: int = 1366, height: int = 768) -> AsyncIterator[Tab]:
     """A browser of its own, with an empty profile; gone at the end of the context."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="braid-browser-", ignore_cleanup_errors=True) as folder:
+        own = (f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank")
+        nothing = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--remote-debugging-port=0",
-            f"--user-data-dir={folder}",
-            f"--window-size={width},{height}",
-            "about:blank",
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+            CHROMIUM, *OPTIONS, *own, stdout=nothing, stderr=nothing
         )
         try:
             async with (

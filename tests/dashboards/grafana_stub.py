@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from tests.dashboards.grafana_schema import DashboardBody, DataSourceBody, FolderBody
+from tests.servers import Asked, served
 
 TOKEN = "glsa_0123456789abcdefghijklmnopqrstuv_01234567"
 
@@ -119,47 +119,23 @@ def grafana(prefix: str = "") -> Iterator[tuple[str, State]]:
     state = State()
     ended = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def _send(self, status: int, body: str, kind: str = "application/json") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body.encode())))
-            self.end_headers()
-            self.wfile.write(body.encode())
+    def answer(asked: Asked) -> tuple[int, str]:
+        state.asked.append((asked.method, asked.path))
+        failure = state.failure
+        if failure is not None and asked.path.startswith(failure.path):
+            ended.wait(failure.wait_seconds)
+            return failure.status, failure.body
+        if not asked.path.startswith(f"{prefix}/api/"):
+            return 404, "<html>no such page</html>"
+        try:
+            if asked.headers.get("Authorization") != f"Bearer {TOKEN}":
+                raise RefusedError(401, "Invalid API key")
+            body = json.loads(asked.body) if asked.body else None
+            path = asked.path.removeprefix(prefix).partition("?")[0]
+            return 200, json.dumps(_answer(state, asked.method, path, body))
+        except RefusedError as error:
+            return error.status, json.dumps({"message": str(error)})
 
-        def _serve(self) -> None:
-            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            state.asked.append((self.command, self.path))
-            failure = state.failure
-            if failure is not None and self.path.startswith(failure.path):
-                ended.wait(failure.wait_seconds)
-                self._send(failure.status, failure.body, "text/html")
-                return
-            if not self.path.startswith(f"{prefix}/api/"):
-                self._send(404, "<html>no such page</html>", "text/html")
-                return
-            try:
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    raise RefusedError(401, "Invalid API key")
-                body = json.loads(data) if data else None
-                made = _answer(state, self.command, self.path.removeprefix(prefix).partition("?")[0], body)
-                self._send(200, json.dumps(made))
-            except RefusedError as error:
-                self._send(error.status, json.dumps({"message": str(error)}))
-
-        do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass  # what was asked is in the state
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}{prefix}", state
-    finally:
+    with served(answer) as port:
+        yield f"http://127.0.0.1:{port}{prefix}", state
         ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -1,34 +1,42 @@
 """Lines as the files of a run hold them, with every field; the numbers are made up, and differ by step."""
 
+import json
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from braid.actors.controller.routing import ExpertNumbers
 from braid.dashboards.metrics import Exporter
 
 BEGIN = 1_760_000_000.0
 """Unix time at which step 0 ended."""
 
+_PARTS = ("communication", "exposed", "slowdown", "launch_gap", "bubble")
+COSTS = {f"{name}_seconds": 0.25 / 2**n for n, name in enumerate(_PARTS)}
+"""What a step's communication costs."""
+
 PREDICTED: dict[str, Any] = {
     "source": "measured",
-    "step_seconds": 0.45,
     "hidden_fraction": 0.8,
-    "communication_seconds": 0.25,
-    "exposed_seconds": 0.05,
-    "slowdown_seconds": 0.02,
-    "launch_gap_seconds": 0.01,
-    "bubble_seconds": 0.03,
-    "serial_seconds": 0.65,
     "alpha": 0.4,
     "limit_speedup": 1.67,
 }
+PREDICTED |= {"step_seconds": 0.45, "serial_seconds": 0.65, **COSTS}
 """What ``predicted.json`` holds."""
 
 KINDS = "started saved restarted resized straggler telemetry save-failed failed finished"
-
 EVENTS: list[dict[str, Any]] = [
     {"time": BEGIN, "kind": kind, "step": 1, "generation": 0, "text": kind} for kind in KINDS.split()
 ]
 """One line of ``events.jsonl`` of every kind."""
 EVENTS[1]["seconds"] = 0.25
+
+_OF_ROUTERS = [one.name for one in fields(ExpertNumbers) if one.name not in ("layers", "visits")]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """What a file of a run holds, line by line."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def metrics_line(step: int, ranks: int) -> dict[str, Any]:
@@ -41,12 +49,8 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "seconds": 0.5 + 0.01 * step,
         "wall_seconds": 0.6 + 0.01 * step,
         "tokens": 4096,
-        "communication_seconds": 0.25,
-        "exposed_seconds": 0.0625,
+        **COSTS,
         "hidden_fraction": 0.75,
-        "slowdown_seconds": 0.02,
-        "launch_gap_seconds": 0.01,
-        "bubble_seconds": 0.03,
         "waiting_seconds": 0.015,
         "exposed_by_axis": {"pp": 0.0125, "tp": 0.05},
         "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
@@ -56,18 +60,7 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "generation": 0,
         "mfu": 0.375,
         "experts": {
-            "imbalance": 1.25 + 0.01 * step,
-            "worst_imbalance": 1.5,
-            "entropy": 0.95,
-            "worst_entropy": 0.875,
-            "unvisited": 1,
-            "worst_unvisited": 1,
-            "dropped": 0.0625,
-            "worst_dropped": 0.125,
-            "rank_imbalance": 1.125,
-            "worst_rank_imbalance": 1.25,
-            "balance_loss": 0.02,
-            "z_loss": 0.001,
+            **{name: 1.25 / 2**n + 0.01 * step for n, name in enumerate(_OF_ROUTERS)},
             "layers": [0, 1],
             "visits": [[1024, 1024], [0, 2048]],
         },
@@ -82,12 +75,10 @@ def ranks_line(step: int, ranks: int) -> dict[str, Any]:
         "step": step,
         "time": BEGIN + 0.5 * step,
         "seconds": [0.5 + 0.01 * rank for rank in range(ranks)],
+        **{name: [seconds] * ranks for name, seconds in COSTS.items()},
         "communication_seconds": communication,
         "hidden_seconds": [c - e for c, e in zip(communication, exposed, strict=True)],
         "exposed_seconds": exposed,
-        "slowdown_seconds": [0.02] * ranks,
-        "launch_gap_seconds": [0.01] * ranks,
-        "bubble_seconds": [0.03] * ranks,
         "waiting_seconds": [0.015] * ranks,
         "waits_for": [[[(rank + 1) % ranks, "dispatch", 0.01]] for rank in range(ranks)],
         "compute_seconds": [0.4] * ranks,

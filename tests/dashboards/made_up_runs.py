@@ -12,36 +12,28 @@ from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
+from braid.actors.controller.decisions import prediction
+from braid.actors.controller.reporting import overlap_fields, rank_fields
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
-from braid.actors.stage.messages import RoutingSums
+from braid.actors.controller.step_record import StepRecord
+from braid.actors.stage.messages import RoutingSums, SerialStep, StepResult
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import Outcome, evaluate
 from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.record_numbers import numbers_of_records
 from braid.scheduling.schedule_text import write
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulator.engine import RankRun
 from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
+from braid.scheduling.trace import KINDS, Label
 
 SIMULATED = "simulated"
 BEGIN_NS = 1_750_000_000_000_000_000
 """Of the first step, on the wall clock."""
-SHAPE = ModelShape(
-    family="llama",
-    hidden=4096,
-    ffn=11008,
-    layers=16,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    vocabulary=32000,
-    sequence=2048,
-)
+SHAPE = replace(model_preset("mistral-7b-v0.1"), layers=16, sequence=2048)
 MIXTURE = replace(SHAPE, family="moe", layers=6, experts=8, top_k=2, capacity_factor=1.25, balance_loss=0.01)
 LATE = 0.05
 LAYOUTS = {
@@ -52,23 +44,11 @@ LAYOUTS = {
 """By number of ranks."""
 
 
-@dataclass
-class _Stage:
-    """What every rank of a stage does in a step, times from the step's begin."""
-
-    labels: Labels
-    records: Records
-
-
 def outcome(ranks: int) -> Outcome:
     """The simulated step of a layout of so many ranks on A40s, schedule ``braid``."""
     layout = LAYOUTS[ranks]
-    micro_batches = 8 * layout.dp
-    serial = Setting(
-        model=SHAPE,
-        layout=layout,
-        workload=Workload(global_batch=micro_batches, micro_batch=1),
-    )
+    workload = Workload(global_batch=8 * layout.dp, micro_batch=1)
+    serial = Setting(model=SHAPE, layout=layout, workload=workload)
     return evaluate(with_schedule(serial, "braid"), _cluster(ranks))
 
 
@@ -99,8 +79,8 @@ class MadeUpRun:
     def __post_init__(self) -> None:
         self._outcome = outcome(self.ranks)
         self._random = np.random.default_rng(self.seed)
-        self._stages = [self._stage(stage) for stage in range(self._outcome.setting.layout.pp)]
         self._clock = self.begin_ns
+        self._stages = [self._stage(stage) for stage in range(self.layout.pp)]
         self._describe()
 
     @property
@@ -126,99 +106,107 @@ class MadeUpRun:
         ]
         serial = evaluate(with_schedule(setting, "megatron"), cluster).numbers
         alpha = serial.exposed_seconds / serial.step_seconds
-        numbers = made.numbers
-        names = ("step_seconds", "hidden_fraction", "communication_seconds", "exposed_seconds")
-        names += ("slowdown_seconds", "launch_gap_seconds", "bubble_seconds")
-        predicted = {
-            "source": SIMULATED,
-            **{name: getattr(numbers, name) for name in names},
-            "serial_seconds": serial.step_seconds,
-            "alpha": alpha,
-            "limit_speedup": min(1 / alpha, 1 / (1 - alpha)) if alpha else None,
-        }
-        self._write("config.yaml", yaml.safe_dump(config))
-        self._write("model.json", json.dumps(asdict(SHAPE)))
-        self._write("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where}))
-        self._write("schedule.txt", write(made.code.schedule))
-        self._write("profile.json", made.bench.profile.to_json())
-        self._write("predicted.json", json.dumps(predicted))
-        (self.path / "trace" / "predicted.arrows").write_bytes(
-            encode_all(batches_of(made.simulation.spans()))
-        )
+        predicted = prediction(made, SerialStep(seconds=serial.step_seconds, alpha=alpha))
+        for name, text in (
+            ("config.yaml", yaml.safe_dump(config)),
+            ("model.json", json.dumps(asdict(SHAPE))),
+            ("cluster.json", json.dumps({"launcher": SIMULATED, "ranks": where})),
+            ("schedule.txt", write(made.code.schedule)),
+            ("profile.json", made.bench.profile.to_json()),
+            ("predicted.json", json.dumps({**predicted, "source": SIMULATED})),
+        ):
+            (self.path / name).write_text(text, encoding="utf-8")
+        spans = encode_all(batches_of(made.simulation.spans()))
+        (self.path / "trace" / "predicted.arrows").write_bytes(spans)
         self.note("started", 0, f"{self.ranks} ranks, {SIMULATED}")
-
-    def _write(self, name: str, text: str) -> None:
-        (self.path / name).write_text(text, encoding="utf-8")
 
     def note(self, kind: str, step: int, text: str) -> None:
         """Add an event."""
-        line = {"time": self.begin_ns / 1e9, "kind": kind, "step": step, "generation": 1, "text": text}
-        self._append("events.jsonl", {**line, "time": getattr(self, "_clock", self.begin_ns) / 1e9})
+        line = {"time": self._clock / 1e9, "kind": kind, "step": step, "generation": 1, "text": text}
+        self._append("events.jsonl", line)
 
     def _append(self, name: str, content: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(content) + "\n")
 
-    def _stage(self, stage: int) -> _Stage:
+    def _stage(self, stage: int) -> Batch:
+        """What every rank of a stage does in a step, times from the step's begin."""
         simulation = self._outcome.simulation
         rank = simulation.ranks[stage]
         number = self.layout.rank_at({"pp": stage, "dp": 0, "cp": 0, "tp": 0})
-        spans = [span for span in simulation.spans() if span.rank == number]
+        (batch,) = [one for one in batches_of(simulation.spans()) if one.rank == number]
         labels: dict[Label, int] = {}
-        records = np.zeros(len(spans) + len(rank.blocks), RECORD)
-        for row, (span, solo_ns) in enumerate(zip(spans, _solo_ns(rank), strict=True)):
-            label = Label(
-                operator=self.operator if self.operator and not row else span.operator,
-                stream=span.stream,
-                axis="tp" if span.stream is Stream.INTRA else "",
-                layer=span.layer,
-                bytes=span.bytes,
-                flops=span.flops,
+        for row, (record, solo_ns) in enumerate(zip(batch.records, _solo_ns(rank), strict=True)):
+            known = batch.labels[record["label"]]
+            label = replace(
+                known,
+                operator=self.operator if self.operator and not row else known.operator,
+                axis="tp" if known.stream is Stream.INTRA else "",
                 shapes=f"({SIMULATED})",
                 solo_ns=round(solo_ns),
             )
-            record = records[row]
             record["label"] = labels.setdefault(label, len(labels))
-            for name in ("start_ns", "end_ns", "micro_batch", "chunk"):
-                record[name] = getattr(span, name)
-            record["strand"] = STRANDS.index(span.strand if span.direction else "")
-            record["direction"] = DIRECTIONS.index(span.direction)
-        for row, run in enumerate(rank.blocks, start=len(spans)):
+        blocks = np.zeros(len(rank.blocks), RECORD)
+        for record, run in zip(blocks, rank.blocks, strict=True):
             kind, (block, *_) = 1 + run.stretch.paired, run.stretch.passes
-            record = records[row]
             record["start_ns"], record["end_ns"] = round(run.start), round(run.start + run.course.duration)
             label = Label(operator=KINDS[kind], stream=Stream.COMPUTE)
             record["label"], record["kind"] = labels.setdefault(label, len(labels)), kind
             record["micro_batch"], record["chunk"] = block.micro_batch, block.chunk
-        return _Stage(Labels(labels), records)
+        return replace(batch, labels=Labels(labels), records=np.concatenate([batch.records, blocks]))
 
     def step(self) -> None:
         """Add a step: a batch of spans per rank, a line of numbers, a line of the ranks'."""
-        found: list[OverlapNumbers] = []
-        seconds: list[float] = []
-        for rank in range(self.ranks):
-            stage = self._stages[self.layout.coordinate(rank)["pp"]]
-            factor = 1.0 + 0.04 * float(self._random.random()) + (0.5 if rank in self.slow else 0.0)
-            records = self._waiting(rank, stage)
-            for name in ("start_ns", "end_ns"):
-                records[name] = self._clock + np.rint(records[name] * factor).astype(np.int64)
-            found.append(numbers_of_records(records, stage.labels))
-            seconds.append(float(records["end_ns"].max() - self._clock) / 1e9)
-            batch = Batch(
-                rank=rank,
-                step=self.done,
-                generation=1,
-                sequence=self.done,
-                labels=stage.labels,
-                records=records,
-            )
-            with (self.path / "trace" / f"rank-{rank:05d}.0000.arrows").open("ab") as file:
-                file.write(batch.encode() if self.done else head() + batch.encode())
-        self._clock += round(max(seconds) * 1e9)
         self.done += 1
-        self._lines(found, seconds)
+        results = [self._result(rank) for rank in range(self.ranks)]
+        seconds = max(result.seconds for result in results)
+        self._clock += round(seconds * 1e9)
+        setting, simulated = self._outcome.setting, self._outcome.numbers
+        loss = 2.0 + 8.4 * 0.93**self.done + 0.05 * float(self._random.random())
+        validated = self.done % 5 == 0
+        record = StepRecord(
+            step=self.done,
+            loss=loss,
+            grad_norm=1.0 + float(self._random.random()),
+            lr=3e-4,
+            seconds=seconds,
+            tokens=setting.workload.global_batch * SHAPE.sequence,
+            **overlap_fields([result.overlap for result in results]),
+            peak_bytes=tuple(result.peak_bytes for result in results),
+            validation_loss=loss if validated else None,
+            validation_bits_per_byte=loss / 2.8 if validated else None,
+            time=self._clock / 1e9,
+            mfu=(simulated.mfu or 0.0) * simulated.step_seconds / seconds,
+            experts=self._routed(self.experts) if self.experts else None,
+        )
+        line = {"step": self.done, "time": record.time, **rank_fields(results)}
+        self._append("ranks.jsonl", line)
+        self._append("metrics.jsonl", asdict(record))
 
-    def _waiting(self, rank: int, stage: _Stage) -> Records:
+    def _result(self, rank: int) -> StepResult:
+        """What a rank tells of a step, whose spans are written."""
+        stage = self.layout.coordinate(rank)["pp"]
+        batch = self._stages[stage]
+        factor = 1.0 + 0.04 * float(self._random.random()) + (0.5 if rank in self.slow else 0.0)
+        records = self._waiting(rank, batch)
+        for name in ("start_ns", "end_ns"):
+            records[name] = self._clock + np.rint(records[name] * factor).astype(np.int64)
+        step = self.done - 1
+        batch = replace(batch, rank=rank, step=step, generation=1, sequence=step, records=records)
+        with (self.path / "trace" / f"rank-{rank:05d}.0000.arrows").open("ab") as file:
+            file.write(batch.encode() if step else head() + batch.encode())
+        peak = self._outcome.simulation.memory[stage].total_bytes
+        return StepResult(
+            loss_sum=0.0,
+            gradient_norm=0.0,
+            lr=0.0,
+            seconds=float(records["end_ns"].max() - self._clock) / 1e9,
+            overlap=numbers_of_records(records, batch.labels),
+            peak_bytes=peak,
+            lifetime_peak_bytes=peak,
+        )
+
+    def _waiting(self, rank: int, stage: Batch) -> Records:
         """The stage's records, and what the rank waits for the late one; times from the step's begin."""
         records = stage.records.copy()
         if self.late is None or rank == self.late:
@@ -230,60 +218,11 @@ class MadeUpRun:
         wait["label"] = next(n for n, label in enumerate(stage.labels.all) if label.stream is Stream.INTRA)
         return np.concatenate([records, wait])
 
-    def _lines(self, found: list[OverlapNumbers], seconds: list[float]) -> None:
-        fields = (
-            "communication",
-            "hidden",
-            "exposed",
-            "slowdown",
-            "launch_gap",
-            "bubble",
-            "waiting",
-            "compute",
-        )
-        ranks = {f"{name}_seconds": [getattr(one, f"{name}_ns") / 1e9 for one in found] for name in fields}
-        means = {name: float(np.mean(values)) for name, values in ranks.items()}
-        peaks = [memory.total_bytes for memory in self._outcome.simulation.memory]
-        peak_bytes = [peaks[self.layout.coordinate(rank)["pp"]] for rank in range(self.ranks)]
-        setting = self._outcome.setting
-        shared = {"step": self.done, "time": self._clock / 1e9}
-        loss = 2.0 + 8.4 * 0.93**self.done + 0.05 * float(self._random.random())
-        metrics = {
-            **shared,
-            "loss": loss,
-            "grad_norm": 1.0 + float(self._random.random()),
-            "lr": 3e-4,
-            "seconds": max(seconds),
-            "tokens": setting.workload.global_batch * SHAPE.sequence,
-            **{name: means[name] for name in means if name not in ("hidden_seconds", "compute_seconds")},
-            "hidden_fraction": means["hidden_seconds"] / means["communication_seconds"],
-            "peak_bytes": peak_bytes,
-            "validation_loss": loss if self.done % 5 == 0 else None,
-            "validation_bits_per_byte": loss / 2.8 if self.done % 5 == 0 else None,
-            "generation": 1,
-            "mfu": (self._outcome.numbers.mfu or 0.0) * self._outcome.numbers.step_seconds / max(seconds),
-        }
-        if self.experts is not None:
-            metrics["experts"] = asdict(self._routed(self.experts))
-        axes = sorted({axis for one in found for axis in one.exposed_by_axis_ns})
-        sums = {axis: sum(one.exposed_by_axis_ns.get(axis, 0) for one in found) for axis in axes}
-        metrics["exposed_by_axis"] = {axis: ns / self.ranks / 1e9 for axis, ns in sums.items()}
-        waits = [[[wait.peer, wait.operator, wait.ns / 1e9] for wait in one.peer_waits] for one in found]
-        nothing = [0] * self.ranks
-        lists = {
-            "seconds": seconds,
-            **ranks,
-            "waits_for": waits,
-            "peak_bytes": peak_bytes,
-            "dropped_spans": nothing,
-        }
-        self._append("ranks.jsonl", {**shared, **lists, "sampled_every": [1] * self.ranks})
-        self._append("metrics.jsonl", metrics)
-
     def _routed(self, shape: ModelShape) -> ExpertNumbers:
         """Visits of one rank, with an expert of the first layer that gets none."""
         layers, tokens = shape.expert_layers, 1 << 18
-        lean = self._leanings(layers, shape.experts) * (0.3 + 0.7 * 0.9**self.done)
+        leanings = np.random.default_rng(self.seed).normal(0, 1.2, (layers, shape.experts))
+        lean = leanings * (0.3 + 0.7 * 0.9**self.done)
         lean[0, 1] = -np.inf
         chances = np.exp(lean) / np.exp(lean).sum(1, keepdims=True)
         visits = self._random.multinomial(tokens * shape.top_k, chances)
@@ -299,14 +238,10 @@ class MadeUpRun:
         assert found is not None
         return found
 
-    def _leanings(self, layers: int, experts: int) -> NDArray[np.float64]:
-        """Of every router to every expert, the same in all steps."""
-        return np.random.default_rng(self.seed).normal(0, 1.2, (layers, experts))
-
     def finish(self) -> None:
         """Write what a complete run ends with."""
         self.note("finished", self.done, "complete")
-        self._write("report.json", json.dumps({"complete": True}))
+        (self.path / "report.json").write_text(json.dumps({"complete": True}), encoding="utf-8")
 
 
 def _solo_ns(rank: RankRun) -> Iterator[float]:

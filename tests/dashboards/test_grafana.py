@@ -7,8 +7,12 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
 from itertools import combinations, product
+from operator import getitem
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import pytest
@@ -18,9 +22,10 @@ from pydantic import ValidationError
 from braid.dashboards.grafana import RULES, GrafanaError, all_dashboards, parse_url
 from braid.dashboards.grafana.push import read_token
 from braid.dashboards.metrics import METRICS
-from braid.jobs.cli import main
+from tests import in_process
 from tests.dashboards.grafana_schema import Dashboard
 from tests.dashboards.grafana_stub import TOKEN, Failure, State, grafana
+from tests.in_process import Capture, called
 
 Stub = tuple[str, State]
 
@@ -38,22 +43,19 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
         yield made
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     """``braid grafana ARGUMENTS``: exit code, output, errors; the token is in neither."""
-    with pytest.raises(SystemExit) as end:
-        main(["grafana", *arguments])
-    output, errors = capsys.readouterr()
-    assert TOKEN not in output + errors
-    return int(end.value.code or 0), output, errors
+    found = called(capsys, "grafana", *arguments)
+    assert TOKEN not in found.output + found.errors
+    return found.code, found.output, found.errors
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys: Capture, *arguments: str) -> str:
     """The one line that a command says before it ends with exit code 2."""
-    code, _, errors = run(capsys, *arguments)
-    assert code == 2, errors
-    assert errors.count("\n") == 1, errors
-    assert errors.startswith("braid: ")
-    return errors
+    line = in_process.refused(called(capsys, "grafana", *arguments))
+    assert line.count("\n") == 1
+    assert TOKEN not in line
+    return line
 
 
 def expressions(dashboard: dict[str, Any]) -> list[str]:
@@ -75,15 +77,9 @@ def test_dashboards_fit_the_schema(uid: str) -> None:
     assert link["url"].removeprefix("/d/") in DASHBOARDS.keys() - {uid}
     cells = []
     for panel in made["panels"]:
-        assert [t["refId"] for t in panel["targets"]] == [
-            chr(ord("A") + n) for n in range(len(panel["targets"]))
-        ]
-        colours = [
-            p["value"]["fixedColor"]
-            for override in panel["fieldConfig"]["overrides"]
-            for p in override["properties"]
-            if p["id"] == "color"
-        ]
+        assert "".join(t["refId"] for t in panel["targets"]) == ascii_uppercase[: len(panel["targets"])]
+        properties = [p for one in panel["fieldConfig"]["overrides"] for p in one["properties"]]
+        colours = [p["value"]["fixedColor"] for p in properties if p["id"] == "color"]
         assert len(set(colours)) == len(colours), f"{panel['title']}: two series of one colour"
         place = panel["gridPos"]
         columns = range(place["x"], place["x"] + place["w"])
@@ -98,9 +94,7 @@ def test_queries_and_rules_name_metrics_and_labels_that_exist() -> None:
     asked = set()
     for expr in rules + shown:
         selectors = re.findall(r'\{__name__=~"\(ray_\)\?(\w+)"((?:,\w+=~"[^"]*")*)\}', expr)
-        assert len(selectors) == expr.count("braid_"), (
-            f"{expr}: every metric is matched with Ray's prefix, too"
-        )
+        assert len(selectors) == expr.count("braid_"), f"{expr}: every metric with Ray's prefix, too"
         for name, matchers in selectors:
             metric = METRICS[name.removesuffix("_bucket")]
             asked.add(metric.name)
@@ -124,18 +118,13 @@ def test_queries_and_rules_name_metrics_and_labels_that_exist() -> None:
     ],
 )
 def test_the_schema_refuses_what_grafana_does_not_know(place: tuple[Any, ...], value: Any) -> None:
-    made = json.loads(json.dumps(DASHBOARDS["braid-overlap"]))
-    inner = made
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    made = deepcopy(DASHBOARDS["braid-overlap"])
+    reduce(getitem, place[:-1], made)[place[-1]] = value
     with pytest.raises(ValidationError):
         Dashboard.model_validate(made)
 
 
-def test_push_creates_everything_and_again_changes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_push_creates_everything_and_again_changes_nothing(capsys: Capture, tmp_path: Path) -> None:
     """On a server below a path, with the token in a file."""
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
@@ -159,9 +148,7 @@ def test_push_creates_everything_and_again_changes_nothing(
         assert state.writes == []
 
 
-def test_push_restores_what_was_changed_and_leaves_the_rest(
-    stub: Stub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_push_restores_what_was_changed_and_leaves_the_rest(stub: Stub, capsys: Capture) -> None:
     url, state = stub
     state.folders["mine"] = {"uid": "mine", "title": "Braid", "version": 3}
     assert run(capsys, "push", "--url", url)[0] == 0
@@ -195,7 +182,7 @@ def test_push_restores_what_was_changed_and_leaves_the_rest(
     ],
 )
 def test_errors_are_one_line_with_a_remedy(
-    stub: Stub, capsys: pytest.CaptureFixture[str], status: int, body: str, says: str
+    stub: Stub, capsys: Capture, status: int, body: str, says: str
 ) -> None:
     url, state = stub
     command = ("push", "--url", url, "--prometheus-url", "http://127.0.0.1:9090")
@@ -209,7 +196,7 @@ def test_errors_are_one_line_with_a_remedy(
     assert (len(state.folders), len(state.datasources), len(state.dashboards)) == (1, 1, 2)
 
 
-def test_a_server_that_does_not_answer(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer(stub: Stub, capsys: Capture) -> None:
     url, state = stub
     state.failure = Failure("/api/folders", wait_seconds=60.0)
     assert "no answer (ReadTimeout)" in refused(capsys, "push", "--url", url, "--timeout", "0.2")
@@ -219,25 +206,19 @@ def test_a_server_that_does_not_answer(stub: Stub, capsys: pytest.CaptureFixture
     assert "no answer (ConnectionError); is Grafana running there" in line
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("grafana:3000", "no URL of a server"),
-        ("ftp://grafana", "no URL of a server"),
-        ("http://", "no URL of a server"),
-        ("http://grafana:99999", "no URL of a server"),
-        ("ftp://me:hunter2@grafana", "holds a name or password"),
-        ("http://grafana/?orgId=1", "no URL of a server"),
-    ],
-)
-def test_urls_that_are_none(url: str, says: str) -> None:
+NO_URLS = ("grafana:3000", "ftp://grafana", "http://", "http://grafana:99999", "http://grafana/?orgId=1")
+
+
+@pytest.mark.parametrize("url", [*NO_URLS, "ftp://me:hunter2@grafana"])
+def test_urls_that_are_none(url: str) -> None:
+    says = "no URL of a server" if url in NO_URLS else "holds a name or password"
     with pytest.raises(GrafanaError, match=says) as error:
         parse_url(url)
     assert "hunter2" not in str(error.value)
 
 
 def test_tokens_come_from_a_private_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     assert "has no option --token" in refused(capsys, "push", "--url", "http://127.0.0.1:1", "--token", "x")
     file = tmp_path / "token"
@@ -260,7 +241,7 @@ def test_tokens_come_from_a_private_file_or_the_environment(
             read_token(file)
 
 
-def test_export_writes_what_provisioning_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_what_provisioning_reads(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "out"
     options = ("--prometheus-url", "http://prom:9090", "--folder", 'X: "y"')
     code, output, _ = run(capsys, "export", str(folder), *options)
@@ -284,11 +265,6 @@ def test_variables_of_the_readme_are_rays() -> None:
     """Of the Ray that is installed: a renamed variable would make the exported README wrong."""
     metrics_head = pytest.importorskip("ray.dashboard.modules.metrics.metrics_head")
     readme = (RULES.parents[1] / "grafana" / "export.md").read_text()
-    for name in (
-        "GRAFANA_HOST",
-        "GRAFANA_IFRAME_HOST",
-        "GRAFANA_ORG_ID",
-        "PROMETHEUS_HOST",
-        "PROMETHEUS_NAME",
-    ):
+    names = ("GRAFANA_HOST", "GRAFANA_IFRAME_HOST", "GRAFANA_ORG_ID", "PROMETHEUS_HOST", "PROMETHEUS_NAME")
+    for name in names:
         assert f"`{getattr(metrics_head, f'{name}_ENV_VAR')}`" in readme

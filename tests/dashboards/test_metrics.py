@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from braid.actors.controller.step_record import record_of
 from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink, RaySink
 from braid.dashboards.metrics_feed import told_to_ray
-from braid.dashboards.run_files import value_of
 from braid.scheduling.spec import ParallelLayout
-from tests.dashboards.lines import EVENTS, PREDICTED, fill, metrics_line, ranks_line
+from tests.dashboards.lines import fill, metrics_line, ranks_line
+from tests.waiting import within
 
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 LAYOUT = {"parallel": {"pp": 2, "tp": 2}}
@@ -149,43 +149,34 @@ def test_events_count_from_zero_and_say_whether_the_run_goes_on() -> None:
     assert value(sink, "braid_running") == 0
 
 
-class _Recorded:
-    """A metric of Ray's interface that writes down what it is told."""
-
-    def __init__(
-        self, name: str, description: str = "", *, tag_keys: tuple[str, ...], boundaries: Any = None
-    ):
-        self.name, self.tag_keys, self.calls = name, tag_keys, list[tuple[float, dict[str, str]]]()
-
-    def set(self, value: float, tags: dict[str, str]) -> None:
-        assert tuple(tags) == self.tag_keys
-        self.calls.append((value, tags))
-
-    inc = observe = set
+Calls = dict[str, list[tuple[float, dict[str, str]]]]
 
 
-def recording() -> tuple[SimpleNamespace, dict[str, _Recorded]]:
-    """What stands for the module ``ray.util.metrics``, and the metrics made with it, by name."""
-    made: dict[str, _Recorded] = {}
+def recording() -> tuple[SimpleNamespace, Calls]:
+    """What stands for ``ray.util.metrics``, and what the metrics made with it are told, by name."""
+    told: Calls = {}
 
-    def make(*args: Any, **kwargs: Any) -> _Recorded:
-        metric = _Recorded(*args, **kwargs)
-        made[metric.name] = metric
-        return metric
+    def make(name: str, description: str = "", *, tag_keys: tuple[str, ...], boundaries: Any = None) -> Any:
+        calls = told[name] = []
 
-    return SimpleNamespace(Gauge=make, Counter=make, Histogram=make), made
+        def tell(value: float, tags: dict[str, str]) -> None:
+            assert tuple(tags) == tag_keys
+            calls.append((value, tags))
+
+        return SimpleNamespace(set=tell, inc=tell, observe=tell)
+
+    return SimpleNamespace(Gauge=make, Counter=make, Histogram=make), told
 
 
 def test_ray_gets_the_same_readings() -> None:
     module, made = recording()
-    target = Exporter(RaySink(module), "demo")
-    target.take("config.yaml", LAYOUT)
-    fill(target)
     target, sink = exporter()
-    fill(target)
+    for one in (Exporter(RaySink(module), "demo"), target):
+        one.take("config.yaml", LAYOUT)
+        fill(one)
     seen = readings(sink)
     for metric in METRICS.values():
-        calls = made[metric.name].calls
+        calls = made[metric.name]
         assert calls, metric
         for labels in {frozenset(tags.items()) for _, tags in calls}:
             mine = [v for v, tags in calls if frozenset(tags.items()) == labels]
@@ -206,10 +197,10 @@ def test_ray_hears_gauges_again_until_they_are_forgotten() -> None:
     target.take("config.yaml", LAYOUT)
     fill(target)
     target.take("ranks.jsonl", ranks_line(3, ranks=2))
-    before = {name: len(metric.calls) for name, metric in made.items()}
+    before = {name: len(calls) for name, calls in made.items()}
     sink.refresh()
     for metric in METRICS.values():
-        again = made[metric.name].calls[before[metric.name] :]
+        again = made[metric.name][before[metric.name] :]
         if metric.kind != "gauge":
             assert again == [], "sums and histograms would count twice"
         elif metric.source == "ranks.jsonl":
@@ -222,28 +213,11 @@ def test_ray_is_told_of_a_run_until_the_block_ends(tmp_path: Path) -> None:
     module, made = recording()
     with told_to_ray(tmp_path, module, every_s=0.001):
         (tmp_path / "predicted.json").write_text('{"alpha": 0.5}')
-        told = made["braid_alpha_ratio"].calls
-        deadline = time.monotonic() + 30
-        while len(told) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert len(told) >= 3, "Ray drops a gauge that it does not hear again"
+        told = made["braid_alpha_ratio"]
+        assert within(30, lambda: len(told) >= 3), "Ray drops a gauge that it does not hear again"
         (tmp_path / "events.jsonl").write_text(f'{{"kind": "started", "time": {time.time() + 1}}}\n')
-    assert made["braid_starts_total"].calls == [(1, {"run": tmp_path.name})], "the last lines, too, and once"
+    assert made["braid_starts_total"] == [(1, {"run": tmp_path.name})], "the last lines, too, and once"
     assert not any(thread.name == "braid-metrics" for thread in threading.enumerate())
-
-
-def test_sources_are_fields_of_a_runs_files() -> None:
-    lines = {
-        "metrics.jsonl": metrics_line(1, ranks=2),
-        "ranks.jsonl": ranks_line(1, ranks=2),
-        "predicted.json": PREDICTED,
-        "events.jsonl": {key: value for event in EVENTS for key, value in event.items()},
-    }
-    for metric in METRICS.values():
-        for field in filter(None, metric.field.split(" / ")):
-            found = value_of(lines[metric.source], field)
-            assert found is not None
-            assert isinstance(found, list) == metric.per_rank
 
 
 def test_the_documentation_is_up_to_date(update_golden: bool) -> None:
@@ -255,11 +229,8 @@ def test_the_documentation_is_up_to_date(update_golden: bool) -> None:
         labels = ", ".join(metric.labels)
         rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {place} | {metric.help} |")
     text = DOCUMENTATION.read_text(encoding="utf-8")
-    before, after = (
-        text[: text.index("| metric | kind")],
-        text[text.index("\n\n", text.index("| metric | kind")) :],
-    )
-    wanted = before + "\n".join(rows) + after
+    begin = text.index("| metric | kind")
+    wanted = text[:begin] + "\n".join(rows) + text[text.index("\n\n", begin) :]
     if update_golden:
         DOCUMENTATION.write_text(wanted, encoding="utf-8")
     assert DOCUMENTATION.read_text(encoding="utf-8") == wanted, "renew it with --update-golden"

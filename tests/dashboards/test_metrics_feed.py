@@ -13,7 +13,7 @@ from braid.dashboards import run_files
 from braid.dashboards.metrics import PrometheusSink
 from braid.dashboards.metrics_feed import MetricsFeed
 from braid.dashboards.run_data import RunData
-from tests.dashboards.lines import BEGIN, PREDICTED, metrics_line, ranks_line
+from tests.dashboards.lines import BEGIN, PREDICTED, lines_of, metrics_line, ranks_line
 from tests.dashboards.test_metrics import value
 
 TOKENS = metrics_line(1, ranks=2)["tokens"]
@@ -52,6 +52,16 @@ class Run:
             os.truncate(self.path / name, sum(map(len, lines[:step])))
 
 
+Fed = tuple[Run, PrometheusSink, MetricsFeed]
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> Fed:
+    """A run that has begun, and what is fed from it."""
+    run, sink = Run(tmp_path / "run"), PrometheusSink()
+    return run, sink, MetricsFeed(run.path, sink)
+
+
 def counts(sink: PrometheusSink) -> tuple[float, float, float]:
     """Steps by tokens, by the histogram, and by a sum of rank 1."""
     tokens = value(sink, "braid_tokens_total") or 0.0
@@ -63,13 +73,12 @@ def counts(sink: PrometheusSink) -> tuple[float, float, float]:
 @pytest.mark.parametrize("chunk", [100, 8 << 20], ids=["less than a line at once", "all at once"])
 @pytest.mark.parametrize("again", [range(4, 5), range(4, 7), range(4, 12)], ids=["less", "as much", "more"])
 def test_steps_that_ran_twice_count_twice_and_others_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: range, chunk: int
+    fed: Fed, monkeypatch: pytest.MonkeyPatch, again: range, chunk: int
 ) -> None:
     """Whether the file that was cut is shorter, as long, or longer when it is looked at again, by clocks that
     were set back, too."""
     monkeypatch.setattr(run_files, "_CHUNK", chunk)
-    run, sink = Run(tmp_path / "run"), PrometheusSink()
-    feed = MetricsFeed(run.path, sink)
+    run, sink, feed = fed
     run.steps(range(1, 7))
     feed.refresh()
     assert counts(sink) == (6, 6, 6)
@@ -83,9 +92,8 @@ def test_steps_that_ran_twice_count_twice_and_others_once(
     assert value(sink, "braid_starts_total") == 1
 
 
-def test_a_line_that_is_half_written_counts_when_it_is_whole_or_is_forgotten(tmp_path: Path) -> None:
-    run, sink = Run(tmp_path / "run"), PrometheusSink()
-    feed = MetricsFeed(run.path, sink)
+def test_a_line_that_is_half_written_counts_when_it_is_whole_or_is_forgotten(fed: Fed) -> None:
+    run, sink, feed = fed
     run.steps(range(1, 3))
     file = run.path / "metrics.jsonl"
     whole = file.read_bytes()
@@ -114,9 +122,8 @@ def test_history_is_no_increase_but_gauges_of_the_run_are_set(tmp_path: Path) ->
     assert value(sink, "braid_starts_total") == 1
 
 
-def test_another_layout_moves_ranks_to_other_stages(tmp_path: Path) -> None:
-    run, sink = Run(tmp_path / "run"), PrometheusSink()
-    feed = MetricsFeed(run.path, sink)
+def test_another_layout_moves_ranks_to_other_stages(fed: Fed) -> None:
+    run, sink, feed = fed
     run.steps([1])
     feed.refresh()
     assert value(sink, "braid_step_compute_seconds", stage="1", rank="1") is not None
@@ -127,9 +134,8 @@ def test_another_layout_moves_ranks_to_other_stages(tmp_path: Path) -> None:
     assert value(sink, "braid_step_compute_seconds", stage="0", rank="1") is not None
 
 
-def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
-    run, sink = Run(tmp_path / "run"), PrometheusSink()
-    feed = MetricsFeed(run.path, sink)
+def test_a_loss_that_is_no_number_is_shown_as_such(fed: Fed) -> None:
+    run, sink, feed = fed
     for step, loss in ((1, 2.5), (2, None)):  # JSON has no NaN
         with (run.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "loss": loss, "mfu": None, "time": run.now}) + "\n")
@@ -148,7 +154,6 @@ def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:
     run.back_to(3)
     run.steps(range(4, 12))
     data.refresh()
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     columns = data.metrics(0, 0)["columns"]
     assert columns["step"] == list(range(1, 12))
-    assert columns["time"] == [line["time"] for line in lines]
+    assert columns["time"] == [line["time"] for line in lines_of(run.path / "metrics.jsonl")]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,9 @@ from aiohttp import web
 
 from braid.dashboards.server import make_app
 from braid.scheduling.stragglers import LAST
+from braid.scheduling.trace import Span
 from tests.dashboards.browser import CHROMIUM, Tab, browser
+from tests.dashboards.lines import lines_of
 from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up
 from tests.end_to_end.command import start, write_config, write_corpus
 from tests.spans import read_folder, spans_of
@@ -36,17 +39,34 @@ LONGEST = """(() => {
 })()"""
 
 
-@asynccontextmanager
-async def looked_at(run: Path, width: int = 1366, height: int = 768) -> AsyncIterator[tuple[Tab, str]]:
-    """A tab that shows a run, and the server's address; the page must not have complained."""
+def looking(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that awaits what the browser answers."""
+
+    @functools.wraps(test)
+    def run(*given: Any, **named: Any) -> None:
+        asyncio.run(test(*given, **named))  # type: ignore[arg-type]
+
+    return run
+
+
+async def serve(run: Path, port: int = 0) -> web.AppRunner:
+    """A server that shows a run."""
     runner = web.AppRunner(make_app(run), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    return runner
+
+
+@asynccontextmanager
+async def looked_at(run: Path, step: int | None, width: int = 1366, height: int = 768) -> AsyncIterator[Tab]:
+    """A tab that shows a run, once a step is drawn, if one is given; the page must not have complained."""
+    runner = await serve(run)
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}/"
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         async with browser(width, height) as tab:
             await tab.open(address)
-            yield tab, address
+            await tab.until("window.braid" if step is None else DRAWN.format(step=step))
+            yield tab
             assert tab.errors == []
             asked = [url for url in tab.requests if not url.startswith(("data:", "about:"))]
             assert all(url.startswith(address) for url in asked), "a request left this machine"
@@ -54,23 +74,23 @@ async def looked_at(run: Path, width: int = 1366, height: int = 768) -> AsyncIte
         await runner.cleanup()
 
 
-def look(run: Path, question: Callable[[Tab], Awaitable[None]]) -> None:
-    """Look at a run."""
-
-    async def ask() -> None:
-        async with looked_at(run) as (tab, _):
-            await question(tab)
-
-    asyncio.run(ask())
+async def read(tab: Tab, name: str, what: str = "innerText") -> Any:
+    """The text of an element, or something else of it."""
+    return await tab.evaluate(f"document.getElementById('{name}').{what}")
 
 
-async def tip(tab: Tab, lane: int) -> tuple[dict[str, Any], str]:
-    """The longest operator of a lane of rank 0, and what the page says when the mouse is over it."""
-    await tab.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
-    place: dict[str, Any] = await tab.evaluate(LONGEST.replace("LANE", str(lane)))
-    await tab.move(place["x"], place["y"])
+async def count(tab: Tab, selector: str) -> int:
+    """How many elements there are."""
+    return int(await tab.evaluate(f"document.querySelectorAll('{selector}').length"))
+
+
+async def hovered(tab: Tab, element: str, place: str) -> tuple[Any, str]:
+    """A place in an element, once that is in view, and what the page says when the mouse is over it."""
+    await read(tab, element, "scrollIntoView({block: 'center'})")
+    found = await tab.evaluate(place)
+    await tab.move(*((found["x"], found["y"]) if isinstance(found, dict) else found))
     await tab.until("!document.getElementById('tip').hidden")
-    return place, str(await tab.evaluate("document.getElementById('tip').innerText"))
+    return found, str(await read(tab, "tip"))
 
 
 async def written(tab: Tab, ns: float) -> str:
@@ -78,148 +98,118 @@ async def written(tab: Tab, ns: float) -> str:
     return str(await tab.evaluate(f"import('/dom.js').then((dom) => dom.nanoseconds({ns}))"))
 
 
-def test_hover_tells_what_the_trace_says(tmp_path: Path) -> None:
+async def told_of_longest(tab: Tab, run: Path) -> AsyncIterator[tuple[Span, str]]:
+    """The longest computation and transfer of rank 0 in its trace, and what is told of what is drawn so."""
+    for lane, stream in enumerate(("compute", "intra")):
+        place, text = await hovered(tab, "timeline", LONGEST.replace("LANE", str(lane)))
+        spans = spans_of(read_folder(run).step(place["step"] - 1))
+        own = [span for span in spans if span.rank == 0 and span.stream == stream]
+        longest = max(own, key=lambda span: span.end_ns - span.start_ns)
+        assert (place["operator"], place["ns"]) == (longest.operator, longest.end_ns - longest.start_ns)
+        assert longest.operator in text
+        assert await written(tab, place["ns"]) in text
+        yield longest, text
+
+
+@looking
+async def test_hover_tells_what_the_trace_says(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3)
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=3))
-        for lane, stream in enumerate(("compute", "intra")):
-            place, text = await tip(tab, lane)
-            own = [
-                s
-                for s in spans_of(read_folder(run.path).step(place["step"] - 1))
-                if s.rank == 0 and s.stream == stream
-            ]
-            longest = max(own, key=lambda span: span.end_ns - span.start_ns)
-            assert place["operator"] == longest.operator
-            assert place["ns"] == longest.end_ns - longest.start_ns
-            for part in (
-                longest.operator,
-                await written(tab, place["ns"]),
-                "(simulated)",
-                "predicted",
-                "alone",
-            ):
-                assert part in text
-            assert ("exposed" in text) == (stream == "intra")
-
-    look(run.path, ask)
+    async with looked_at(run.path, 3) as tab:
+        async for longest, text in told_of_longest(tab, run.path):
+            assert all(part in text for part in ("(simulated)", "predicted", "alone"))
+            assert ("exposed" in text) == (longest.stream == "intra")
 
 
-def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
+@looking
+async def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 8, LAST, slow=(3,))
-    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()][-10:]
-    hidden = 1 - sum(r["exposed_seconds"] for r in rows) / sum(r["communication_seconds"] for r in rows)
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=LAST))
-        headline = await tab.evaluate("document.getElementById('headline').innerText")
+    rows = lines_of(run.path / "metrics.jsonl")[-10:]
+    exposed = sum(row["exposed_seconds"] for row in rows)
+    hidden = 1 - exposed / sum(row["communication_seconds"] for row in rows)
+    async with looked_at(run.path, LAST) as tab:
+        headline = await read(tab, "headline")
         assert headline.startswith(f"{hidden * 100:.0f} % of communication is hidden; ")
-        exposed = sum(row["exposed_seconds"] for row in rows) / len(rows) * 1e9
-        assert f"{await written(tab, exposed)} of each" in headline
+        assert f"{await written(tab, exposed / len(rows) * 1e9)} of each" in headline
         await tab.until("braid.run.ranks")
-        assert "rank 3" in await tab.evaluate("document.getElementById('stragglers').innerText")
-        assert "Slow rank: 3" in await tab.evaluate("document.getElementById('alerts').innerText")
-        assert await tab.evaluate("document.querySelectorAll('.chip.slow').length") == 1
-        assert await tab.evaluate("document.querySelectorAll('.strands rect').length > 10")
-        assert await tab.evaluate("document.querySelectorAll('#heat td').length > 10")
-
-    look(run.path, ask)
+        assert "rank 3" in await read(tab, "stragglers")
+        assert "Slow rank: 3" in await read(tab, "alerts")
+        assert await count(tab, ".chip.slow") == 1
+        assert await count(tab, ".strands rect") > 10
+        assert await count(tab, "#heat td") > 10
 
 
-def test_names_are_text(tmp_path: Path) -> None:
+@looking
+async def test_names_are_text(tmp_path: Path) -> None:
     evil = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>"
     run = made_up(tmp_path / "run", 2, 2, name=evil, operator=evil)
     run.note("failed", 2, evil)
     cluster = json.loads((run.path / "cluster.json").read_text())
     cluster["ranks"][0]["node"] = evil
     (run.path / "cluster.json").write_text(json.dumps(cluster))
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=2))
-        assert await tab.evaluate("document.getElementById('name').textContent") == evil
-        assert evil in await tab.evaluate("document.getElementById('alerts').textContent")
-        assert evil in await tab.evaluate("document.getElementById('log').textContent")
-        assert evil in await tab.evaluate("document.getElementById('cluster').textContent")
-        assert evil in await tab.evaluate(
-            "braid.timeline.steps(0)[0].data.labels.map((one) => one.operator).join()"
-        )
-        assert await tab.evaluate("document.querySelectorAll('img').length") == 0
-        assert await tab.evaluate("document.querySelectorAll('script').length") == 1
+    async with looked_at(run.path, 2) as tab:
+        assert await read(tab, "name", "textContent") == evil
+        for name in ("alerts", "log", "cluster"):
+            assert evil in await read(tab, name, "textContent"), name
+        labels = "braid.timeline.steps(0)[0].data.labels.map((one) => one.operator).join()"
+        assert evil in await tab.evaluate(labels)
+        assert (await count(tab, "img"), await count(tab, "script")) == (0, 1)
         assert await tab.evaluate("window.hacked ?? null") is None
 
-    look(run.path, ask)
 
-
-def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
+@looking
+async def test_experts_have_a_map_and_charts(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
-    numbers = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])["experts"]
+    numbers = lines_of(run.path / "metrics.jsonl")[-1]["experts"]
     visits = numbers["visits"][4][6]
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=3))
+    async with looked_at(run.path, 3) as tab:
         await tab.until("!document.getElementById('experts-section').hidden")
-        text = await tab.evaluate("document.getElementById('experts-read').textContent")
+        text = await read(tab, "experts-read", "textContent")
         for part in ("Step 3", f"{numbers['worst_imbalance']:.2f} \u00d7", "1 expert without a visit"):
             assert part in text
-        titles = await tab.evaluate("document.getElementById('expert-charts').innerText")
+        titles = await read(tab, "expert-charts")
         for title in ("Fullest over the average", "Entropy", "Visits dropped", "Auxiliary losses"):
             assert title in titles
-        await tab.evaluate("document.getElementById('experts').scrollIntoView({block: 'center'})")
-        place = await tab.evaluate(
+        place = (
             "(() => { const {experts} = braid, {wide, tall} = experts.cell, box = experts.canvas"
             ".getBoundingClientRect(); return [box.x + 62 + 6.5 * wide, box.y + 20 + 4.5 * tall] })()"
         )
-        await tab.move(*place)
-        await tab.until("!document.getElementById('tip').hidden")
-        tip = await tab.evaluate("document.getElementById('tip').innerText")
+        _, tip = await hovered(tab, "experts", place)
         share = f"{100 * visits / sum(numbers['visits'][4]):.2f} %"
         for part in ("layer 4, expert 6, step 3", f"{visits:,}", share):
             assert part in tip
 
-    look(run.path, ask)
 
-
-def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Path) -> None:
+@looking
+async def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3, late=1)
-    line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])
-    ((peer, operator, waited),) = line["waits_for"][0]
+    ((peer, operator, waited),) = lines_of(run.path / "ranks.jsonl")[-1]["waits_for"][0]
     assert peer == 1
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=3))
+    async with looked_at(run.path, 3) as tab:
         await tab.until("braid.timeline.drawn === 3 && braid.run.ranks")
-        await tab.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
-        place = await tab.evaluate("""(() => {
+        place = """(() => {
           const t = braid.timeline, {data, at} = t.steps(0)[0], {wait_start: a, wait_end: b} = data.columns;
           const box = t.canvas.getBoundingClientRect();
           return [box.x + t.x((a[0] + b[0]) / 2 + at), box.y + 22 + 3 + 3 * t.lane + 2];
-        })()""")
-        await tab.move(*place)
-        await tab.until("!document.getElementById('tip').hidden")
-        tip = str(await tab.evaluate("document.getElementById('tip').innerText"))
+        })()"""
+        _, tip = await hovered(tab, "timeline", place)
+        time = await written(tab, waited * 1e9)
         assert f"rank 0 waits for rank 1 ({operator}" in tip
-        assert await written(tab, waited * 1e9) in tip
-        under = await tab.evaluate("document.getElementById('stragglers').innerText")
-        assert f"rank 0 waits {await written(tab, waited * 1e9)} for rank 1 ({operator})" in under
-        subline = await tab.evaluate("document.getElementById('subline').innerText")
-        rows = [json.loads(row) for row in (run.path / "metrics.jsonl").read_text().splitlines()][1:]
+        assert time in tip
+        assert f"rank 0 waits {time} for rank 1 ({operator})" in await read(tab, "stragglers")
+        rows = lines_of(run.path / "metrics.jsonl")[1:]
         tp = sum(row["exposed_by_axis"]["tp"] for row in rows) / len(rows)
-        assert f"exposed by axis: tp {await written(tab, tp * 1e9)}" in subline
-        charts = await tab.evaluate("document.getElementById('charts').innerText")
+        assert f"exposed by axis: tp {await written(tab, tp * 1e9)}" in await read(tab, "subline")
+        charts = await read(tab, "charts")
         for title in ("Exposed, by axis", "Learning rate", "Validation, bits per byte"):
             assert title in charts
 
-    look(run.path, ask)
 
-
-def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) -> None:
+@looking
+async def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) -> None:
     """Steps that come faster than their columns: nothing flickers, and the picture goes on."""
     run = MadeUpRun(tmp_path / "run", 2, steps=100)
     run.step()
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=1))
+    async with looked_at(run.path, 1) as tab:
         await tab.until("braid.timeline.steps(0).length === 1")
         await tab.evaluate("""(() => {
           const {timeline, run} = braid, draw = timeline.draw.bind(timeline), ask = window.fetch;
@@ -237,65 +227,52 @@ def test_the_step_before_stays_until_the_next_one_is_here(tmp_path: Path) -> Non
         assert {count for _, count in seen} == {1}, "always one step"
         assert len({step for step, _ in seen}) > 2, "and newer and newer ones"
         await tab.until("braid.timeline.drawn === 9")
-        assert await tab.evaluate("document.getElementById('step-shown').textContent") == "9"
-        texts = await tab.evaluate("document.getElementById('progress').textContent")
-        assert "elapsed" in texts
-
-    look(run.path, ask)
+        assert await read(tab, "step-shown", "textContent") == "9"
+        assert "elapsed" in await read(tab, "progress", "textContent")
 
 
-def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
+@looking
+async def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 4)
-    path = run.path / "metrics.jsonl"
-    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    rows = lines_of(run.path / "metrics.jsonl")
     for row in rows[1:3]:
         row |= dict.fromkeys(("loss", "grad_norm", "slowdown_seconds", "exposed_by_axis"))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=4))
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with looked_at(run.path, 4) as tab:
         assert await tab.evaluate("braid.run.columns.loss") == [rows[0]["loss"], None, None, rows[3]["loss"]]
-        texts = await tab.evaluate(
-            "[...document.querySelectorAll('#charts output')].map((o) => o.textContent)"
-        )
+        outputs = "[...document.querySelectorAll('#charts output')].map((o) => o.textContent)"
+        texts = await tab.evaluate(outputs)
         assert f"{rows[3]['loss']:.3f}" in texts
         assert not [text for text in texts if "NaN" in text or "undefined" in text]
 
-    look(run.path, ask)
-
 
 @pytest.mark.parametrize("width", [390, 1400])
-def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+@looking
+async def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
     run = made_up(tmp_path / "run", 2, 3)
     run.note("telemetry", 2, "spans of some steps only, to stay within 1 % of the time")
-
-    async def ask() -> None:
-        async with looked_at(run.path, width, 844) as (tab, _):
-            await tab.until(DRAWN.format(step=3))
-            await tab.until("document.querySelectorAll('#log td').length > 10")
-            assert await tab.evaluate("document.documentElement.scrollWidth") <= width
-            clipped = await tab.evaluate("""(() => {
-              const box = document.getElementById('budget').getBoundingClientRect();
-              return [...document.querySelectorAll('#budget text')].map((one) => one.getBoundingClientRect())
-                .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
-            })()""")
-            assert clipped == 0
-            words = await tab.evaluate("""(() => [...document.querySelectorAll('#log th')].map((one) => {
-              const range = document.createRange();
-              range.selectNodeContents(one);
-              return new Set([...range.getClientRects()].map((box) => box.top)).size;
-            }).filter((count) => count > 1).length)()""")
-            assert words == 0, "no word of the events is broken"
-
-    asyncio.run(ask())
+    async with looked_at(run.path, 3, width, 844) as tab:
+        await tab.until("document.querySelectorAll('#log td').length > 10")
+        assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+        clipped = await tab.evaluate("""(() => {
+          const box = document.getElementById('budget').getBoundingClientRect();
+          return [...document.querySelectorAll('#budget text')].map((one) => one.getBoundingClientRect())
+            .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
+        })()""")
+        assert clipped == 0
+        words = await tab.evaluate("""(() => [...document.querySelectorAll('#log th')].map((one) => {
+          const range = document.createRange();
+          range.selectNodeContents(one);
+          return new Set([...range.getClientRects()].map((box) => box.top)).size;
+        }).filter((count) => count > 1).length)()""")
+        assert words == 0, "no word of the events is broken"
 
 
-def test_keys(tmp_path: Path) -> None:
+@looking
+async def test_keys(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3)
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=3))
-        await tab.evaluate("document.getElementById('timeline').focus()")
+    async with looked_at(run.path, 3) as tab:
+        await read(tab, "timeline", "focus()")
         await tab.key("+")
         assert await tab.evaluate("braid.timeline.view !== null")
         before = await tab.evaluate("braid.timeline.view[0]")
@@ -305,126 +282,98 @@ def test_keys(tmp_path: Path) -> None:
         assert await tab.evaluate("braid.timeline.view === null")
         await tab.key(".")
         await tab.key(".")
-        assert "measured" in await tab.evaluate("document.getElementById('timeline-read').textContent")
+        assert "measured" in await read(tab, "timeline-read", "textContent")
         await tab.key("[")
         assert await tab.evaluate("braid.timeline.step") == 2
-        assert await tab.evaluate("document.getElementById('follow').checked") is False
+        assert await read(tab, "follow", "checked") is False
         await tab.key("f")
         assert await tab.evaluate("braid.timeline.step") == 3
         theme = await tab.evaluate("document.documentElement.dataset.theme")
         await tab.key("t")
         assert await tab.evaluate("document.documentElement.dataset.theme") != theme
         await tab.key("?")
-        assert await tab.evaluate("document.getElementById('help').open") is True
-
-    look(run.path, ask)
+        assert await read(tab, "help", "open") is True
 
 
-def test_only_ranks_in_view_are_asked_for(tmp_path: Path) -> None:
+@looking
+async def test_only_ranks_in_view_are_asked_for(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 256, 2)
-
-    async def ask(tab: Tab) -> None:
-        await tab.until(DRAWN.format(step=2))
+    async with looked_at(run.path, 2) as tab:
         await tab.until("braid.timeline.steps(0).length")
         asked = [url for url in tab.requests if "/api/timeline" in url]
         assert 1 <= len(asked) <= 4, "sixteen ranks an answer, not all of them"
         await tab.evaluate("braid.timeline.reveal(255)")
         await tab.until("braid.timeline.steps(255).length")
         place = await tab.evaluate("braid.timeline.steps(255).at(-1).data.ranks.get(255).numbers.exposed_ns")
-        line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])
+        line = lines_of(run.path / "ranks.jsonl")[-1]
         assert place == round(line["exposed_seconds"][255] * 1e9)
 
-    look(run.path, ask)
 
-
-def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
+@looking
+async def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
     """A page that was alone for a while shows the newest state, by itself; of another run, too."""
     run = MadeUpRun(tmp_path / "run", 2)
     run.step()
-
-    async def serve(port: int) -> web.AppRunner:
-        runner = web.AppRunner(make_app(run.path), access_log=None, shutdown_timeout=0.2)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-        return runner
-
-    async def ask() -> None:
-        runner = await serve(0)
-        port = runner.addresses[0][1]
-        async with browser() as tab:
-            await tab.open(f"http://127.0.0.1:{port}/")
-            await tab.until(DRAWN.format(step=1))
+    runner = await serve(run.path)
+    port = runner.addresses[0][1]
+    async with browser() as tab:
+        await tab.open(f"http://127.0.0.1:{port}/")
+        await tab.until(DRAWN.format(step=1))
+        await runner.cleanup()
+        await tab.until("document.getElementById('status').textContent.includes('no connection')")
+        run.step()
+        run.step()
+        runner = await serve(run.path, port)
+        await tab.until(DRAWN.format(step=3))
+        await runner.cleanup()
+        shutil.rmtree(run.path)
+        made_up(run.path, 2, 3, seed=5, name="another")
+        losses = [line["loss"] for line in lines_of(run.path / "metrics.jsonl")]
+        runner = await serve(run.path, port)
+        try:
+            await tab.until("document.getElementById('name').textContent === 'another'")
+            await tab.until(f"JSON.stringify(braid.run.columns.loss) === JSON.stringify({losses})")
+            await tab.until("!document.getElementById('status').textContent.includes('no connection')")
+        finally:
             await runner.cleanup()
-            await tab.until("document.getElementById('status').textContent.includes('no connection')")
-            run.step()
-            run.step()
-            runner = await serve(port)
-            await tab.until(DRAWN.format(step=3))
-            await runner.cleanup()
-            shutil.rmtree(run.path)
-            made_up(run.path, 2, 3, seed=5, name="another")
-            lines = (run.path / "metrics.jsonl").read_text().splitlines()
-            losses = [json.loads(line)["loss"] for line in lines]
-            runner = await serve(port)
-            try:
-                await tab.until("document.getElementById('name').textContent === 'another'")
-                await tab.until(f"JSON.stringify(braid.run.columns.loss) === JSON.stringify({losses})")
-                await tab.until("!document.getElementById('status').textContent.includes('no connection')")
-            finally:
-                await runner.cleanup()
-
-    asyncio.run(ask())
 
 
-def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
+async def check_trained(tab: Tab, run: Path, steps: int) -> None:
+    """The page of a run that has trained shows its trace and its numbers."""
+    await tab.until(f"braid.timeline.drawn === {steps} && braid.timeline.steps(0).length === 1")
+    async for longest, text in told_of_longest(tab, run):
+        assert ("shapes" in text) != (longest.operator in ("norm", "optimizer"))
+    line = lines_of(run / "ranks.jsonl")[-1]
+    for rank in (0, 1):
+        numbers = await tab.evaluate(f"braid.timeline.steps({rank})[0].data.ranks.get({rank}).numbers")
+        for name in ("communication", "hidden", "exposed", "compute", "launch_gap", "bubble"):
+            assert numbers[f"{name}_ns"] == round(line[f"{name}_seconds"][rank] * 1e9), name
+
+
+@looking
+async def test_a_run_that_trains_and_the_same_run_past(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     steps = 60  # the page asks four times a second
-    write_config(
-        tmp_path, train={"steps": steps}, parallel={"tp": 2}, telemetry={"progress": False, "page": False}
-    )
+    quiet = {"progress": False, "page": False}
+    write_config(tmp_path, train={"steps": steps}, parallel={"tp": 2}, telemetry=quiet)
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "events.jsonl").touch()
-
-    async def training() -> None:
-        async with looked_at(run) as (tab, _):  # it looks before anything is trained
-            await tab.until("window.braid")
-            process = start(tmp_path, "train", "run.yaml")
-            try:
-                seen = []
-                while process.poll() is None:
-                    with contextlib.suppress(RuntimeError):
-                        seen.append(await tab.evaluate("braid.drawnStep"))
-                    await asyncio.sleep(0.1)
-                await tab.until(DRAWN.format(step=steps))
-                assert len(set(seen)) > 3, "the charts move while it trains"
-                await tab.until("document.getElementById('status').textContent === 'finished'")
-                await check(tab)
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                process.communicate(timeout=60)
-
-    async def check(tab: Tab) -> None:
-        await tab.until(f"braid.timeline.drawn === {steps} && braid.timeline.steps(0).length === 1")
-        spans = spans_of(read_folder(run).step(steps - 1))
-        for lane, stream in enumerate(("compute", "intra")):
-            place, text = await tip(tab, lane)
-            own = [span for span in spans if span.rank == 0 and span.stream == stream]
-            longest = max(own, key=lambda span: span.end_ns - span.start_ns)
-            assert (place["operator"], place["ns"]) == (longest.operator, longest.end_ns - longest.start_ns)
-            assert await written(tab, place["ns"]) in text
-            assert ("shapes" in text) != (longest.operator in ("norm", "optimizer"))
-        line = json.loads((run / "ranks.jsonl").read_text().splitlines()[-1])
-        for rank in (0, 1):
-            numbers = await tab.evaluate(f"braid.timeline.steps({rank})[0].data.ranks.get({rank}).numbers")
-            for name in ("communication", "hidden", "exposed", "compute", "launch_gap", "bubble"):
-                assert numbers[f"{name}_ns"] == round(line[f"{name}_seconds"][rank] * 1e9), name
-
-    async def past() -> None:
-        async with looked_at(run) as (tab, _):
+    async with looked_at(run, None) as tab:  # it looks before anything is trained
+        process = start(tmp_path, "train", "run.yaml")
+        try:
+            seen = []
+            while process.poll() is None:
+                with contextlib.suppress(RuntimeError):
+                    seen.append(await tab.evaluate("braid.drawnStep"))
+                await asyncio.sleep(0.1)
             await tab.until(DRAWN.format(step=steps))
-            await check(tab)
-
-    asyncio.run(training())
-    asyncio.run(past())
+            assert len(set(seen)) > 3, "the charts move while it trains"
+            await tab.until("document.getElementById('status').textContent === 'finished'")
+            await check_trained(tab, run, steps)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.communicate(timeout=60)
+    async with looked_at(run, steps) as tab:
+        await check_trained(tab, run, steps)

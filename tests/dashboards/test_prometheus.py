@@ -92,36 +92,41 @@ def promtool(*arguments: str) -> str:
     return result.stdout
 
 
-def written(path: Path, tests: list[dict[str, Any]]) -> str:
-    """A file of promtool's unit tests over the rules."""
+def unit_test(path: Path, tests: list[tuple[dict[str, str], dict[str, Any]]]) -> str:
+    """Have promtool check, of series a value per 30 s, what rules make of them."""
     content = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "30s",
         "group_eval_order": ["braid-recorded", "braid-alerts"],  # any order, unless it is said
-        "tests": tests,
+        "tests": [
+            {
+                "interval": "30s",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                **wanted,
+            }
+            for series, wanted in tests
+        ],
     }
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return str(path)
+    return promtool("test", "rules", str(path))
 
 
-def as_test(case: Case, prefix: str, opposite: bool = False) -> dict[str, Any]:
+def wanted(expr: str, when: str, samples: dict[str, float]) -> dict[str, Any]:
+    """That an expression has these samples."""
+    found = [{"labels": labels, "value": value} for labels, value in samples.items()]
+    return {"expr": expr, "eval_time": when, "exp_samples": found}
+
+
+def as_test(case: Case, prefix: str = "", opposite: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     """A case, or what it denies, as one of promtool's tests."""
     about = f'alertname="{case.alert}", alertstate="firing"'
     firing = f'ALERTS{{{about}, {case.labels}, severity="{SEVERITIES[case.alert]}"}}'
-    return {
-        "interval": "30s",
-        "input_series": [
-            {"series": f"{prefix}{name}", "values": values} for name, values in case.series.items()
-        ],
-        "promql_expr_test": [
-            {
-                "expr": f"ALERTS{{{about}}}",
-                "eval_time": f"{minute}m",
-                "exp_samples": [{"labels": firing, "value": 1}] if (minute in case.fires) != opposite else [],
-            }
-            for minute in (*case.fires, *case.silent)
-        ],
-    }
+    asked = [
+        wanted(f"ALERTS{{{about}}}", f"{minute}m", {firing: 1} if (minute in case.fires) != opposite else {})
+        for minute in (*case.fires, *case.silent)
+    ]
+    series = {f"{prefix}{name}": values for name, values in case.series.items()}
+    return series, {"promql_expr_test": asked}
 
 
 @needs_promtool
@@ -131,67 +136,42 @@ def test_every_alert_fires_where_it_should_and_only_there(tmp_path: Path) -> Non
         assert any(case.fires for case in CASES if case.alert == alert)
         assert any(case.silent for case in CASES if case.alert == alert)
     for prefix in ("", "ray_"):
-        promtool("test", "rules", written(tmp_path / "t.yaml", [as_test(case, prefix) for case in CASES]))
+        unit_test(tmp_path / "t.yaml", [as_test(case, prefix) for case in CASES])
 
 
 @needs_promtool
 def test_the_opposite_is_noticed(tmp_path: Path) -> None:
     """The cases above could pass because promtool compared nothing."""
-    tests = [as_test(case, "", opposite=True) for case in CASES]
     with pytest.raises(AssertionError, match="FAILED") as error:
-        promtool("test", "rules", written(tmp_path / "t.yaml", tests))
-    asked = sum(len(test["promql_expr_test"]) for test in tests)
+        unit_test(tmp_path / "t.yaml", [as_test(case, opposite=True) for case in CASES])
+    asked = sum(len(case.fires) + len(case.silent) for case in CASES)
     assert str(error.value).count('expr: "ALERTS{alertname=') == asked
 
 
 @needs_promtool
 def test_recorded_series(tmp_path: Path) -> None:
-    name = "braid_exposed_seconds_total"
     series = {
-        f'{name}{{run="r",stage="0",rank="0"}}': "0+3x20",
-        f'{name}{{run="r",stage="0",rank="1"}}': "0+6x20",
-        'braid_communication_seconds_total{run="r",stage="0",rank="0"}': "0+12x20",
-        'braid_communication_seconds_total{run="r",stage="0",rank="1"}': "0+6x20",
-        'braid_hidden_ratio{run="r",instance="i",job="j"}': "0.5x20",
+        f'braid_{name}_seconds_total{{run="r",stage="0",rank="{rank}"}}': f"0+{seconds}x20"
+        for name, by_rank in (("exposed", (3, 6)), ("communication", (12, 6)))
+        for rank, seconds in enumerate(by_rank)
     }
     expected = {
         'braid:exposed_ratio:rate5m{run="r",stage="0"}': 0.5,
         'braid:hidden_ratio{run="r"}': 0.5,
         'braid:hidden_ratio:avg1h{run="r"}': 0.5,
     }
-    test = {
-        "interval": "30s",
-        "input_series": [{"series": key, "values": values} for key, values in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": key.partition("{")[0],
-                "eval_time": "10m",
-                "exp_samples": [{"labels": key, "value": number}],
-            }
-            for key, number in expected.items()
-        ],
-    }
-    promtool("test", "rules", written(tmp_path / "t.yaml", [test]))
+    asked = [wanted(key.partition("{")[0], "10m", {key: number}) for key, number in expected.items()]
+    series['braid_hidden_ratio{run="r",instance="i",job="j"}'] = "0.5x20"
+    unit_test(tmp_path / "t.yaml", [(series, {"promql_expr_test": asked})])
 
 
 @needs_promtool
 def test_annotations_speak_to_people(tmp_path: Path) -> None:
     (case,) = [case for case in CASES if case.alert == "BraidNoProgress" and case.fires]
-    test = as_test(case, "")
-    del test["promql_expr_test"]
-    test["alert_rule_test"] = [
-        {
-            "alertname": case.alert,
-            "eval_time": "20m",
-            "exp_alerts": [
-                {
-                    "exp_labels": {"run": "r", "severity": "critical"},
-                    "exp_annotations": {
-                        "summary": "r makes no progress",
-                        "description": "The last step ended 10m 0s ago, and the run is not over.",
-                    },
-                }
-            ],
-        }
-    ]
-    promtool("test", "rules", written(tmp_path / "t.yaml", [test]))
+    description = "The last step ended 10m 0s ago, and the run is not over."
+    told = {
+        "exp_labels": {"run": "r", "severity": "critical"},
+        "exp_annotations": {"summary": "r makes no progress", "description": description},
+    }
+    alert = {"alertname": case.alert, "eval_time": "20m", "exp_alerts": [told]}
+    unit_test(tmp_path / "t.yaml", [(case.series, {"alert_rule_test": [alert]})])

@@ -9,14 +9,11 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,8 @@ from braid.dashboards.metrics import Exporter, PrometheusSink
 from braid.jobs.page import LivePage
 from tests.dashboards.lines import PREDICTED, metrics_line, ranks_line
 from tests.dashboards.made_up_runs import MadeUpRun
+from tests.servers import served
+from tests.waiting import within
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -37,7 +36,6 @@ pytestmark = [
 ]
 
 Json = dict[str, Any]
-PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
 RUNS = ("run", "run-by-ray")
 STEPS = 5
@@ -69,10 +67,7 @@ class Server:
 
     def wait(self, what: Callable[[], bool]) -> None:
         """Until something is true of it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert time.monotonic() < deadline, "Prometheus has not seen in time what it should see"
-            time.sleep(0.2)
+        assert within(60, what, every=0.2), "Prometheus has not seen in time what it should see"
 
 
 @contextlib.contextmanager
@@ -90,28 +85,23 @@ def prometheus(folder: Path, config: Json) -> Iterator[Server]:
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     ]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     made = Server(f"http://127.0.0.1:{port}")
 
     def ready() -> bool:
         assert process.poll() is None, (folder / "log").read_text()
-        try:
-            with urllib.request.urlopen(f"{made.url}/-/ready", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{made.url}/-/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
 
-    try:
-        made.wait(ready)
-        yield made
-    finally:
-        process.terminate()
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+    ):
         try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
+            made.wait(ready)
+            yield made
+        finally:
             process.kill()
-            process.wait()
 
 
 def free_port() -> int:
@@ -141,13 +131,6 @@ def test_the_scrape_configuration_of_the_documentation(tmp_path: Path) -> None:
         page.close()
 
 
-class Page(SimpleHTTPRequestHandler):
-    """Serves what the exporters say, as files."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 def as_of_ray(text: str) -> str:
     """The metrics as Ray's agents say them, which show no counter of 0."""
     text = re.sub(r"^(# (?:HELP|TYPE) )?braid_", r"\1ray_braid_", text, flags=re.MULTILINE)
@@ -160,43 +143,37 @@ def as_of_ray(text: str) -> str:
 @pytest.fixture(scope="module")
 def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Prometheus after it has seen every step of a run, and then its events."""
-    folder = tmp_path_factory.mktemp("page")
+    texts: dict[str, str] = {}
     sinks = [PrometheusSink() for _ in RUNS]
     exporters = [Exporter(sink, run) for sink, run in zip(sinks, RUNS, strict=True)]
 
     def take(source: str, line: Json) -> None:
         for exporter in exporters:
             exporter.take(source, line)
-        texts = [generate_latest(sink.registry).decode() for sink in sinks]
-        for run, text in zip(RUNS, (texts[0], as_of_ray(texts[1])), strict=True):
-            (folder / "new").write_text(text)
-            (folder / "new").replace(folder / f"{run}.txt")
+        own, by_ray = (generate_latest(sink.registry).decode() for sink in sinks)
+        texts.update(zip(RUNS, (own, as_of_ray(by_ray)), strict=True))
 
     take("config.yaml", {"parallel": {"pp": 2}})
-    page = ThreadingHTTPServer(("127.0.0.1", 0), partial(Page, directory=str(folder)))
-    page.daemon_threads = True
-    threading.Thread(target=page.serve_forever, daemon=True).start()
-    targets = [{"targets": [f"127.0.0.1:{page.server_address[1]}"]}]
-    scrapes = [{"job_name": run, "metrics_path": f"/{run}.txt", "static_configs": targets} for run in RUNS]
-    config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
-    with prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
-        take("predicted.json", PREDICTED)
-        take("events.jsonl", {"kind": "started"})
-        for step in range(1, STEPS + 1):
-            take("ranks.jsonl", ranks_line(step, ranks=2))
-            take("metrics.jsonl", metrics_line(step, ranks=2))
-            seen = f'{{__name__=~"(ray_)?braid_step"}} == {step}'
-            server.wait(lambda seen=seen: len(server.now(seen)) == 2)
-        for dashboard in DASHBOARDS.values():
-            for mark in dashboard["annotations"]["list"]:
-                assert not server.course(filled(mark["expr"], "run")), "nothing has happened yet"
-        for kind in ("saved", "restarted", "resized", "straggler"):
-            take("events.jsonl", {"kind": kind, "seconds": 0.25})
-        server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)
-        server.wait(lambda: len(server.now("braid:seconds_since_progress")) == 2)
-        yield server
-    page.shutdown()
-    page.server_close()
+    with served(lambda asked: (200, texts[asked.path[1:]]), "text/plain; version=0.0.4") as port:
+        targets = [{"targets": [f"127.0.0.1:{port}"]}]
+        scrapes = [{"job_name": run, "metrics_path": f"/{run}", "static_configs": targets} for run in RUNS]
+        config = {"rule_files": ["rules.yaml"], "scrape_configs": scrapes}
+        with prometheus(tmp_path_factory.mktemp("prometheus"), config) as server:
+            take("predicted.json", PREDICTED)
+            take("events.jsonl", {"kind": "started"})
+            for step in range(1, STEPS + 1):
+                take("ranks.jsonl", ranks_line(step, ranks=2))
+                take("metrics.jsonl", metrics_line(step, ranks=2))
+                seen = f'{{__name__=~"(ray_)?braid_step"}} == {step}'
+                server.wait(lambda seen=seen: len(server.now(seen)) == 2)
+            for dashboard in DASHBOARDS.values():
+                for mark in dashboard["annotations"]["list"]:
+                    assert not server.course(filled(mark["expr"], "run")), "nothing has happened yet"
+            for kind in ("saved", "restarted", "resized", "straggler"):
+                take("events.jsonl", {"kind": kind, "seconds": 0.25})
+            server.wait(lambda: len(server.now('{__name__=~"(ray_)?braid_stragglers_total"} == 1')) == 2)
+            server.wait(lambda: len(server.now("braid:seconds_since_progress")) == 2)
+            yield server
 
 
 def filled(expr: str, run: str) -> str:
@@ -229,19 +206,6 @@ def test_every_panel_mark_and_variable_has_something_to_show(fed: Server, uid: s
         match = re.fullmatch(r"label_values\((.*), (\w+)\)", filled(variable["query"]["query"], run))
         assert match is not None
         assert sorted(fed.get(f"label/{match[2]}/values", **{"match[]": match[1]})) == sorted(expected)
-
-
-def test_values_are_the_runs(fed: Server) -> None:
-    line = metrics_line(STEPS, ranks=2)
-    for run in RUNS:
-        (loss,) = fed.now(f'{{__name__=~"(ray_)?braid_loss_nats",run="{run}"}}')
-        assert float(loss["value"][1]) == pytest.approx(line["loss"])
-        (tokens,) = fed.now(f'{{__name__=~"(ray_)?braid_tokens_total",run="{run}"}}')
-        assert float(tokens["value"][1]) == STEPS * line["tokens"]
-        peaks = fed.now(f'{{__name__=~"(ray_)?braid_peak_memory_bytes",run="{run}"}}')
-        assert {(p["metric"]["stage"], p["metric"]["rank"]): float(p["value"][1]) for p in peaks} == {
-            (str(rank), str(rank)): value for rank, value in enumerate(line["peak_bytes"])
-        }
 
 
 def test_rules_are_evaluated(fed: Server) -> None:

@@ -1,6 +1,5 @@
 """The report: the live page in one file that asks nobody for anything."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from braid.dashboards.report import bundle, report_html
-from braid.jobs import cli
 from tests.dashboards.browser import CHROMIUM, browser
 from tests.dashboards.made_up_runs import made_up
-from tests.dashboards.test_page import DRAWN
+from tests.dashboards.test_page import DRAWN, looking, read
+from tests.in_process import Capture, called, refused
 
 
 def test_modules_become_one_script() -> None:
@@ -42,28 +41,16 @@ def test_data_cannot_leave_its_element(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium to look at the page with")
-def test_the_file_shows_the_run_without_a_single_request(tmp_path: Path) -> None:
-    made = made_up(tmp_path, ranks=8, steps=6)
+@looking
+async def test_the_file_shows_the_run_without_a_single_request(tmp_path: Path, capsys: Capture) -> None:
+    made = made_up(tmp_path / "run", ranks=8, steps=6)
     output = tmp_path / "report.html"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(made.path), "--output", str(output)])
-    assert not ended.value.code
-
-    async def look() -> None:
-        async with browser(1366, 768) as tab:
-            await tab.open(output.as_uri())
-            await tab.until(DRAWN.replace("{step}", "6"))
-            headline = await tab.evaluate("document.getElementById('headline').innerText")
-            assert "of communication is hidden" in headline
-            assert tab.errors == []
-            assert [url for url in tab.requests if not url.startswith(("file:", "data:", "about:"))] == []
-            assert len([url for url in tab.requests if url.startswith("file:")]) == 1
-
-    asyncio.run(look())
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(tmp_path)])
-    assert ended.value.code == 2
-    assert str(tmp_path) in capsys.readouterr().err
+    assert called(capsys, "report", made.path, "--output", output).code == 0
+    refused(called(capsys, "report", tmp_path / "none"), str(tmp_path / "none"))
+    async with browser() as tab:
+        await tab.open(output.as_uri())
+        await tab.until(DRAWN.format(step=6))
+        assert "of communication is hidden" in await read(tab, "headline")
+        assert tab.errors == []
+        assert [url for url in tab.requests if not url.startswith(("file:", "data:", "about:"))] == []
+        assert len([url for url in tab.requests if url.startswith("file:")]) == 1

@@ -14,6 +14,7 @@ from braid.dashboards.run_data import RunData
 from braid.scheduling.schedule import Barrier, PassKind
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.stragglers import LAST
+from tests.dashboards.lines import lines_of
 from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of
 
@@ -42,6 +43,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def one(tmp_path: Path) -> MadeUpRun:
+    """A finished run of one step."""
+    return made_up(tmp_path / "run", 2, 1)
+
+
 def test_a_slow_rank_is_named(finished: Path, tmp_path: Path) -> None:
     ranks = read(finished).ranks(None)
     assert ranks["stragglers"] == [], "four steps tell nothing"
@@ -55,28 +62,23 @@ def test_a_slow_rank_is_named(finished: Path, tmp_path: Path) -> None:
     assert longer["rule"] == {"times": 1.2, "steps": LAST}
 
 
-def test_experts_have_columns_and_the_newest_visits(tmp_path: Path) -> None:
+def test_experts_have_columns_and_the_newest_visits(finished: Path, tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3, experts=MIXTURE)
     data = read(run.path)
     found = data.metrics(0, 0)
-    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(run.path / "metrics.jsonl")
     for name in ("imbalance", "worst_entropy", "dropped"):
-        values = [line["experts"][name] for line in lines]
-        assert found["columns"][f"experts.{name}"] == values
+        assert found["columns"][f"experts.{name}"] == [line["experts"][name] for line in lines]
     newest = lines[-1]["experts"]
     assert found["visits"] == {"step": 3, "layers": newest["layers"], "visits": newest["visits"]}
     assert "visits" not in data.metrics(3, found["epoch"]), "the page has them"
-
-
-def test_models_without_experts_have_no_columns_of_them(finished: Path) -> None:
-    found = read(finished).metrics(0, 0)
-    assert "visits" not in found
-    assert not [name for name in found["columns"] if "expert" in name]
+    without = read(finished).metrics(0, 0)
+    assert not [name for name in (*without, *without["columns"]) if "expert" in name or name == "visits"]
 
 
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
     data = read(finished)
-    lines = [json.loads(line) for line in (finished / "ranks.jsonl").read_text().splitlines()]
+    lines = lines_of(finished / "ranks.jsonl")
     folder = read_folder(finished)
     for step in (1, 4):
         content, columns = told(data, step)
@@ -105,7 +107,7 @@ def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> Non
     assert [row["waits"] for row in header["ranks"]] == [[0, 1], [1, 0]]
     assert columns["wait_peer"].tolist() == [1]
     assert header["labels"][columns["wait_label"][0]]["stream"] == "intra"
-    line = json.loads((run.path / "ranks.jsonl").read_text().splitlines()[-1])
+    line = lines_of(run.path / "ranks.jsonl")[-1]
     waited = columns["wait_end"] - columns["wait_start"]
     assert waited.sum() == pytest.approx(line["waiting_seconds"][0] * 1e9)
     assert waited.sum() == pytest.approx(columns["end"].max() * LATE, rel=0.05)
@@ -190,23 +192,19 @@ def test_damage_is_told_beside_what_is_there(tmp_path: Path) -> None:
     assert ["is not the begin of a batch" in row["damage"] for row in header["ranks"]] == [False, True]
 
 
-def test_not_a_number_becomes_nothing(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    line = json.loads((run.path / "metrics.jsonl").read_text())
-    (run.path / "metrics.jsonl").write_text(
-        json.dumps({**line, "loss": None}) + "\n" + json.dumps({**line, "loss": float("nan")}) + "\n"
-    )
-    answer = read(run.path).metrics(0, 0)
+def test_not_a_number_becomes_nothing(one: MadeUpRun) -> None:
+    metrics = one.path / "metrics.jsonl"
+    (line,) = lines_of(metrics)
+    metrics.write_text("\n".join(json.dumps({**line, "loss": loss}) for loss in (None, float("nan"))) + "\n")
+    answer = read(one.path).metrics(0, 0)
     assert answer["columns"]["loss"] == [None, None]
     json.dumps(answer, allow_nan=False)
 
 
-def test_variables_are_shown_by_name(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    (run.path / "config.yaml").write_text(
-        "name: x\ncluster: {env: {TWO: canary, ONE: canary}, spread: true}\n"
-    )
-    state = read(run.path).state()
+def test_variables_are_shown_by_name(one: MadeUpRun) -> None:
+    config = "name: x\ncluster: {env: {TWO: canary, ONE: canary}, spread: true}\n"
+    (one.path / "config.yaml").write_text(config)
+    state = read(one.path).state()
     assert state["config"]["cluster"] == {"env": ["ONE", "TWO"], "spread": True}
     assert "canary" not in json.dumps(state)
 
@@ -222,12 +220,10 @@ def test_variables_are_shown_by_name(tmp_path: Path) -> None:
         ("trace/predicted.arrows", "[]" * 9),
     ],
 )
-def test_damaged_descriptions_are_named(tmp_path: Path, name: str, content: str) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    (run.path / name).write_text(content, encoding="latin-1")
-    state = read(run.path).state()
-    assert len(state["trouble"]) == 1
-    assert Path(name).name in state["trouble"][0]
+def test_damaged_descriptions_are_named(one: MadeUpRun, name: str, content: str) -> None:
+    (one.path / name).write_text(content, encoding="latin-1")
+    (trouble,) = read(one.path).state()["trouble"]
+    assert Path(name).name in trouble
 
 
 @pytest.mark.parametrize(
@@ -248,39 +244,26 @@ def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
     json.dumps([data.metrics(0, 0), data.ranks(None), data.state()], allow_nan=False)
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    secret = tmp_path / "secret.json"
-    secret.write_text('{"hidden_fraction": 1}')
-    (run.path / "predicted.json").unlink()
-    (run.path / "predicted.json").symlink_to(secret)
-    (run.path / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
-    (run.path / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
-    data = read(run.path)
+def linked(path: Path, away: Path) -> None:
+    """Move something away, and leave a link to it."""
+    path.rename(away)
+    path.symlink_to(away)
+
+
+def test_links_are_not_followed(one: MadeUpRun, tmp_path: Path) -> None:
+    traces = one.path / "trace"
+    linked(traces / "predicted.arrows", tmp_path / "predicted")
+    assert read(one.path).state()["predicted"]["compute_seconds"] is None
+    assert read(one.path).state()["traced"] == [1]
+    linked(traces, tmp_path / "elsewhere")
+    assert read(one.path).state()["traced"] == []
+    (tmp_path / "link").symlink_to(one.path)
+    assert read(tmp_path / "link").metrics(0, 0)["columns"]["step"] == [1], "a run may be named by a link"
+    linked(one.path / "predicted.json", tmp_path / "predicted.json")
+    linked(one.path / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    data = read(one.path)
     assert data.state()["predicted"] is None
     assert data.metrics(0, 0)["columns"]["step"] == []
-
-
-def test_links_in_traces_are_not_followed(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 1)
-    predicted = run.path / "trace" / "predicted.arrows"
-    predicted.rename(tmp_path / "predicted")
-    predicted.symlink_to(tmp_path / "predicted")
-    data = read(run.path)
-    assert data.state()["predicted"]["compute_seconds"] is None
-    assert data.state()["traced"] == [1]
-    (run.path / "trace").rename(tmp_path / "elsewhere")
-    (run.path / "trace").symlink_to(tmp_path / "elsewhere")
-    assert read(run.path).state()["traced"] == []
-    (tmp_path / "link").symlink_to(run.path)
-    assert read(tmp_path / "link").metrics(0, 0)["columns"]["step"] == [1], "a run may be named by a link"
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no directory"):
-        RunData(tmp_path / "nothing").check()
-    with pytest.raises(ValueError, match="holds no run"):
-        RunData(tmp_path).check()
 
 
 def test_other_form_of_the_cluster(tmp_path: Path) -> None:
@@ -291,21 +274,11 @@ def test_other_form_of_the_cluster(tmp_path: Path) -> None:
 
 
 def test_the_same_pass_of_two_micro_batches_is_told_apart() -> None:
-    programs = """program F:layer|F:layer
-  compute 0:norm
-  start 0:gather on intra
-  compute 1:norm
-  start 1:gather on intra
-  wait 0:gather
-  wait 1:gather
-"""
-    both = "program F:layer|B:layer\n  compute 0:norm\n"
-    head = "braid schedule 6\nname x\nstages 1\nchunks 1\nmicro_batches 2\nunit 0\nstage 0\n"
-    first, pair = schedule_view(parse(head + programs + both), None)["pairs"]
+    starts = [f"compute {turn}:norm\n  start {turn}:gather on intra" for turn in (0, 1)]
+    twice = "\n  ".join(["program F:layer|F:layer", *starts, "wait 0:gather", "wait 1:gather"])
+    both = "program F:layer|B:layer\n  compute 0:norm"
+    head = "braid schedule 6\nname x\nstages 1\nchunks 1\nmicro_batches 2\nunit 0\nstage 0"
+    first, pair = schedule_view(parse(f"{head}\n{twice}\n{both}\n"), None)["pairs"]
     assert (first["sides"], pair["sides"]) == (["F:layer", "B:layer"], ["F:layer", "F:layer"])
-    assert [(one["verb"], one["turn"]) for one in pair["actions"] if one["operator"] == "gather"] == [
-        ("start", 0),
-        ("start", 1),
-        ("wait", 0),
-        ("wait", 1),
-    ]
+    gathers = [(one["verb"], one["turn"]) for one in pair["actions"] if one["operator"] == "gather"]
+    assert gathers == [("start", 0), ("start", 1), ("wait", 0), ("wait", 1)]

@@ -5,8 +5,7 @@ import json
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from braid.dashboards.server import WATCHER, make_app
 from tests.dashboards.made_up_runs import MadeUpRun, made_up
-from tests.end_to_end.command import braid, start
+from tests.end_to_end.command import start
+from tests.in_process import Capture, called, refused
 
 TOKEN = "correct-horse-battery"
 
@@ -30,19 +30,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@asynccontextmanager
-async def served(run: Path, **options: Any) -> AsyncIterator[TestClient[Any, Any]]:
-    """A client of a server that shows a run."""
-    client = TestClient(TestServer(make_app(run, **options)), cookie_jar=CookieJar(unsafe=True))
-    async with client:
-        yield client
-
-
 def asked(run: Path, question: Callable[[TestClient[Any, Any]], Awaitable[Any]], **options: Any) -> Any:
     """What a question to the server of a run comes to."""
 
     async def ask() -> Any:
-        async with served(run, **options) as client:
+        made = TestServer(make_app(run, **options))
+        async with TestClient(made, cookie_jar=CookieJar(unsafe=True)) as client:
             return await question(client)
 
     return asyncio.run(ask())
@@ -58,19 +51,10 @@ def status(run: Path, path: str, method: str = "GET", headers: Any = None, **opt
     return int(asked(run, ask, **options))
 
 
-async def raw(client: TestClient[Any, Any], request: bytes) -> bytes:
-    """The answer to bytes that no well-behaved client sends."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-    writer.write(request)
-    answer = await asyncio.wait_for(reader.read(100_000), 10)
-    writer.close()
-    return answer
+PAGES = ("/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/main.js", "/style.css", "/api/state", "/api/metrics", "/api/ranks", "/api/timeline?step=1"],
-)
+@pytest.mark.parametrize("path", PAGES)
 def test_answers_and_their_headers(run: Path, path: str) -> None:
     async def ask(client: TestClient[Any, Any]) -> tuple[int, Any]:
         async with client.get(path) as answer:
@@ -81,11 +65,6 @@ def test_answers_and_their_headers(run: Path, path: str) -> None:
     assert "script-src 'self';" in headers["Content-Security-Policy"]
     assert "unsafe" not in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
-
-
-@pytest.mark.parametrize("method", ["POST", "HEAD", "OPTIONS", "TRACE"])
-def test_nothing_but_get(run: Path, method: str) -> None:
-    assert [status(run, path, method) for path in ("/", "/api/state", "/nothing")] == [405] * 3
 
 
 @pytest.mark.parametrize(
@@ -111,9 +90,11 @@ def test_nothing_but_get(run: Path, method: str) -> None:
 )
 def test_only_the_pages_own_files(run: Path, path: str) -> None:
     async def ask(client: TestClient[Any, Any]) -> bytes:
-        return await raw(
-            client, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(100_000), 10)
+        writer.close()
+        return answer
 
     answer = asked(run, ask)
     assert answer.split()[1] in (b"404", b"400")
@@ -121,53 +102,47 @@ def test_only_the_pages_own_files(run: Path, path: str) -> None:
     assert b"root:" not in answer
 
 
-@pytest.mark.parametrize(
-    ("query", "code"),
-    [("", 400), ("?step=-1", 400), ("?step=9999999999999", 400), ("?step=1&ranks=a", 400), ("?step=99", 204)],
-)
-def test_steps_that_there_are_not(run: Path, query: str, code: int) -> None:
-    assert status(run, f"/api/timeline{query}") == code
+async def more(request: web.Request) -> web.Response:
+    return web.Response(text="more")
+
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+GUARDED = {"token": TOKEN}
+WIDE = {"host": "0.0.0.0", **GUARDED}
+FURTHER = {"extra_routes": [web.get("/metrics", more)]}
+STRANGERS = ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "10.0.0.1", "", "[")
+ODD_STEPS = ("", "?step=-1", "?step=9999999999999", "?step=1&ranks=a")
+ORIGINS = ("http://localhost", "https://localhost:7", "http://evil.example", "null")
+HERE = {"Host": "localhost:7"}
 
 
 @pytest.mark.parametrize(
-    ("host", "code"),
+    ("code", "path", "headers", "options"),
     [
-        ("localhost:80", 200),
-        ("127.0.0.1", 200),
-        ("[::1]:8000", 200),
-        ("evil.example", 403),
-        ("localhost.evil.example", 403),
-        ("127.0.0.1.nip.io", 403),
-        ("10.0.0.1", 403),
-        ("", 403),
-        ("[", 403),
+        *((400, f"/api/timeline{query}", {}, {}) for query in ODD_STEPS),
+        (204, "/api/timeline?step=99", {}, {}),
+        *((200, "/api/state", {"Host": host}, {}) for host in ("localhost:80", "127.0.0.1", "[::1]:8000")),
+        *((403, "/api/state", {"Host": host}, {}) for host in STRANGERS),
+        (200, "/api/state", {**HERE, "Origin": "http://localhost:7"}, {}),
+        *((403, "/api/state", {**HERE, "Origin": origin}, {}) for origin in ORIGINS),
+        *((401, path, {}, GUARDED) for path in (*PAGES, "/api/events", "/nothing", "/?token=wrong")),
+        *((401, path, {"Authorization": f"Bearer {TOKEN}x"}, GUARDED) for path in (*PAGES, "/nothing")),
+        (401, "/", {"Cookie": "braid_session=é"}, GUARDED),
+        (200, "/api/state", BEARER, GUARDED),
+        (200, "/api/state", {**BEARER, "Host": "10.1.2.3:80"}, WIDE),
+        (403, "/api/state", {**BEARER, "Host": "evil.example"}, WIDE),
+        (200, "/metrics", {}, FURTHER),
+        (403, "/metrics", {"Host": "evil.example"}, FURTHER),
+        (401, "/metrics", {}, {**FURTHER, **GUARDED}),
     ],
 )
-def test_host_names(run: Path, host: str, code: int) -> None:
-    assert status(run, "/api/state", headers={"Host": host}) == code
+def test_who_may_read_what(run: Path, code: int, path: str, headers: Any, options: Any) -> None:
+    assert status(run, path, headers=headers, **options) == code
 
 
-@pytest.mark.parametrize(
-    ("origin", "code"),
-    [
-        ("http://localhost:7", 200),
-        ("http://localhost", 403),
-        ("https://localhost:7", 403),
-        ("http://evil.example", 403),
-        ("null", 403),
-    ],
-)
-def test_origins(run: Path, origin: str, code: int) -> None:
-    assert status(run, "/api/state", headers={"Host": "localhost:7", "Origin": origin}) == code
-
-
-def test_a_token_guards_everything(run: Path) -> None:
-    for path in ("/", "/main.js", "/api/state", "/api/events", "/api/timeline?step=1", "/nothing"):
-        assert status(run, path, token=TOKEN) == 401
-        assert status(run, path, headers={"Authorization": f"Bearer {TOKEN}x"}, token=TOKEN) == 401
-    assert status(run, "/api/state", headers={"Authorization": f"Bearer {TOKEN}"}, token=TOKEN) == 200
-    assert status(run, "/?token=wrong", token=TOKEN) == 401
-    assert status(run, "/", headers={"Cookie": "braid_session=é"}, token=TOKEN) == 401
+@pytest.mark.parametrize("method", ["POST", "HEAD", "OPTIONS", "TRACE"])
+def test_nothing_but_get(run: Path, method: str) -> None:
+    assert [status(run, path, method) for path in ("/", "/api/state", "/nothing")] == [405] * 3
 
 
 def test_a_token_in_the_address_becomes_a_cookie(run: Path) -> None:
@@ -189,24 +164,9 @@ def test_a_token_in_the_address_becomes_a_cookie(run: Path) -> None:
 
 
 def test_beyond_loopback_only_with_a_token(run: Path) -> None:
-    with pytest.raises(ValueError, match="--token-file"):
-        make_app(run, host="0.0.0.0")
-    with pytest.raises(ValueError, match="at least 16"):
-        make_app(run, host="0.0.0.0", token="short")
-    bearer = {"Authorization": f"Bearer {TOKEN}"}
-    options = {"host": "0.0.0.0", "token": TOKEN}
-    assert status(run, "/api/state", headers={**bearer, "Host": "10.1.2.3:80"}, **options) == 200
-    assert status(run, "/api/state", headers={**bearer, "Host": "evil.example"}, **options) == 403
-
-
-def test_further_routes_are_behind_the_same_doors(run: Path) -> None:
-    async def more(request: web.Request) -> web.Response:
-        return web.Response(text="more")
-
-    routes = [web.get("/metrics", more)]
-    assert status(run, "/metrics", extra_routes=routes) == 200
-    assert status(run, "/metrics", headers={"Host": "evil.example"}, extra_routes=routes) == 403
-    assert status(run, "/metrics", extra_routes=routes, token=TOKEN) == 401
+    for token, says in ((None, "--token-file"), ("short", "at least 16")):
+        with pytest.raises(ValueError, match=says):
+            make_app(run, host="0.0.0.0", token=token)
 
 
 async def next_news(stream: Any) -> dict[str, Any]:
@@ -228,20 +188,17 @@ def test_events_tell_of_new_steps_and_rest_without_readers(tmp_path: Path) -> No
             made.step()
             assert (await asyncio.wait_for(next_news(stream), 10))["metrics"][1] == 1
             assert watcher.pages == 1
-        for _ in range(100):
-            if not watcher.pages:
-                break
-            await asyncio.sleep(0.1)
-        assert watcher.pages == 0
+        async with asyncio.timeout(10):
+            while watcher.pages:
+                await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
         seen = watcher.news
         made.step()
         await asyncio.sleep(0.6)
         assert watcher.news is seen, "nobody looks: nothing is read"
         async with client.get("/api/events") as stream:
-            news = await next_news(stream)
-            while news["metrics"][1] < 2:
-                news = await asyncio.wait_for(next_news(stream), 10)
+            while (await asyncio.wait_for(next_news(stream), 10))["metrics"][1] < 2:
+                pass
 
     asked(made.path, ask)
 
@@ -285,30 +242,21 @@ def test_command(run: Path, tmp_path: Path) -> None:
         assert (process.returncode, output, errors) == (0, "", "")
 
 
-def test_a_port_that_is_taken(run: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        outcome = braid(tmp_path, "dashboard", str(run), "--port", str(taken.getsockname()[1]))
-    assert (outcome.code, outcome.output) == (2, "")
-    assert "cannot listen on" in outcome.errors
-    assert len(outcome.errors.splitlines()) == 1
-
-
-def test_command_with_wrong_input(run: Path, tmp_path: Path) -> None:
+def test_command_with_wrong_input(run: Path, tmp_path: Path, capsys: Capture) -> None:
     token = tmp_path / "token"
     token.write_text("short\n")
     token.chmod(stat.S_IRUSR)
-    for arguments, message in (
-        (["nowhere"], "is no directory"),
-        ([str(tmp_path)], "holds no run"),
-        ([str(run), "--host", "0.0.0.0"], "--token-file"),
-        ([str(run), "--token-file", str(token)], "at least 16"),
-        ([str(run), "--token-file", "nothing"], "cannot be read"),
-        ([str(run), "--host", "203.0.113.7", "--token-file", str(token)], "at least 16"),
-        ([str(run), "--port", "99999"], "port"),
-    ):
-        outcome = braid(tmp_path, "dashboard", *arguments)
-        assert outcome.code == 2, outcome
-        assert message in outcome.errors
-        assert "Traceback" not in outcome.errors
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, message in (
+            (("nowhere",), "is no directory"),
+            ((tmp_path,), "holds no run"),
+            ((run, "--host", "0.0.0.0"), "--token-file"),
+            ((run, "--token-file", token), "at least 16"),
+            ((run, "--token-file", "nothing"), "cannot be read"),
+            ((run, "--host", "203.0.113.7", "--token-file", token), "at least 16"),
+            ((run, "--port", "99999"), "port"),
+            ((run, "--port", taken.getsockname()[1]), "cannot listen on"),
+        ):
+            outcome = called(capsys, "dashboard", *arguments)
+            refused(outcome, message)
+            assert (outcome.output, outcome.errors.count("\n")) == ("", 1)

@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from braid.actors.config.machines import WandbConfig
 from braid.dashboards import sinks as module
 from braid.dashboards.sinks import Sinks, scalars
 from tests.dashboards.lines import metrics_line
+from tests.waiting import within
 
 LINES: list[dict[str, Any]] = [
     {**metrics_line(step, ranks=2), "mfu": None, "loss": 5.1007 / step} for step in range(1, 5)
@@ -78,10 +79,11 @@ def test_an_offline_run_of_wandb(tmp_path: Path) -> None:
     sinks.close()
     assert told == []
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-0123456789abcdef.wandb")
-    deadline = time.monotonic() + 30
     last = json.dumps(AGAIN[-1]["loss"]).encode()
-    while last not in (content := file.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # wandb's service closes the file a moment after it has said that it is done
+    within(
+        30, lambda: last in file.read_bytes()
+    )  # it is closed a moment after wandb has said that it is done
+    content = file.read_bytes()
     for line in LINES + AGAIN:
         assert json.dumps(line["loss"]).encode() in content, line
     for word in (b"hidden_fraction", b"tokens_per_second", b"mine", b"tests", b"small", b"cpu"):
@@ -115,22 +117,13 @@ def test_a_sink_that_fails_later_is_told_of_once_and_left_out(
 ) -> None:
     calls: list[str] = []
 
-    class Full:
-        def __init__(self, folder: Path) -> None:
-            pass
+    def called(name: str) -> None:
+        calls.append(name)
+        if name == failing:
+            raise OSError(28, "No space left on device")
 
-        def _called(self, name: str) -> None:
-            calls.append(name)
-            if name == failing:
-                raise OSError(28, "No space left on device")
-
-        def step(self, line: dict[str, Any]) -> None:
-            self._called("step")
-
-        def close(self) -> None:
-            self._called("close")
-
-    monkeypatch.setattr(module, "TensorBoardSink", Full)
+    full = SimpleNamespace(step=lambda line: called("step"), close=lambda: called("close"))
+    monkeypatch.setattr(module, "TensorBoardSink", lambda folder: full)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: True)
     sinks, told = opened(tmp_path, "tensorboard")
     for line in LINES[:2]:

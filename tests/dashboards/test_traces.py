@@ -13,12 +13,13 @@ from braid.actors.controller.records import StepDone
 from braid.actors.stage.messages import RunPlan
 from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
-from braid.jobs import cli
 from braid.scheduling.operators import Stream
 from braid.scheduling.schedule_text import write
 from braid.scheduling.span_batches import apart
 from braid.scheduling.trace import STRANDS
+from tests.dashboards.lines import lines_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
+from tests.in_process import Capture, called, refused
 from tests.spans import communication_of, read_folder, spans_of
 
 STEPS = 6
@@ -59,7 +60,7 @@ def test_no_span_is_lost(run: Run, traces: TraceFolder) -> None:
 
 
 def test_spans_give_the_numbers_that_were_written_while_training(run: Run, traces: TraceFolder) -> None:
-    lines = [json.loads(line) for line in (run.directory / "ranks.jsonl").read_text().splitlines()]
+    lines = lines_of(run.directory / "ranks.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for step, line in enumerate(lines):
         spans = spans_of(traces.step(step))
@@ -71,8 +72,8 @@ def test_spans_give_the_numbers_that_were_written_while_training(run: Run, trace
         assert record.communication_seconds == pytest.approx(sum(line["communication_seconds"]) / 4)
         assert record.generation == 1
         assert record.time == line["time"]
-    kinds = [json.loads(line)["kind"] for line in (run.directory / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["started", "saved", "finished"]
+    events = lines_of(run.directory / "events.jsonl")
+    assert [line["kind"] for line in events] == ["started", "saved", "finished"]
 
 
 def test_the_trace_holds_every_span_and_an_arrow_for_every_message(traces: TraceFolder) -> None:
@@ -95,24 +96,21 @@ def test_the_trace_holds_every_span_and_an_arrow_for_every_message(traces: Trace
         assert {start["pid"], end["pid"]} in ({0, 2}, {1, 3}), "neighbours of one place in their stages"
 
 
-def test_the_command(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(run: Run, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "trace.json"
-    for arguments, code, said in (
-        ([str(run.directory)], 0, f"step {STEPS} of"),
-        ([str(run.directory), "--steps", "2-4"], 0, "steps 2 to 4 of"),
-        ([str(run.directory), "--steps", "99"], 2, f"spans are kept of steps 1 to {STEPS}"),
-        ([str(run.directory), "--steps", "x"], 2, "must be a step or a range"),
-        ([str(tmp_path)], 2, "holds no run"),
-        ([str(run.directory), "--output", str(tmp_path / "no" / "t.json")], 2, "does not exist; make it"),
-    ):
-        extra = [] if "--output" in arguments else ["--output", str(output)]
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["trace", *arguments, *extra])
-        captured = capsys.readouterr()
-        assert (ended.value.code or 0) == code, captured.err
-        assert said in (captured.out if code == 0 else captured.err)
+    for words, said in (("", f"step {STEPS} of"), ("--steps 2-4", "steps 2 to 4 of")):
+        done = called(capsys, "trace", run.directory, *words.split(), "--output", output)
+        assert done.code == 0, done.errors
+        assert said in done.output
     events = json.loads(output.read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2, 3, 4}
+    for arguments, said in (
+        ((run.directory, "--steps", "99"), f"spans are kept of steps 1 to {STEPS}"),
+        ((run.directory, "--steps", "x"), "must be a step or a range"),
+        ((tmp_path,), "holds no run"),
+        ((run.directory, "--output", tmp_path / "no" / "t.json"), "does not exist; make it"),
+    ):
+        refused(called(capsys, "trace", *arguments), said)
 
 
 def test_a_resumed_run_is_another_generation(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from braid.actors.controller.rank_environment import default_environment
-from tests.gpu.report import FAILED, PASSED, STAND_IN, Claim, read, write_report
+from tests.gpu.conftest import FAILED, PASSED, STAND_IN, Claim, read, write_report
 
 HERE: Final = Path(__file__).parent
 LIMITS_S: Final = {"schedules": 600, "training": 480, "kernels": 300, "sanitizers": 400}
@@ -77,9 +77,8 @@ def _run(name: str, chosen: argparse.Namespace) -> Iterator[Claim]:
     command = [sys.executable, "-m", "pytest", *options, f"--sheet={sheet}", str(HERE / f"test_{name}.py")]
     environment = {**os.environ, **_ALWAYS, **(_ON_CPU if chosen.device == "cpu" else {})}
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **output)
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(LIMITS_S[name])
@@ -88,10 +87,8 @@ def _run(name: str, chosen: argparse.Namespace) -> Iterator[Claim]:
         process.wait()
     if code == _NOTHING_CHOSEN:
         return
-    trouble = ""
-    if code is None:
-        trouble = f"ended after {LIMITS_S[name]} s: it stood still, or is too slow"
-    elif code not in (0, 1):
+    trouble = f"ended after {LIMITS_S[name]} s: it stood still, or is too slow" if code is None else ""
+    if code not in (None, 0, 1):
         trouble = f"exit code {code}: {log.read_text('utf-8', 'replace').strip()[-300:]}"
     verdict = FAILED if trouble else PASSED
     yield Claim(claim="Every module of tests runs to its end.", of=name, verdict=verdict, why=trouble)

@@ -6,6 +6,7 @@ measured with one GPU. What other ranks would give never changes, so results hav
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,12 +15,8 @@ from torch import Tensor
 from braid.actors.stage.accelerator import accelerator_of
 from braid.kernels.collectives.communicator import Communicator
 
-
-class _Copied:
-    """Copies that streams put in order: the one that issued them waits anyway."""
-
-    def wait(self) -> None:
-        pass
+COPIED = SimpleNamespace(wait=lambda: None)
+"""Copies that streams put in order: the one that issued them waits anyway."""
 
 
 @dataclass
@@ -47,33 +44,31 @@ class HostGroup:
     def size(self) -> int:
         return self.ranks
 
-    def all_gather(self, y: Tensor, x: Tensor) -> _Copied:
-        parts = y.chunk(self.ranks)
-        for number, part in enumerate(parts):
-            if number != self.own:
-                self._exchange(x, part)
-        parts[self.own].copy_(x)
-        return _Copied()
+    def all_gather(self, y: Tensor, x: Tensor) -> Any:
+        others = [*y.chunk(self.ranks)]
+        others.pop(self.own).copy_(x)
+        for part in others:
+            self._exchange(x, part)
+        return COPIED
 
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> _Copied:
-        parts = x.chunk(self.ranks)
-        for number, part in enumerate(parts):
-            if number != self.own:
-                self._exchange(part, y)
-        y.add_(parts[self.own])
-        return _Copied()
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Any:
+        others = [*x.chunk(self.ranks)]
+        own = others.pop(self.own)
+        for part in others:
+            self._exchange(part, y)
+        y.add_(own)
+        return COPIED
 
-    def all_reduce(self, x: Tensor) -> _Copied:
+    def all_reduce(self, x: Tensor) -> Any:
         """As if one other rank had the sum of all others."""
-        landed = self._made(x)[2]
-        self._exchange(x, landed)
+        self._exchange(x, landed := self._made(x)[2])
         x.add_(landed)
-        return _Copied()
+        return COPIED
 
-    def messages(self, sends: Any, receives: Sequence[tuple[Tensor, int]]) -> _Copied:
+    def messages(self, sends: Any, receives: Sequence[tuple[Tensor, int]]) -> Any:
         for x, _ in receives:
             x.zero_()
-        return _Copied()
+        return COPIED
 
     def _made(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """On the host: where what is sent goes, and where what arrives comes from; room on the device."""

@@ -2,7 +2,8 @@
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -39,7 +40,6 @@ SERIAL: Final = "megatron"
 """The schedule without overlap."""
 SCHEDULES: Final = (SERIAL, "wavelet", "dhelix", "braid")
 PATIENCE: Final = timedelta(seconds=120)
-_BUCKET_BYTES: Final = 25 << 20
 
 
 def llama(layers: int, sequence: int, vocabulary: int, **widths: int) -> ModelShape:
@@ -71,27 +71,23 @@ class Job:
         return OptimizerSettings(lr=self.lr, min_lr_fraction=1.0, warmup_steps=2, steps=1000, **adam)
 
     @property
-    def samples(self) -> int:
-        return self.micro_batch * self.micro_batches
-
-    @property
     def tokens(self) -> int:
-        return self.samples * self.shape.sequence
+        return self.micro_batch * self.micro_batches * self.shape.sequence
 
     def setting(self, schedule: str) -> Setting:
         """What a planner is told."""
-        work = Workload(global_batch=self.samples, micro_batch=self.micro_batch)
-        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        work = Workload(global_batch=self.micro_batch * self.micro_batches, micro_batch=self.micro_batch)
+        dtype = "bf16" if self.dtype is torch.bfloat16 else "fp32"
         return Setting(model=self.shape, layout=self.layout, workload=work, schedule=schedule, dtype=dtype)
+
+    @property
+    def sizes(self) -> PartSizes:
+        return part_sizes(self.shape, self.layout, self.micro_batch)
 
     @cached_property
     def graphs(self) -> Mapping[str, Part]:
         """Operators of embedding, layer and head."""
         return built_in_parts(self.sizes)
-
-    @property
-    def sizes(self) -> PartSizes:
-        return part_sizes(self.shape, self.layout, self.micro_batch)
 
     @property
     def serial(self) -> Schedule:
@@ -115,7 +111,7 @@ class Job:
 
     def windows(self, step: int, device: torch.device) -> tuple[Tensor, ...]:
         """Micro-batches of a step, samples x (sequence + 1) token ids each; some are rare, as in text."""
-        size = self.samples, self.shape.sequence + 1
+        size = self.micro_batch * self.micro_batches, self.shape.sequence + 1
         uniform = torch.rand(size, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         return (uniform**3 * self.shape.vocabulary).long().to(device).split(self.micro_batch)
 
@@ -137,14 +133,10 @@ class LocalRank:
         self.job, self.mesh, self.device, choice = job, mesh, device, KernelChoice()
         self.parts = put_together(
             *(mesh, device, accelerator_of(device)),
-            sizes=job.sizes,
+            **{name: getattr(job, name) for name in ("sizes", "settings", "dtype", "kernels", "spans")},
             parts=job.graphs,
             schedule=job.serial,
-            settings=job.settings,
-            dtype=job.dtype,
-            kernels=job.kernels,
             choice=choice,
-            spans=job.spans,
         )
         self.streams, self.recorder = self.parts.streams, self.parts.recorder
         self.optimizer = self.parts.optimizer
@@ -162,10 +154,8 @@ class LocalRank:
     def step(self, executor: Executor, step: int) -> Step:
         """One optimizer step, on the samples of step ``step``."""
         at_end = self.mesh.position["pp"] in (0, self.job.layout.pp - 1)
-        batches = [
-            MicroBatch(window[:, :-1].reshape(-1), window[:, 1:].reshape(-1)) if at_end else None
-            for window in self.job.windows(step, self.device)
-        ]
+        windows = ((window[:, :-1], window[:, 1:]) for window in self.job.windows(step, self.device))
+        batches = [MicroBatch(x.reshape(-1), y.reshape(-1)) if at_end else None for x, y in windows]
         update = self.parts.update(step)
         synchronise(self.device)
         begin = perf_counter()
@@ -177,11 +167,10 @@ class LocalRank:
 
     def in_place_us(self) -> dict[str, float]:
         """The median time of every operator and transfer in the newest step, in microseconds."""
-        times: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = defaultdict(list)
         labels = self.recorder.labels.all
         for row in self.recorder.records():
-            key = labels[row["label"]].key
-            times.setdefault(key, []).append((row["end_ns"] - row["start_ns"]) / 1e3)
+            times[labels[row["label"]].key].append((row["end_ns"] - row["start_ns"]) / 1e3)
         return {key: float(median(values)) for key, values in times.items()}
 
     @torch.no_grad()
@@ -199,8 +188,7 @@ class LocalRank:
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
         profiler = Profiler(self.job.graphs, self.parts.model, self.mesh, self.streams)
-        square: Callable[[], object] = self.parts.gradients.square
-        samples = profiler.run(rounds, square, lambda: self.optimizer.step(0))
+        samples = profiler.run(rounds, self.parts.gradients.square, lambda: self.optimizer.step(0))
         self.reset()
         return samples
 
@@ -208,17 +196,14 @@ class LocalRank:
         """Losses, gradient norms and a digest of this rank's weights after so many steps from the begin."""
         self.reset()
         done = [self.step(executor, number) for number in range(steps)]
-        digest = hashlib.sha256()
-        for master in self.optimizer.masters:
-            digest.update(master.detach().cpu().numpy().tobytes())
+        weights = b"".join(master.detach().cpu().numpy().tobytes() for master in self.optimizer.masters)
         found = {"losses": [one.loss for one in done], "norms": [one.norm for one in done]}
-        return {**found, "weights": digest.hexdigest()[:16]}
+        return {**found, "weights": hashlib.sha256(weights).hexdigest()[:16]}
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Global name and local slices of every parameter that this rank updates."""
-        for share in self.optimizer.shares:
-            for piece in share.slices:
-                yield piece.source.name, piece.of_local(share.tensor)
+    def named(self) -> dict[str, Tensor]:
+        """A copy of every parameter that this rank updates, on the host, by global name."""
+        pieces = [(one, share.tensor) for share in self.optimizer.shares for one in share.slices]
+        return {one.source.name: one.of_local(tensor).detach().cpu().clone() for one, tensor in pieces}
 
 
 def host_rank(job: Job, device: torch.device, rank: int = 0, *, free: bool = False) -> LocalRank:
@@ -238,3 +223,8 @@ def forget(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use since `forget`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

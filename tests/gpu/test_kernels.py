@@ -3,8 +3,8 @@
 An operator is tried as a layer uses it (`braid.kernels.trials`): forward pass, input and weight gradient.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import pytest
@@ -18,6 +18,7 @@ from braid.kernels.trials import _TRIALS, Laboratory, Use, _Operands, _results
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.gpu.conftest import Finding, Lab
+from tests.gpu.runtime import llama
 from tests.gpu.test_schedules import NOISE
 
 OPERATORS: Final = [field.name for field in fields(OperatorFamily)]
@@ -36,20 +37,20 @@ class _Wide(_Operands):
         return chosen, gates.double()
 
 
-def shapes(tiny: bool) -> Iterator[ModelShape]:
+def shapes(tiny: bool) -> tuple[ModelShape, ...]:
     """Layers that have all operators among them: of a Llama, a GPT and a mixture of experts.
 
     Rows that sums run over are at least 256 wide, so that they fill a warp, whose lanes then hold different
     columns. Lanes that share a column hold sums that differ in their last bits, and all write theirs
     (triton-lang/triton#7264), which a race checker reports.
     """
-    names = ("hidden", "ffn", "heads", "kv_heads", "vocabulary", "sequence")
-    sizes = dict(
-        zip(names, (256, 512, 2, 2, 40, 16) if tiny else (4096, 14336, 32, 8, 128256, 8192), strict=True)
+    tiny_widths = {"hidden": 256, "ffn": 512, "heads": 2, "kv_heads": 2}
+    shape = llama(1, 16, 40, **tiny_widths) if tiny else llama(1, 8192, 128256)
+    return (
+        shape,
+        replace(shape, family="gpt", kv_heads=shape.heads),
+        replace(shape, family="moe", experts=4, top_k=2),
     )
-    yield ModelShape(family="llama", layers=1, head_dim=128, **sizes)
-    yield ModelShape(family="gpt", layers=1, head_dim=128, **{**sizes, "kv_heads": sizes["heads"]})
-    yield ModelShape(family="moe", layers=1, head_dim=128, experts=4, top_k=2, **sizes)
 
 
 def use_of(operator: str, lab: Lab) -> tuple[Use, Mapping[str, Kind]]:
@@ -69,12 +70,11 @@ def laboratory(lab: Lab, dtype: torch.dtype) -> Laboratory:
 @torch.no_grad()
 def results(use: Use, kinds: Mapping[str, Kind], lab: Lab, name: str) -> list[Tensor]:
     """All results of both passes by an implementation; ``float64``: by PyTorch's, on widened operands."""
-    like = laboratory(lab, lab.dtype)._made(use, kinds["torch"])
-    if name == "float64":
-        operator = laboratory(lab, torch.float64)._made(use, kinds["torch"], like)
-        return _results(_TRIALS[use.operator](use, _Wide(lab.device, lab.dtype)), operator)
-    operator = laboratory(lab, lab.dtype)._made(use, kinds[name], like)
-    return _results(_TRIALS[use.operator](use, _Operands(lab.device, lab.dtype)), operator)
+    like, wide = laboratory(lab, lab.dtype)._made(use, kinds["torch"]), name == "float64"
+    made = laboratory(lab, torch.float64 if wide else lab.dtype)
+    operator = made._made(use, kinds["torch" if wide else name], like)
+    operands = (_Wide if wide else _Operands)(lab.device, lab.dtype)
+    return _results(_TRIALS[use.operator](use, operands), operator)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -83,23 +83,18 @@ def test_right(operator: str, lab: Lab, finding: Finding) -> None:
     use, kinds = use_of(operator, lab)
     expected = results(use, kinds, lab, "float64")
     for name in ("torch", "triton"):
-        pairs = zip(results(use, kinds, lab, name), expected, strict=True)
-        finding.numbers[f"error of {name}"] = max(_error(one, other) for one, other in pairs)
+        pairs = [(a.double(), b) for a, b in zip(results(use, kinds, lab, name), expected, strict=True)]
+        errors = (float((a - b).abs().max()) / (float(b.abs().max()) or 1.0) for a, b in pairs)
+        finding.numbers[f"error of {name}"] = max(errors)
     finding.numbers["allowed"] = TOLERANCES[lab.dtype]
     assert finding.numbers["error of triton"] <= TOLERANCES[lab.dtype]
-
-
-def _error(one: Tensor, other: Tensor) -> float:
-    """The largest difference, of the largest number."""
-    return float((one.double() - other).abs().max()) / (float(other.abs().max()) or 1.0)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_fast(operator: str, lab: Lab, finding: Finding) -> None:
     """A Triton kernel takes no longer than PyTorch's, both passes together."""
-    measured: Mapping[str, Any] = laboratory(lab, lab.dtype).measure(
-        [(use := use_of(operator, lab))[0]], use[1]
-    )
+    use, kinds = use_of(operator, lab)
+    measured: Mapping[str, Any] = laboratory(lab, lab.dtype).measure([use], kinds)
     times = {name: ns for name, ns in measured.items() if isinstance(ns, int)}
     finding.numbers |= {f"{name} us": ns / 1e3 for name, ns in times.items()}
     torchs, tritons = ([ns for name, ns in times.items() if name.startswith(s)] for s in ("torch", "triton"))

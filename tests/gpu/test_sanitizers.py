@@ -46,17 +46,14 @@ def test_sanitizer(tool: str, lab: Lab, finding: Finding) -> None:
     """Sanitizers find no access to memory that no event orders, no wrong one, no race in shared memory."""
     if not lab.on_gpu:
         pytest.skip("needs a CUDA device")
-    variables = {
-        "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        "streams": {"TORCH_CUDA_SANITIZER": "1"},
-    }
     command = [sys.executable, "-c", _MODULE % ("steps" if tool == "streams" else "everything")]
     if tool != "streams":
         path = os.pathsep.join([os.environ.get("PATH", ""), *_PLACES])
         if (program := shutil.which("compute-sanitizer", path=path)) is None:
             pytest.skip("compute-sanitizer is not installed")
         command = [program, "--tool", tool, "--target-processes", "all", *command]
-    environment = {**os.environ, **variables.get(tool, {})}
+    variable = {"memcheck": "PYTORCH_NO_CUDA_MEMORY_CACHING", "streams": "TORCH_CUDA_SANITIZER"}.get(tool)
+    environment = {**os.environ, **({variable: "1"} if variable else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
     printed = done.stdout + done.stderr
     counted = [int(count) for count in _SUMMARY.findall(printed)]  # by NVIDIA's, at its end

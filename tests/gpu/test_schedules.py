@@ -124,9 +124,9 @@ def _rank(number: int, folder: str, job: Job, on_gpu: bool, runs: int, rounds: i
     bind_gloo("127.0.0.1")
     device = torch.device("cpu")
     if on_gpu:
-        cards = torch.cuda.device_count()
-        for one in f"{_ONE_CARD} NCCL_HOSTID={number}".split() if cards < RANKS else ():
-            os.environ.update([one.split("=")])
+        if (cards := torch.cuda.device_count()) < RANKS:
+            variables = f"{_ONE_CARD} NCCL_HOSTID={number}".split()
+            os.environ.update(one.split("=") for one in variables)
         device = torch.device("cuda", number % cards)
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/{job.shape.sequence}", RANKS)
@@ -211,20 +211,16 @@ def test_gains(timed: Outcome, finding: Finding) -> None:
     ours = timed["braid"]
     in_place = [[key, us, ours["in_place_us"].get(key)] for key, us in ours["alone_us"].items()]
     operators = [["operator or transfer", "alone us", "in a step of braid us"], *in_place]
-    finding.tables += [_rows(timed, step, limit), operators]
-    if communication < _LEAST_COPIES * step and not finding.no_clock:
-        pytest.skip(f"communication takes {communication / step:.1%} of a step")
-    shares = {"share_of_communication": communication / step, "limit": step / limit}
-    finding.timed(ours["step_ms"] < step, **shares)
-
-
-def _rows(timed: Outcome, step: float, limit: float) -> list[list[Any]]:
     rows = [["schedule", "step ms", "as a graph ms", "told ms", "speed-up", "hidden", "of what can be won"]]
     for name, one in timed.items():
         own, hidden = one["step_ms"], one["hidden_ms"] / max(1e-9, one["communication_ms"])
         won = (step - own) / max(1e-9, step - limit)
         rows.append([name, own, one.get("graph_ms"), one["told_ms"], step / own, hidden, won])
-    return rows
+    finding.tables += [rows, operators]
+    if communication < _LEAST_COPIES * step and not finding.no_clock:
+        pytest.skip(f"communication takes {communication / step:.1%} of a step")
+    shares = {"share_of_communication": communication / step, "limit": step / limit}
+    finding.timed(ours["step_ms"] < step, **shares)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

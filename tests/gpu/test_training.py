@@ -4,7 +4,7 @@ The plain loop keeps weights, gradients and moments in fp32 and computes in bf16
 updates is as exact as in Braid.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from time import perf_counter
@@ -19,7 +19,7 @@ from braid.kernels.clock import DeviceClock
 from braid.scheduling.memory import model_flops, rank_memory
 from braid.scheduling.spec import ParallelLayout
 from tests.gpu.conftest import Finding, Lab
-from tests.gpu.runtime import SERIAL, TINY, Job, forget, host_rank, llama, synchronise
+from tests.gpu.runtime import SERIAL, TINY, Job, forget, host_rank, llama, peak_bytes, synchronise
 from tests.gpu.test_schedules import NEAR, NOISE
 
 PLAIN, COMPILED = "plain", "plain, torch.compile"
@@ -50,19 +50,6 @@ class AutocastModel(PlainModel):
             return super().loss_sum(tokens_BS, targets_BS)
 
 
-def plain_step(
-    way: str, job: Job, device: torch.device, initial: Mapping[str, Tensor]
-) -> Callable[[int], float]:
-    """A step of a plain loop on the same samples, from the same weights; returns the loss."""
-    kind = AutocastModel if job.dtype is torch.bfloat16 else PlainModel
-    model = kind(PlainSizes.of(job.shape)).to(device)
-    load_named(model, initial)
-    if way == COMPILED:
-        model.loss_sum = torch.compile(model.loss_sum, dynamic=False)  # type: ignore[method-assign]
-    trainer = PlainTrainer(model, PlainSettings(**asdict(job.settings)))
-    return lambda step: trainer.step(step, job.windows(step, device))[0]
-
-
 def train(
     way: str, job: Job, lab: Lab, initial: dict[str, Tensor], run: Run, first: int, counted: int
 ) -> None:
@@ -76,14 +63,17 @@ def train(
         rank = host_rank(replace(job, kernels=kernels, spans=way != SPANLESS), lab.device)
         run.kernels = rank.kernels
         if not initial:
-            initial |= {name: tensor.detach().cpu().clone() for name, tensor in rank.named()}
+            initial |= rank.named()
         executor = rank.executor(job.serial, captured=way in (GRAPHS, CHOSEN_GRAPHS))
-
-        def step(number: int) -> float:
-            return rank.step(executor, number).loss
-
+        step = lambda number: rank.step(executor, number).loss  # noqa: E731
     else:
-        step = plain_step(way, job, lab.device, initial)
+        kind = AutocastModel if job.dtype is torch.bfloat16 else PlainModel
+        model = kind(PlainSizes.of(job.shape)).to(lab.device)
+        load_named(model, initial)
+        if way == COMPILED:
+            model.loss_sum = torch.compile(model.loss_sum, dynamic=False)  # type: ignore[method-assign]
+        trainer = PlainTrainer(model, PlainSettings(**asdict(job.settings)))
+        step = lambda number: trainer.step(number, job.windows(number, lab.device))[0]  # noqa: E731
     run.losses = [step(number) for number in range(first)]
     for number in range(first, first + counted):
         synchronise(lab.device)
@@ -91,7 +81,7 @@ def train(
         step(number)
         synchronise(lab.device)
         run.step_s.append(perf_counter() - begin)
-    run.peak_bytes = torch.cuda.max_memory_allocated(lab.device) if lab.on_gpu else 0
+    run.peak_bytes = peak_bytes(lab.device)
 
 
 def all_ways(job: Job, lab: Lab, ways: Sequence[str], first: int, counted: int) -> Runs:
@@ -132,9 +122,8 @@ def two(runs: Runs, way: str, other: str) -> tuple[Run, Run]:
     return runs[way], runs[other]
 
 
-def like(runs: Runs, way: str, other: str, allowed: float, finding: Finding) -> None:
+def like(ours: Run, theirs: Run, allowed: float, finding: Finding) -> None:
     """Whether losses of two ways are alike, relative to each other."""
-    ours, theirs = two(runs, way, other)
     off = max(abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True))
     finding.numbers |= {"largest_difference": off, "allowed": allowed, "last_loss": ours.losses[-1]}
     assert off <= allowed
@@ -143,7 +132,7 @@ def like(runs: Runs, way: str, other: str, allowed: float, finding: Finding) -> 
 @pytest.mark.parametrize(("way", "other", "allowed"), [(BRAID, PLAIN, 1e-5), (GRAPHS, BRAID, 0.0)])
 def test_exact_losses(way: str, other: str, allowed: float, exact: Runs, finding: Finding) -> None:
     """In fp32 losses are a plain PyTorch loop's within 0.001 %, those of CUDA graphs to the bit."""
-    like(exact, way, other, allowed, finding)
+    like(*two(exact, way, other), allowed, finding)
 
 
 PAIRS = ((BRAID, PLAIN), (CHOSEN, COMPILED), (CHOSEN_GRAPHS, CHOSEN), (SPANLESS, BRAID))
@@ -152,7 +141,7 @@ PAIRS = ((BRAID, PLAIN), (CHOSEN, COMPILED), (CHOSEN_GRAPHS, CHOSEN), (SPANLESS,
 @pytest.mark.parametrize(("way", "other"), PAIRS)
 def test_losses(way: str, other: str, large: Runs, finding: Finding) -> None:
     """At full size losses are alike within 1 %."""
-    like(large, way, other, 0.01, finding)
+    like(*two(large, way, other), 0.01, finding)
 
 
 @pytest.mark.parametrize(("way", "other"), PAIRS)
@@ -196,8 +185,7 @@ def test_one_of_many(model: str, lab: Lab, finding: Finding) -> None:
         executor = rank.executor(job.serial, captured=lab.on_gpu and name != "step_ms")
         seconds = [rank.step(executor, step).seconds for step in range(2 if lab.tiny else 8)]
         finding.numbers[name] = 1e3 * median(seconds[-5:])
-        peak = torch.cuda.max_memory_allocated(lab.device) if lab.on_gpu else 1
-        finding.numbers.setdefault("peak_bytes", peak)
+        finding.numbers.setdefault("peak_bytes", peak_bytes(lab.device) or 1)
     rank.streams.close()
     told = rank_memory(rank.parts.code, job.shape, job.setting(SERIAL).dtype, stage).total_bytes
     near = abs(told / finding.numbers["peak_bytes"] - 1) <= NEAR

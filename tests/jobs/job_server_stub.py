@@ -4,12 +4,13 @@ Written after Ray's documentation of its jobs interface. It may want a token; te
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
+
+from tests.servers import Asked, served
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -36,89 +37,54 @@ class State:
     def add(self, name: str, status: str, metadata: dict[str, str]) -> None:
         """A job, started after all others."""
         start = 1_700_000_000_000 + len(self.jobs)
-        times = {
-            "start_time": start,
-            "end_time": None if status in ("PENDING", "RUNNING") else start + 60_000,
-        }
         self.jobs.append(
             {
                 "type": "SUBMISSION",
                 "submission_id": name,
                 "status": status,
+                "metadata": metadata,
                 "entrypoint": "python -m braid train run.yaml",
                 "message": f"it is {status}",
-                "metadata": metadata,
-                **times,
+                "start_time": start,
+                "end_time": None if status in ("PENDING", "RUNNING") else start + 60_000,
             }
         )
 
 
-class _Handler(BaseHTTPRequestHandler):
-    state: State
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: tests read standard error."""
-
-    def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.state.asked.append((self.command, self.path))
-        if self.state.silent_after is not None and len(self.state.asked) > self.state.silent_after:
-            self.close_connection = True
-            return
-        status, text = self._result(body)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def _result(self, body: bytes) -> tuple[int, str]:
-        state, name = self.state, self.path.rpartition("/")[2]
-        if state.wants_token and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return 401, "Unauthorized"
-        match self.command, self.path.split("/")[1:]:
-            case "GET", ["api", "version"]:
-                return 200, json.dumps({"version": "4", "ray_version": "2.60.0", "ray_commit": "none"})
-            case "GET", ["api", "packages", *_]:
-                return (200, "{}") if name in state.packages else (404, "")
-            case "PUT", ["api", "packages", *_]:
-                state.packages[name] = body
-                return 200, ""
-            case "GET", ["api", "jobs", ""]:
-                return 200, json.dumps(state.jobs)
-            case "GET", ["api", "jobs", job, "logs"]:
-                return 200, json.dumps({"logs": f"log of {job}\n"})
-            case "POST", ["api", "jobs", ""]:
-                request = json.loads(body)
-                if state.on_submit is not None:
-                    return state.on_submit(request)
-                state.submitted.append(request)
-                state.add(request["submission_id"], "RUNNING", request["metadata"])
-                return 200, json.dumps(dict.fromkeys(("job_id", "submission_id"), request["submission_id"]))
-            case "POST", ["api", "jobs", _, "stop"]:
-                return 200, json.dumps({"stopped": True})
-        return 404, "no such page"
+def _answer(state: State, asked: Asked) -> tuple[int, str] | None:
+    state.asked.append((asked.method, asked.path))
+    if state.silent_after is not None and len(state.asked) > state.silent_after:
+        return None
+    if state.wants_token and asked.headers.get("Authorization") != f"Bearer {TOKEN}":
+        return 401, "Unauthorized"
+    name = asked.path.rpartition("/")[2]
+    match asked.method, asked.path.split("/")[1:]:
+        case "GET", ["api", "version"]:
+            return 200, json.dumps({"version": "4", "ray_version": "2.60.0", "ray_commit": "none"})
+        case "GET", ["api", "packages", *_]:
+            return (200, "{}") if name in state.packages else (404, "")
+        case "PUT", ["api", "packages", *_]:
+            state.packages[name] = asked.body
+            return 200, ""
+        case "GET", ["api", "jobs", ""]:
+            return 200, json.dumps(state.jobs)
+        case "GET", ["api", "jobs", job, "logs"]:
+            return 200, json.dumps({"logs": f"log of {job}\n"})
+        case "POST", ["api", "jobs", ""]:
+            request = json.loads(asked.body)
+            if state.on_submit is not None:
+                return state.on_submit(request)
+            state.submitted.append(request)
+            state.add(request["submission_id"], "RUNNING", request["metadata"])
+            return 200, json.dumps(dict.fromkeys(("job_id", "submission_id"), request["submission_id"]))
+        case "POST", ["api", "jobs", _, "stop"]:
+            return 200, json.dumps({"stopped": True})
+    return 404, "no such page"
 
 
 @contextmanager
 def job_server() -> Iterator[State]:
     """A server on loopback; `State.port` is its port."""
     state = State()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"state": state}))
-    state.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with served(partial(_answer, state)) as state.port:
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -6,162 +6,104 @@ Kubernetes' ``v1`` (PodSpec, ConfigMap). Names and types were compared with the 
 ``rayjob_types.go`` (commit f6ef3f7) and ``raycluster_types.go`` (3275ee0) under ``ray-operator/apis/ray/v1``:
 all agree but ``authOptions`` and ``autoscalerOptions.version``, which are younger than these.
 """
-# ruff: noqa: N815
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field
 
-Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
-Quantity = Annotated[str, Field(pattern=r"^[1-9]\d*(m|Mi|Gi|Ti)?$")]
-Absolute = Annotated[str, Field(pattern=r"^/")]
-Count = Annotated[int, Field(ge=0)]
+from tests.strict_models import Count, Text, each, matching, model, one_of, some
 
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+NAME = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+Name = matching(NAME, max_length=63)
+Absolute = matching(r"^/")
 
 
-class Meta(Strict):
-    name: Name
-    namespace: Name | None = None
-    labels: dict[str, str]
+def checked(kind: Any, check: Any) -> Any:
+    """Values of which more is asked than each field by itself."""
+
+    def assure(value: Any) -> Any:
+        assert check(value)
+        return value
+
+    return Annotated[kind, AfterValidator(assure)]
 
 
-class Resources(Strict):
-    requests: dict[Literal["cpu", "memory", "nvidia.com/gpu"], Quantity]
-    limits: dict[Literal["cpu", "memory", "nvidia.com/gpu"], Quantity]
-
-    @model_validator(mode="after")
-    def _gpus_are_the_same_in_both(self) -> "Resources":
-        assert self.requests.get("nvidia.com/gpu") == self.limits.get("nvidia.com/gpu")
-        return self
+def meta(longest: int) -> Any:
+    """Names and labels."""
+    name = matching(NAME, max_length=longest)
+    return model(name=name, labels=dict[str, str], optional={"namespace": Name | None})
 
 
-class Port(Strict):
-    name: str = Field(pattern=r"^[a-z-]{1,15}$")
-    containerPort: int = Field(gt=0, lt=65536)
+Amounts = dict[one_of("cpu memory nvidia.com/gpu"), matching(r"^[1-9]\d*(m|Mi|Gi|Ti)?$")]
+GPUS = "nvidia.com/gpu"
+Resources = checked(
+    model(**each(Amounts, "requests limits")), lambda one: one.requests.get(GPUS) == one.limits.get(GPUS)
+)
+Port = model(name=matching(r"^[a-z-]{1,15}$"), containerPort=Annotated[int, Field(gt=0, lt=65536)])
+Mount = model(name=Name, mountPath=Absolute, optional={"readOnly": bool})
+Container = model(
+    name=Name, image=Text, resources=Resources, volumeMounts=list[Mount], optional={"ports": list[Port]}
+)
+KINDS = {
+    "persistentVolumeClaim": dict[Literal["claimName"], Name] | None,
+    "configMap": dict[Literal["name"], Name] | None,
+    "emptyDir": dict[Literal["medium"], Literal["Memory"]] | None,
+}
+Volume = checked(model(name=Name, optional=KINDS), lambda one: len(one.model_fields_set) == 2)
+PodSpec = checked(
+    model(terminationGracePeriodSeconds=Count, containers=some(Container), volumes=list[Volume]),
+    lambda one: (
+        {mount.name for container in one.containers for mount in container.volumeMounts}
+        == {volume.name for volume in one.volumes}
+    ),
+)
+Pod = model(spec=PodSpec)
+Start = dict[str, str]
+HeadGroup = model(serviceType=one_of("ClusterIP NodePort LoadBalancer"), rayStartParams=Start, template=Pod)
+WorkerGroup = checked(
+    model(
+        groupName=Name, rayStartParams=Start, template=Pod, **each(Count, "replicas minReplicas maxReplicas")
+    ),
+    lambda one: one.minReplicas <= one.replicas <= one.maxReplicas,
+)
+ClusterSpec = model(
+    rayVersion=matching(r"^\d+\.\d+\.\d+$"),
+    authOptions=model(mode=one_of("disabled token"), optional={"secretName": Name | None}),
+    enableInTreeAutoscaling=bool,
+    autoscalerOptions=model(
+        version=one_of("v1 v2"),
+        upscalingMode=one_of("Default Aggressive Conservative"),
+        idleTimeoutSeconds=Count,
+    ),
+    headGroupSpec=HeadGroup,
+    workerGroupSpecs=some(WorkerGroup),
+)
+JobSpec = model(
+    entrypoint=Text,
+    submissionMode=one_of("K8sJobMode HTTPMode InteractiveMode SidecarMode"),
+    runtimeEnvYAML=str,
+    shutdownAfterJobFinishes=bool,
+    rayClusterSpec=ClusterSpec,
+    **each(Count, "backoffLimit ttlSecondsAfterFinished"),
+)
 
 
-class Mount(Strict):
-    name: Name
-    mountPath: Absolute
-    readOnly: bool = False
+def resource(version: str, kind: str, longest: int, **fields: Any) -> type[BaseModel]:
+    """A document of a manifest."""
+    made: type[BaseModel] = model(
+        apiVersion=Literal[version], kind=Literal[kind], metadata=meta(longest), **fields
+    )
+    return made
 
 
-class Container(Strict):
-    name: Name
-    image: str = Field(min_length=1)
-    resources: Resources
-    ports: list[Port] = []
-    volumeMounts: list[Mount]
+ConfigMap = resource("v1", "ConfigMap", 63, data=dict[str, str])
+RESOURCES = {
+    "RayJob": resource("ray.io/v1", "RayJob", 47, spec=JobSpec),
+    "RayCluster": resource("ray.io/v1", "RayCluster", 63, spec=ClusterSpec),
+}
 
 
-class Volume(Strict):
-    name: Name
-    persistentVolumeClaim: dict[Literal["claimName"], Name] | None = None
-    configMap: dict[Literal["name"], Name] | None = None
-    emptyDir: dict[Literal["medium"], Literal["Memory"]] | None = None
-
-    @model_validator(mode="after")
-    def _of_one_kind(self) -> "Volume":
-        assert len(self.model_fields_set) == 2
-        return self
-
-
-class PodSpec(Strict):
-    terminationGracePeriodSeconds: Count
-    containers: list[Container] = Field(min_length=1)
-    volumes: list[Volume]
-
-    @model_validator(mode="after")
-    def _every_mount_has_its_volume(self) -> "PodSpec":
-        names = {volume.name for volume in self.volumes}
-        assert {mount.name for container in self.containers for mount in container.volumeMounts} == names
-        return self
-
-
-class Pod(Strict):
-    spec: PodSpec
-
-
-class HeadGroup(Strict):
-    serviceType: Literal["ClusterIP", "NodePort", "LoadBalancer"]
-    rayStartParams: dict[str, str]
-    template: Pod
-
-
-class WorkerGroup(Strict):
-    groupName: Name
-    replicas: Count
-    minReplicas: Count
-    maxReplicas: Count
-    rayStartParams: dict[str, str]
-    template: Pod
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "WorkerGroup":
-        assert self.minReplicas <= self.replicas <= self.maxReplicas
-        return self
-
-
-class Autoscaler(Strict):
-    version: Literal["v1", "v2"]
-    upscalingMode: Literal["Default", "Aggressive", "Conservative"]
-    idleTimeoutSeconds: Count
-
-
-class Auth(Strict):
-    mode: Literal["disabled", "token"]
-    secretName: Name | None = None
-
-
-class ClusterSpec(Strict):
-    rayVersion: str = Field(pattern=r"^\d+\.\d+\.\d+$")
-    authOptions: Auth
-    enableInTreeAutoscaling: bool
-    autoscalerOptions: Autoscaler
-    headGroupSpec: HeadGroup
-    workerGroupSpecs: list[WorkerGroup] = Field(min_length=1)
-
-
-class JobSpec(Strict):
-    entrypoint: str = Field(min_length=1)
-    submissionMode: Literal["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]
-    runtimeEnvYAML: str
-    backoffLimit: Count
-    shutdownAfterJobFinishes: bool
-    ttlSecondsAfterFinished: Count
-    rayClusterSpec: ClusterSpec
-
-
-class ConfigMap(Strict):
-    apiVersion: Literal["v1"]
-    kind: Literal["ConfigMap"]
-    metadata: Meta
-    data: dict[str, str]
-
-
-class JobMeta(Meta):
-    name: Annotated[Name, Field(max_length=47)]
-
-
-class RayJob(Strict):
-    apiVersion: Literal["ray.io/v1"]
-    kind: Literal["RayJob"]
-    metadata: JobMeta
-    spec: JobSpec
-
-
-class RayCluster(Strict):
-    apiVersion: Literal["ray.io/v1"]
-    kind: Literal["RayCluster"]
-    metadata: Meta
-    spec: ClusterSpec
-
-
-def check(documents: list[Any]) -> tuple[ConfigMap, RayJob | RayCluster]:
+def check(documents: list[Any]) -> tuple[Any, Any]:
     """The two documents of a manifest, or pydantic's `ValidationError`."""
     first, second = documents
-    kind = RayJob if second["kind"] == "RayJob" else RayCluster
-    return ConfigMap.model_validate(first), kind.model_validate(second)
+    return ConfigMap.model_validate(first), RESOURCES[second["kind"]].model_validate(second)

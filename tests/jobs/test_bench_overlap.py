@@ -26,6 +26,7 @@ from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import HostsError, check_hosts, two_hosts
 from braid.scheduling.schedule_text import write
 from tests.end_to_end.command import braid, environment, start
+from tests.waiting import within
 
 SMALL = ("--hidden", "64", "--layers", "1", "--tokens", "32", "--micro-batches", "4", "--rounds", "2")
 
@@ -52,20 +53,24 @@ def left_over() -> set[str]:
     return {name for name in names if not Path(f"/proc/{int(name.split('-')[1], 16)}").exists()}
 
 
+def benched(folder: Path, words: str) -> dict[str, Any]:
+    """What a small benchmark finds."""
+    outcome = braid(folder, "bench", "overlap", *SMALL, *words.split(), "--json", timeout=240)
+    assert outcome.code == 0, outcome.errors
+    return dict(json.loads(outcome.output))
+
+
 @pytest.mark.parametrize("ray", [False, True], ids=["processes", "ray"])
 def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) -> None:
     require_hosts()
-    extra = ("--ray", "--schedules", "megatron,braid") if ray else ()
-    outcome = braid(tmp_path, "bench", "overlap", *SMALL, "--link-mbit", "500", "--json", *extra, timeout=240)
-    assert outcome.code == 0, outcome.errors
-    result: dict[str, Any] = json.loads(outcome.output)
+    result = benched(tmp_path, f"--link-mbit 500{' --ray --schedules megatron,braid' if ray else ''}")
     assert result["link_mbit"] == 500
     assert result["rounds"] == 2
     rows = {row["schedule"]: row for row in result["rows"]}
-    ours = {"megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"}
-    if ray:
-        ours = {"megatron", "braid"}
-    assert set(rows) == ours | (set() if ray else {"torch_tp", "torch_tp, Braid's exchange"})
+    all_ours = {"megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"}
+    ours = {"megatron", "braid"} if ray else all_ours
+    assert rows.keys() - ours == (set() if ray else {"torch_tp", "torch_tp, Braid's exchange"})
+    assert rows.keys() >= ours
     assert len({rows[name]["loss"] for name in ours}) == 1, "all schedules train alike"
     for name in ours:
         row = rows[name]
@@ -81,21 +86,7 @@ def test_all_schedules_train_alike_and_leave_nothing(tmp_path: Path, ray: bool) 
 def test_replicas_train_as_the_peers_do(tmp_path: Path) -> None:
     """Also when all ranks are started twice."""
     require_hosts()
-    words = (
-        *SMALL,
-        "--layout",
-        "dp2",
-        "--link-mbit",
-        "500",
-        "--schedules",
-        "megatron",
-        "--starts",
-        "2",
-        "--json",
-    )
-    outcome = braid(tmp_path, "bench", "overlap", *words, timeout=240)
-    assert outcome.code == 0, outcome.errors
-    result: dict[str, Any] = json.loads(outcome.output)
+    result = benched(tmp_path, "--layout dp2 --link-mbit 500 --schedules megatron --starts 2")
     assert "4 micro-batches a replica, dp2" in result["model"]
     assert (result["starts"], result["rounds"]) == (2, 2)
     rows = {row["schedule"]: row for row in result["rows"]}
@@ -117,9 +108,7 @@ def test_a_bench_that_is_ended_removes_its_hosts(tmp_path: Path) -> None:
     require_hosts()
     process = start(tmp_path, "bench", "overlap", *SMALL, "--link-mbit", "500")
     try:
-        deadline = time.monotonic() + 60
-        while not namespaces(process.pid) and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.2)
+        assert within(60, lambda: namespaces(process.pid) or process.poll() is not None)
         assert namespaces(process.pid)
         time.sleep(2.0)
         process.send_signal(signal.SIGTERM)
@@ -201,8 +190,15 @@ def test_hosts_do_not_share_cpus() -> None:
     assert own[0] | own[1] <= here
 
 
-def run_code(folder: Path, code: str) -> "subprocess.CompletedProcess[str]":
-    """A command whose process was changed before it began."""
+def without_root(folder: Path, change: str, words: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+    """A benchmark as another user, once its modules are there, which others may not be able to read."""
+    code = (
+        "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
+        "import braid.jobs.drill.hosts as hosts\n"
+        "from braid.jobs.cli import main\n"
+        f"{change}\n"
+        f"sys.argv = {['braid', 'bench', 'overlap', *SMALL, *words]!r}; main()"
+    )
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -215,38 +211,21 @@ def run_code(folder: Path, code: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces sockets")
 def test_without_root_connections_are_paced(tmp_path: Path) -> None:
-    """The command becomes another user once its modules are there, which others may not be able to read."""
     (tmp_path / "home").mkdir()
     tmp_path.chmod(0o777)
-    few = ("--schedules", "megatron,braid", "--no-peers", "--json")
-    words = ["braid", "bench", "overlap", *SMALL, "--link-mbit", "200", *few]
-    code = (
-        "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
-        "import braid.jobs.drill.hosts as hosts\n"
-        "from braid.jobs.cli import main\n"
-        "hosts.os.geteuid = lambda: 65534\n"
-        f"sys.argv = {words!r}; main()"
-    )
-    outcome = run_code(tmp_path, code)
+    words = ("--link-mbit", "200", "--schedules", "megatron,braid", "--no-peers", "--json")
+    outcome = without_root(tmp_path, "hosts.os.geteuid = lambda: 65534", words)
     assert outcome.returncode == 0, outcome.stderr
     assert "each connection paced" in outcome.stderr
     result = json.loads(outcome.stdout)
     assert result["paced"]
-    losses = {
-        row["schedule"]: row["loss"] for row in result["rows"] if not row["schedule"].startswith("torch")
-    }
-    assert len(set(losses.values())) == 1, losses
+    losses = [row["loss"] for row in result["rows"] if not row["schedule"].startswith("torch")]
     assert len(losses) == 2
+    assert losses[0] == losses[1]
 
 
 def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
-    """The command becomes another user once its modules are there, which others may not be able to read."""
-    code = (
-        "import os, sys, braid.jobs.benchmarks.overlap\n"
-        "from braid.jobs.cli import main\n"
-        f"os.setuid(65534); sys.argv = {['braid', 'bench', 'overlap', *SMALL, '--ray']!r}; main()"
-    )
-    outcome = run_code(tmp_path, code)
+    outcome = without_root(tmp_path, "os.setuid(65534)", ("--ray",))
     assert outcome.returncode == 2, outcome.stderr
     assert "need root" in outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -257,25 +236,6 @@ def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
     changed = config.model_copy(update={"cluster": config.cluster.model_copy(update={"spread": True})})
     assert changed.shape(257).route_evenly
     assert not OverlapCase(layout="ep2").config("megatron").shape(257).route_evenly
-
-
-def test_wrong_options_name_what_would_be_right(tmp_path: Path) -> None:
-    for words, message in (
-        (
-            ("--layout", "tp3"),
-            "--layout 'tp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
-        ),
-        (("--alpha", "0.3", "--link-mbit", "100"), "--link-mbit and --alpha exclude each other"),
-        (("--schedules", "megatron,bread"), "--schedules: 'bread' must be one of"),
-        (
-            ("--route-evenly", "--layout", "cp2"),
-            "--route-evenly needs a layout with experts, such as --layout ep2",
-        ),
-        (("--inside-mbit", "100", "--layout", "cp2"), "--inside-mbit needs a layout with several ranks on a"),
-    ):
-        outcome = braid(tmp_path, "bench", "overlap", *words)
-        assert outcome.code == 2, outcome.output
-        assert message in outcome.errors
 
 
 @pytest.mark.parametrize(("layout", "inside_mbit"), [("tp2", None), ("cp2tp2", 100)])

@@ -1,6 +1,7 @@
 """Formats, files and documents: what goes in comes out, and what is wrong is told in one line."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,22 @@ from tests.jobs.corpora import (
     write_rows,
 )
 
-
-@pytest.fixture
-def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
-
-
 # Round trips.
 
 
-@pytest.fixture(params=["text", "jsonl", "jsonl-utf8", "string", "large_string", "dictionary", "binary"])
+COLUMNS = (pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string()))
+
+
+@pytest.fixture(params=["text", "jsonl", "jsonl-utf8", *COLUMNS], ids=str)
 def documents_file(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """`DOCUMENTS` in one of the formats, as an entry of data.files."""
-    match request.param:
-        case "text":
-            for number, text in enumerate(DOCUMENTS):
-                (tmp_path / f"{number:03}.txt").write_bytes(text.encode())
-            return str(tmp_path / "*.txt")
-        case "jsonl" | "jsonl-utf8" as name:
-            return str(write_lines(tmp_path / "a.jsonl", DOCUMENTS, ascii_only=name == "jsonl"))
-        case "string" | "large_string" | "binary" as name:
-            return str(write_rows(tmp_path / "a.parquet", DOCUMENTS, getattr(pa, name)()))
-        case _:
-            kind = pa.dictionary(pa.int32(), pa.string())
-            return str(write_rows(tmp_path / "a.parquet", DOCUMENTS, kind))
+    if request.param == "text":
+        for number, text in enumerate(DOCUMENTS):
+            (tmp_path / f"{number:03}.txt").write_bytes(text.encode())
+        return str(tmp_path / "*.txt")
+    if isinstance(request.param, pa.DataType):
+        return str(write_rows(tmp_path / "a.parquet", DOCUMENTS, request.param))
+    return str(write_lines(tmp_path / "a.jsonl", DOCUMENTS, ascii_only=request.param == "jsonl"))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -142,10 +135,6 @@ def broken_text(tmp_path: Path) -> Corpus:
     return corpus_of(*(tmp_path / name for name in ("*.txt", "c.jsonl", "d.parquet")), validation_fraction=0)
 
 
-def changed(corpus: Corpus, **options: Any) -> Corpus:
-    return Corpus(**{**vars(corpus), **options})
-
-
 def test_text_that_is_not_utf8_is_refused(broken_text: Corpus, tmp_path: Path) -> None:
     remedy = "data.encoding_errors to replace or skip"
     places = {
@@ -155,19 +144,19 @@ def test_text_that_is_not_utf8_is_refused(broken_text: Corpus, tmp_path: Path) -
     }
     for name, place in places.items():
         with pytest.raises(ValueError, match=f"^data.files: .*{place}.*{remedy}"):
-            prepare(changed(broken_text, files=[str(tmp_path / name)]), output=tmp_path / "out")
+            prepare(replace(broken_text, files=[str(tmp_path / name)]), output=tmp_path / "out")
     path = tmp_path / "e.jsonl"
     path.write_text('\n{"text": "half \\ud83d pair"}')
     with pytest.raises(ValueError, match=f"e.jsonl:2 has half a surrogate pair.*{remedy}"):
-        prepare(changed(broken_text, files=[str(path)]), output=tmp_path / "out")
+        prepare(replace(broken_text, files=[str(path)]), output=tmp_path / "out")
 
 
 def test_text_that_is_not_utf8_is_repaired_or_skipped(broken_text: Corpus, tmp_path: Path) -> None:
-    done = prepare(changed(broken_text, encoding_errors="replace"), output=tmp_path / "replaced")
+    done = prepare(replace(broken_text, encoding_errors="replace"), output=tmp_path / "replaced")
     assert stored(done.output, "train") == [
         *("good text", "caf\ufffd \ufffd", "fine", "caf\ufffd", "half \ufffd pair", "row", "caf\ufffd")
     ]
-    done = prepare(changed(broken_text, encoding_errors="skip"), output=tmp_path / "skipped")
+    done = prepare(replace(broken_text, encoding_errors="skip"), output=tmp_path / "skipped")
     assert stored(done.output, "train") == ["good text", "fine", "row"]
     assert done.index.documents_skipped == 4
 
@@ -201,65 +190,52 @@ def refuse(pattern: str, *files: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        refuse(r"data.files: 'missing.txt' finds no file \(in /.*\); correct", "missing.txt"),
-        refuse(r"data.files: '.' is a folder; write './\*\*/\*.txt'", "."),
-        refuse(r"data.files: '.*odd.json' ends in '.json'; set data.format to jsonl", "odd.json"),
-        refuse(r"data.files: '.*gz' ends in '.tar.gz'; unpack it", "packed.tar.gz"),
-        refuse(r"data.files: '.*xz' is Parquet in '.xz'; unpack it", "packed.parquet.xz"),
-        refuse(r"data.files: cannot read '.*gz' \(Not a gzipped file.*repair", "packed.jsonl.gz"),
-        refuse(r"data.files='sftpp://h/a': no file system is called 'sftpp'; did you mean", "sftpp://h/a"),
-        refuse(r"data.files='s3://b/a': .*s3fs.*pip install 'braid\[object-stores\]'", "s3://b/a"),
-        refuse(r"data.files: 'memory://none/\*.txt' finds no file; correct the URL", "memory://none/*.txt"),
-        refuse(r"data.files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
-        refuse(r"data.files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
+        refuse(r"files: 'missing.txt' finds no file \(in /.*\); correct", "missing.txt"),
+        refuse(r"files: '.' is a folder; write './\*\*/\*.txt'", "."),
+        refuse(r"files: '.*odd.json' ends in '.json'; set data.format to jsonl", "odd.json"),
+        refuse(r"files: '.*gz' ends in '.tar.gz'; unpack it", "packed.tar.gz"),
+        refuse(r"files: '.*xz' is Parquet in '.xz'; unpack it", "packed.parquet.xz"),
+        refuse(r"files: cannot read '.*gz' \(Not a gzipped file.*repair", "packed.jsonl.gz"),
+        refuse(r"files='sftpp://h/a': no file system is called 'sftpp'; did you mean", "sftpp://h/a"),
+        refuse(r"files='s3://b/a': .*s3fs.*pip install 'braid\[object-stores\]'", "s3://b/a"),
+        refuse(r"files: 'memory://none/\*.txt' finds no file; correct the URL", "memory://none/*.txt"),
+        refuse(r"files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
+        refuse(r"files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
         refuse(
-            r"data.files: '.*array.json' is one JSON array, not JSON lines; make lines of it: "
+            r"files: '.*array.json' is one JSON array, not JSON lines; make lines of it: "
             r"jq -c '\.\[\]' < \S+/array.json > \S+/array.json.jsonl$",
             "array.json",
         ),
+        refuse(r"files: '.*' is one JSON array.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", "an array.jsonl"),
+        refuse(r"files: '.*' has lines that end in a carriage return.* tr '.r' '.n' < ", "returns.jsonl"),
+        refuse(r"files: .*list.jsonl:2 holds a list, not an object; write", "list.jsonl"),
         refuse(
-            r"data.files: '.*' is one JSON array.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", "an array.jsonl"
+            r"text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set", "other.jsonl"
         ),
+        refuse(r"text_field: 'text' is not in .*which has no field at all; exclude", "fieldless.jsonl"),
+        refuse(r"text_field: 'text' is a number in .*number.jsonl:1; name", "number.jsonl"),
         refuse(
-            r"data.files: '.*' has lines that end in a carriage return.* tr '.r' '.n' < ", "returns.jsonl"
-        ),
-        refuse(r"data.files: .*list.jsonl:2 holds a list, not an object; write", "list.jsonl"),
-        refuse(
-            r"data.text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set",
-            "other.jsonl",
-        ),
-        refuse(r"data.text_field: 'text' is not in .*which has no field at all; exclude", "fieldless.jsonl"),
-        refuse(r"data.text_field: 'text' is a number in .*number.jsonl:1; name", "number.jsonl"),
-        refuse(
-            r"data.text_field: 'body' is not in '.*good.parquet', which has 'id', 'text'; set",
+            r"text_field: 'body' is not in '.*good.parquet', which has 'id', 'text'; set",
             "good.parquet",
             text_field="body",
         ),
+        refuse(r"text_field: 'id' has type int64 in '.*good.parquet'; name", "good.parquet", text_field="id"),
+        refuse(r"files: '.*broken.parquet' is not readable Parquet \(.*\); repair", "broken.parquet"),
+        refuse(r"files: '.*torn.parquet' is not readable Parquet \(.*\); repair", "torn.parquet"),
+        refuse(r"exclude: \['\*.txt'\] leaves no file", exclude=["*.txt"]),
+        refuse(r"tokenizer: cannot read '.*missing.json' \(No such file.*give", tokenizer="missing.json"),
         refuse(
-            r"data.text_field: 'id' has type int64 in '.*good.parquet'; name", "good.parquet", text_field="id"
-        ),
-        refuse(r"data.files: '.*broken.parquet' is not readable Parquet \(.*\); repair", "broken.parquet"),
-        refuse(r"data.files: '.*torn.parquet' is not readable Parquet \(.*\); repair", "torn.parquet"),
-        refuse(r"data.exclude: \['\*.txt'\] leaves no file", exclude=["*.txt"]),
-        refuse(
-            r"data.tokenizer: cannot read '.*missing.json' \(No such file.*give", tokenizer="missing.json"
-        ),
-        refuse(
-            r"data.tokenizer: '.*' is not a Hugging Face tokenizer.json \(.*save",
+            r"tokenizer: '.*' is not a Hugging Face tokenizer.json \(.*save",
             tokenizer="broken-tokenizer.json",
         ),
-        refuse(r"data.format: 'csv' must be one of auto, text, jsonl, parquet", format="csv"),
-        refuse(r"data.encoding_errors: 'ignore' must be one of strict", encoding_errors="ignore"),
-        refuse(r"data.validation_fraction: 1 must be at least 0 and less than 1", validation_fraction=1),
-        refuse(r"data.exclude: '\*.txt' must be a list; write \['\*.txt'\]", exclude="*.txt"),
+        refuse(r"format: 'csv' must be one of auto, text, jsonl, parquet", format="csv"),
+        refuse(r"encoding_errors: 'ignore' must be one of strict", encoding_errors="ignore"),
+        refuse(r"validation_fraction: 1 must be at least 0 and less than 1", validation_fraction=1),
+        refuse(r"exclude: '\*.txt' must be a list; write \['\*.txt'\]", exclude="*.txt"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
-    files: tuple[str, ...],
-    options: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[str, ...], options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
@@ -267,7 +243,7 @@ def test_what_is_wrong_is_told_in_one_line(
     (tmp_path / "torn.parquet").write_bytes(content[:4] + bytes(200) + content[204:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(ValueError, match=f"^{message}") as fault:
+    with pytest.raises(ValueError, match=f"^data.{message}") as fault:
         prepared(tmp_path / "out", *files, **options)
     assert "\n" not in str(fault.value)
     assert not (tmp_path / "out").exists()

@@ -14,10 +14,11 @@ from braid.actors.controller.records import Incident
 from braid.actors.stage.data import read_index
 from braid.jobs import identity
 from braid.jobs.data.data_sets import RECORD, check_data, data_record, prepare_data
-from braid.jobs.data.prepare import Prepared, Progress
+from braid.jobs.data.prepare import Prepared
 from braid.jobs.identity import Request
 from tests.jobs.corpora import contents, corpus_of, hidden
 
+TWO = {"a": "first text", "b": "second text"}
 Get = Callable[..., tuple[Prepared, list[str]]]
 
 
@@ -27,28 +28,20 @@ def get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Get:
     monkeypatch.chdir(tmp_path)
 
     def call(name: str = "run", *, data: dict[str, Any] | None = None, **how: bool) -> Any:
-        warnings: list[str] = []
-
-        def show(event: Prepared | Progress | Incident) -> None:
-            if isinstance(event, Incident):
-                warnings.append(event.text)
-
+        events: list[Any] = []
         config = configured(name, data)
-        prepared = prepare_data(config, map, show, **how)
+        prepared = prepare_data(config, map, events.append, **how)
         config.run_directory.mkdir(parents=True, exist_ok=True)
         (config.run_directory / RECORD).write_text(data_record(prepared))
-        return prepared, warnings
+        return prepared, [event.text for event in events if isinstance(event, Incident)]
 
     return call
 
 
 def configured(name: str, data: dict[str, Any] | None = None) -> Config:
-    files = {"files": ["corpus/*.txt"], "validation_fraction": 0.2}
-    small = {
-        "model": {"sequence": 1},
-        "train": {"global_batch": 1, "micro_batch": 1, "validation_samples": 1},
-    }
-    return parse_config({"name": name, "data": {**files, **(data or {})}, **small})
+    files = {"files": ["corpus/*.txt"], "validation_fraction": 0.2, **(data or {})}
+    train = {"global_batch": 1, "micro_batch": 1, "validation_samples": 1}
+    return parse_config({"name": name, "data": files, "model": {"sequence": 1}, "train": train})
 
 
 def write(folder: Path, **texts: str) -> None:
@@ -68,19 +61,17 @@ def test_copies_are_recognised_and_read_once(
     first, _ = get()
     for path in (tmp_path / "corpus").iterdir():
         os.utime(path, ns=(0, 1))
-    touched, warnings = get("second")
-    assert (touched.output, touched.reused, warnings) == (first.output, True, [])
     shutil.copytree(tmp_path / "corpus", tmp_path / "copy")
-    copied, warnings = get("third", data={"files": ["copy/*.txt"]})
-    assert (copied.output, copied.reused, warnings) == (first.output, True, [])
-    monkeypatch.setattr(identity, "_hash_pieces", None)  # nobody reads the copies again
-    again, _ = get("fourth", data={"files": ["copy/*.txt"]})
-    assert (again.output, again.reused) == (first.output, True)
+    for name, files in (("touched", "corpus"), ("copied", "copy"), ("again", "copy")):
+        found, warnings = get(name, data={"files": [f"{files}/*.txt"]})
+        assert (found.output, found.reused, warnings) == (first.output, True, [])
+        if name == "copied":
+            monkeypatch.setattr(identity, "_hash_pieces", None)  # nobody reads the copies again
     assert not hidden(tmp_path / "runs" / "data")
 
 
 def test_what_changed_gets_a_folder_of_its_own(get: Get, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", a="first text", b="second text")
+    write(tmp_path / "corpus", **TWO)
     first, _ = get()
     before = contents(first.output)
     write(tmp_path / "corpus", b="SECOND text")  # of the same size
@@ -88,10 +79,9 @@ def test_what_changed_gets_a_folder_of_its_own(get: Get, tmp_path: Path) -> None
     assert not new.reused
     assert len(sets(tmp_path)) == 2
     (warning,) = warnings
-    assert "data.files changed" in warning
-    assert "b.txt" in warning
+    for part in ("data.files changed", "b.txt", str(first.output.relative_to(tmp_path))):
+        assert part in warning
     assert "a.txt" not in warning
-    assert str(first.output.relative_to(tmp_path)) in warning
     assert contents(first.output) == before
     resumed, warnings = get(resume=True)
     assert (resumed.output, resumed.reused, len(warnings)) == (first.output, True, 1)
@@ -108,7 +98,7 @@ def test_other_settings_are_other_tokens(get: Get, tmp_path: Path, change: dict[
 
 
 def test_tokens_are_enough(get: Get, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", a="first text", b="second text")
+    write(tmp_path / "corpus", **TWO)
     first, _ = get()
     shutil.rmtree(tmp_path / "corpus")
     for resume in (True, False):
@@ -133,7 +123,7 @@ def test_tokens_are_enough(get: Get, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_was_given(get: Get, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", a="first text", b="second text")
+    write(tmp_path / "corpus", **TWO)
     data = {"directory": "tokens"}
     first, _ = get(data=data)
     before = contents(first.output)
@@ -155,7 +145,7 @@ def test_a_directory_that_was_given(get: Get, tmp_path: Path) -> None:
 
 
 def test_older_data_sets_have_no_contents(get: Get, tmp_path: Path) -> None:
-    write(tmp_path / "corpus", a="first text", b="second text")
+    write(tmp_path / "corpus", **TWO)
     first, _ = get()
     entries = json.loads((first.output / "index.json").read_text())
     del entries["contents"]

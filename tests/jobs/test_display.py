@@ -2,34 +2,31 @@
 
 import io
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from braid.actors.config import Config, parse_config
+from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.records import Finished, Started, StepDone
 from braid.actors.controller.reporting import build_report
 from braid.actors.controller.step_record import StepRecord
+from braid.jobs.demo import PICTURE, STRETCH, Demo
 from braid.jobs.display import Display, curve, duration, prediction_line, report_table, validation_line
 from braid.jobs.planning.presets_view import show_presets
 from braid.jobs.planning.searching import Searching
 from braid.scheduling.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
+from tests.end_to_end.command import braid
 
 
-@pytest.mark.parametrize(
-    ("values", "blocks"),
-    [
-        ([], ""),
-        ([2.0], "▁"),
-        ([1.0, 8.0], "▁█"),
-        ([1.0, math.nan, 8.0], "▁x█"),
-        ([math.inf, math.nan], "xx"),
-    ],
-)
-def test_a_curve_leaves_out_what_is_no_number(values: list[float], blocks: str) -> None:
-    assert curve(values) == blocks
+def test_a_curve_leaves_out_what_is_no_number() -> None:
+    assert (curve([]), curve([2.0]), curve([1.0, 8.0])) == ("", "▁", "▁█")
+    assert curve([1.0, math.nan, 8.0]) == "▁x█"
+    assert curve([math.inf, math.nan]) == "xx"
 
 
 def test_columns_are_means_of_their_numbers() -> None:
@@ -37,22 +34,17 @@ def test_columns_are_means_of_their_numbers() -> None:
 
 
 def test_validation_is_told_in_both_units() -> None:
-    assert (
-        validation_line({"loss": 2.5, "bits_per_byte": 3.0}) == "2.5000 nats per token, 3.000 bits per byte"
-    )
-    assert validation_line({"loss": 2.5, "bits_per_byte": None}) == "2.5000 nats per token"
-    assert validation_line({"loss": None, "bits_per_byte": None}) == "-"
+    nats, bits = "2.5000 nats per token", "3.000 bits per byte"
+    for loss, found, line in ((2.5, 3.0, f"{nats}, {bits}"), (2.5, None, nats), (None, None, "-")):
+        assert validation_line({"loss": loss, "bits_per_byte": found}) == line
 
 
 def test_a_run_with_a_skipped_step_ends_with_its_report() -> None:
     """Its first loss was no number; what follows is."""
     out = io.StringIO()
     display = Display(Console(file=out, width=160), live=False)
-    validation: dict[str, Any] = {
-        "validation_loss": 1.5,
-        "validation_bits_per_byte": 2.0,
-        "between_seconds": {"validation": 0.1},
-    }
+    validation: dict[str, Any] = {"validation_loss": 1.5, "validation_bits_per_byte": 2.0}
+    validation["between_seconds"] = {"validation": 0.1}
     records = [a_record(1, loss=math.nan, grad_norm=math.nan), a_record(2), a_record(3, **validation)]
     begun = Started(first_step=1, last_step=3, ranks=1, layout="one rank", run_directory="runs/skipped")
     display.show(begun)
@@ -67,25 +59,16 @@ def test_a_run_with_a_skipped_step_ends_with_its_report() -> None:
 
 
 def record(step: int, **changed: Any) -> StepRecord:
-    values: dict[str, Any] = {
-        "step": step,
+    """A step of as many digits as there are ever."""
+    wide = {
         "loss": 10.12345,
-        "grad_norm": 1.0,
         "lr": 1e-3,
         "seconds": 12.345,
-        "tokens": 1_500_000,
         "communication_seconds": 12.345,
-        "exposed_seconds": 0.0,
-        "hidden_fraction": 1.0,
-        "slowdown_seconds": None,
-        "launch_gap_seconds": 0.0,
-        "bubble_seconds": 0.0,
-        "waiting_seconds": 0.0,
-        "exposed_by_axis": {},
-        "peak_bytes": (100 << 30,),
         "wall_seconds": 12.5,
     }
-    return StepRecord(**{**values, **changed})
+    sizes = {"tokens": 1_500_000, "peak_bytes": (100 << 30,)}
+    return a_record(step, **{**wide, **sizes, "grad_norm": 1.0, "exposed_seconds": 0.0, **changed})
 
 
 def printed(*records: StepRecord, last: int) -> list[str]:
@@ -159,3 +142,47 @@ def test_a_search_says_what_it_is_at_after_a_moment() -> None:
         shown.look()
     shown.stop()
     assert file.getvalue() == "braid: searching for 2 s: second\nbraid: searching for 13 s: third\n"
+
+
+# ``braid demo``: two short runs, the same losses, both timelines; and what it says where that is not so.
+
+FOUND = Demo(
+    seconds=((0.3, 0.9, 0.36, 0.32), (0.2, 0.6, 0.3, 0.1)),
+    hidden=(0.0, 0.82),
+    compared=12,
+    alike=12,
+    validation={"loss": 5.0, "bits_per_byte": 3.0},
+    link_mbit=300.0,
+    runs=(Path("a"), Path("b")),
+)
+
+
+def test_the_sentence_says_what_was_won() -> None:
+    """Pair by pair: other work slows both steps of a pair alike."""
+    assert FOUND.sentence == (
+        "1.50x faster: 82% of communication hidden (0% without); same losses to the last bit in the 12 steps "
+        "that both made"
+    )
+    assert "a fault: other losses in 1 of the 12 steps" in replace(FOUND, alike=11).sentence
+
+
+def test_the_pictures_are_of_steps_of_median_length() -> None:
+    assert FOUND.typical == (4, 4), "0.36 s and 0.3 s, behind the two steps that are left out"
+
+
+@pytest.mark.slow
+def test_a_small_demo(tmp_path: Path) -> None:
+    sizes = ("model.hidden=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.sequence=64")
+    short = (f"train.steps={STRETCH + 3}", "train.validate_every=0", "telemetry.page=false")
+    words = [word for key in (*sizes, *short) for word in ("--set", key)]
+    outcome = braid(tmp_path, "demo", *words, timeout=240)
+    assert outcome.code == 0, outcome.errors
+    assert f"same losses to the last bit in the {STRETCH} steps that both made" in outcome.output
+    assert "emulated" in outcome.output
+    for name in ("without overlap: ", "with overlap: ", "bits per byte"):
+        assert name in outcome.output
+    runs = [tmp_path / "runs" / name for name in ("demo", "demo-without-overlap")]
+    ends = [[line["time"] for line in read_lines(run / "metrics.jsonl")[:STRETCH]] for run in runs]
+    both = [end for pair in zip(*ends, strict=True) for end in pair]
+    assert both == sorted(both), "the two runs made their steps by turns"
+    assert (runs[0] / PICTURE).read_text().startswith("<svg")

@@ -1,6 +1,5 @@
 """The peer whose experts are cut over replicas trains what one process trains, one expert after the other."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,25 +12,13 @@ from braid.jobs.benchmarks.plain_torch import PlainSizes
 from braid.scheduling.spec import ModelShape
 from tests.end_to_end.plain_experts import ExpertModel, Weight
 from tests.forking import run_forked
-from tests.jobs.test_peers import (
-    OPTIMIZER,
-    SIZES,
-    TIMEOUT_S,
-    check_trained,
-    plain_training,
-    train,
-)
+from tests.jobs.test_peers import OPTIMIZER, SIZES, check_trained, plain_training, process_group, train
 
 
 def shape_of(**changes: Any) -> ModelShape:
-    mixture: dict[str, Any] = {
-        "experts": 6,
-        "top_k": 2,
-        "expert_ffn": 24,
-        "balance_loss": 0.1,
-        "z_loss": 0.01,
-    }
-    return ModelShape(**{"family": "moe", **SIZES, **mixture, **changes})
+    mixture: dict[str, Any] = {"experts": 6, "top_k": 2, "expert_ffn": 24}
+    losses = {"balance_loss": 0.1, "z_loss": 0.01}
+    return ModelShape(**{"family": "moe", **SIZES, **mixture, **losses, **changes})
 
 
 def expert_model(shape: ModelShape) -> ExpertModel:
@@ -61,9 +48,8 @@ def test_peer_trains_the_plain_mixture(
 ) -> None:
     shape = shape_of(**mixture)
     (losses, parameters), norms = plain_training(expert_model(shape), **optimizer)
-    (without, _), _ = plain_training(
-        expert_model(shape_of(**mixture, balance_loss=0.0, z_loss=0.0)), **optimizer
-    )
+    alone = shape_of(**mixture, balance_loss=0.0, z_loss=0.0)
+    (without, _), _ = plain_training(expert_model(alone), **optimizer)
     assert losses != pytest.approx(without, rel=2e-4), "auxiliary losses are part of what is compared"
     assert min(norms) > OPTIMIZER["clip_norm"]
     ranks = train(EP, world_size, expert_model(shape), experts=shape, **optimizer)
@@ -73,25 +59,22 @@ def test_peer_trains_the_plain_mixture(
 
 def visit_one(rank: int, port: int) -> None:
     """A rank of two with an expert each; all tokens visit that of the first."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.manual_seed(6)
-    mixture = Mixture(shape_of(hidden=8, experts=2, top_k=1, expert_ffn=12), dist.group.WORLD)
-    with torch.no_grad():
-        mixture.router.weight.copy_(torch.tensor([1.0, -1.0])[:, None].expand(2, 8))
-    x_BSD = torch.rand(2, 3, 8, requires_grad=True)
-    y_BSD = mixture(x_BSD)
-    y_BSD.backward(torch.ones_like(y_BSD))
-    gate, up, down = (mixture.experts[name].weight for name in ("gate", "up", "down"))  # the same on both
-    expected = F.linear(F.silu(F.linear(x_BSD, gate[0])) * F.linear(x_BSD, up[0]), down[0])
-    torch.testing.assert_close(y_BSD, expected)
-    assert x_BSD.grad is not None
-    assert bool(x_BSD.grad.any())
-    for weight in (gate, up, down):
-        assert weight.grad is not None
-        assert bool(weight.grad.any()) == (rank == 0)
-    dist.destroy_process_group()
+    with process_group(rank, 2, port):
+        torch.manual_seed(6)
+        mixture = Mixture(shape_of(hidden=8, experts=2, top_k=1, expert_ffn=12), dist.group.WORLD)
+        with torch.no_grad():
+            mixture.router.weight.copy_(torch.tensor([1.0, -1.0])[:, None].expand(2, 8))
+        x_BSD = torch.rand(2, 3, 8, requires_grad=True)
+        y_BSD = mixture(x_BSD)
+        y_BSD.backward(torch.ones_like(y_BSD))
+        gate, up, down = (mixture.experts[name].weight for name in ("gate", "up", "down"))  # the same on both
+        expected = F.linear(F.silu(F.linear(x_BSD, gate[0])) * F.linear(x_BSD, up[0]), down[0])
+        torch.testing.assert_close(y_BSD, expected)
+        assert x_BSD.grad is not None
+        assert bool(x_BSD.grad.any())
+        for weight in (gate, up, down):
+            assert weight.grad is not None
+            assert bool(weight.grad.any()) == (rank == 0)
 
 
 @pytest.mark.slow

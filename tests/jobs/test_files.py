@@ -6,7 +6,7 @@ import gzip
 import http.server
 import lzma
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -28,12 +28,7 @@ def zstd(content: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
-PACKED: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-    "zst": zstd,
-}
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
 
 
 @pytest.fixture(autouse=True)

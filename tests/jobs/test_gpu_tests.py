@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as gpu
-from tests.gpu.report import FAILED, NOT_MEASURED, PASSED
+from tests.gpu.conftest import FAILED, NOT_MEASURED, PASSED
 
 _FINDS = '''
 import os, pytest, time

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import alive, within
 
 COMMAND = """
 import os, subprocess, sys, time
@@ -37,22 +38,6 @@ def started(folder: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]:
     return command, [int(word) for word in command.stdout.readline().split()]
 
 
-def alive(process: int) -> bool:
-    """Whether it runs; one that has ended may wait for somebody to ask how."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until_gone(folder: Path) -> None:
-    """The folder goes last."""
-    deadline = time.monotonic() + 60
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("what", ["stay", "end"])
 def test_after_a_kill_and_after_an_end(tmp_path: Path, what: str) -> None:
     command, (marked, logging, other) = started(tmp_path / "folder", what)
@@ -61,7 +46,7 @@ def test_after_a_kill_and_after_an_end(tmp_path: Path, what: str) -> None:
             assert all(map(alive, (marked, logging, other)))
             command.kill()
         assert command.wait(60) == (-signal.SIGKILL if what == "stay" else 0)
-        until_gone(tmp_path / "folder")
+        assert within(60, lambda: not (tmp_path / "folder").exists()), "the folder goes last"
         assert [alive(process) for process in (marked, logging, other)] == [False, False, True]
     finally:
         os.kill(other, signal.SIGKILL)

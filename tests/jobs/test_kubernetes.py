@@ -4,6 +4,7 @@ No Kubernetes was at hand: that an operator starts what is written here has not 
 """
 
 import shlex
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from braid.actors.config import parse_config
-from braid.jobs.cli import main
 from tests.end_to_end.command import ROOT, braid, write_config, write_corpus
-from tests.jobs.kuberay_schema import RayCluster, RayJob, check
+from tests.in_process import Capture, Outcome, called, refused
+from tests.jobs.kuberay_schema import check
 
 EXAMPLES = ROOT / "docs" / "kubernetes"
 COMMON = ("--image", "registry.example.org/braid:0.1.0", "--claim", "shared", "--ray-version", "2.60.0")
@@ -25,33 +26,23 @@ OPTIONS = {
 
 
 @pytest.fixture
-def kubernetes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def kubernetes(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``braid kubernetes run.yaml ARGUMENTS`` in this process: 4 x 8 ranks."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(
-        "name: My_run.2\nparallel: {dp: 4, tp: 8}\ndata: {files: ['data/*.jsonl']}\n"
-    )
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(["kubernetes", "run.yaml", *COMMON, *arguments])
-        caught = capsys.readouterr()
-        return int(left.value.code or 0), caught.out, caught.err
-
-    return call
+    config = "name: My_run.2\nparallel: {dp: 4, tp: 8}\ndata: {files: ['data/*.jsonl']}\n"
+    (tmp_path / "run.yaml").write_text(config)
+    return partial(called, capsys, "kubernetes", "run.yaml", *COMMON)
 
 
-def made(outcome: tuple[int, str, str]) -> list[Any]:
+def made(outcome: Outcome) -> list[Any]:
     """The documents of a manifest."""
-    code, output, errors = outcome
-    assert (code, errors) == (0, "")
-    return list(yaml.safe_load_all(output))
+    assert (outcome.code, outcome.errors) == (0, "")
+    return list(yaml.safe_load_all(outcome.output))
 
 
 def test_a_job(kubernetes: Any) -> None:
     settings, job = check(made(kubernetes("--namespace", "training", "--token-secret", "ray-token")))
-    assert isinstance(job, RayJob)
+    assert job.kind == "RayJob"
     assert job.metadata.name == "my-run-2"
     assert {settings.metadata.namespace, job.metadata.namespace} == {"training"}
     cluster, workers = job.spec.rayClusterSpec, job.spec.rayClusterSpec.workerGroupSpecs[0]
@@ -76,12 +67,9 @@ def test_the_configuration_that_is_mounted(kubernetes: Any, tmp_path: Path) -> N
     documents = made(kubernetes("--set", "train.steps=7", "--mount", "/shared", *options))
     assert str(tmp_path) not in str(documents), "no path of this machine"
     settings, job = check(documents)
-    assert isinstance(job, RayJob)
-    (mount,) = [
-        mount
-        for mount in job.spec.rayClusterSpec.headGroupSpec.template.spec.containers[0].volumeMounts
-        if mount.name == "config"
-    ]
+    assert job.kind == "RayJob"
+    (head,) = job.spec.rayClusterSpec.headGroupSpec.template.spec.containers
+    (mount,) = [mount for mount in head.volumeMounts if mount.name == "config"]
     words = shlex.split(job.spec.entrypoint)
     assert words[:4] == ["python", "-m", "braid", "train"]
     folder, _, name = words[4].rpartition("/")
@@ -102,7 +90,7 @@ def test_the_configuration_that_is_mounted(kubernetes: Any, tmp_path: Path) -> N
 def test_a_cluster_without_gpus(kubernetes: Any) -> None:
     options = "--kind RayCluster --no-gpus --ranks-per-node 3 --memory 500Mi --set cluster.cpus_per_rank=1.5"
     settings, cluster = check(made(kubernetes(*options.split())))
-    assert isinstance(cluster, RayCluster)
+    assert cluster.kind == "RayCluster"
     (workers,) = cluster.spec.workerGroupSpecs
     assert workers.maxReplicas == 11, "32 ranks, 3 on a node"
     assert workers.template.spec.containers[0].resources.requests == {"cpu": "4500m", "memory": "1500Mi"}
@@ -132,37 +120,33 @@ def test_a_run_smaller_than_a_node(kubernetes: Any) -> None:
     ],
 )
 def test_what_cannot_be(kubernetes: Any, options: str, says: str) -> None:
-    code, output, errors = kubernetes(*options.split())
-    assert (code, output) == (2, "")
-    assert says in errors
+    outcome = kubernetes(*options.split())
+    refused(outcome, says)
+    assert outcome.output == ""
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
+def test_the_check_itself(kubernetes: Any) -> None:
+    """What the schema does not allow is found."""
+    for path, value in (
         ("spec entryPoint", "x"),
         ("spec backoffLimit", "2"),
         ("spec rayClusterSpec workerGroupSpecs 0 replicas", 5),
         ("spec rayClusterSpec headGroupSpec template spec volumes", []),
         ("metadata name", "My_run"),
-    ],
-)
-def test_the_check_itself(kubernetes: Any, path: str, value: Any) -> None:
-    """What the schema does not allow is found."""
-    documents = made(kubernetes())
-    *way, last = path.split()
-    place = documents[1]
-    for key in way:
-        place = place[int(key) if key.isdecimal() else key]
-    place[last] = value
-    with pytest.raises(ValidationError):
-        check(documents)
+    ):
+        documents = made(kubernetes())
+        *way, last = path.split()
+        reduce(lambda place, key: place[int(key) if key.isdecimal() else key], way, documents[1])[last] = (
+            value
+        )
+        with pytest.raises(ValidationError):
+            check(documents)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_examples(kubernetes: Any, name: str, update_golden: bool) -> None:
     """The manifests in docs/ are what the command writes; their configurations may be older, but are good."""
-    _, text, _ = kubernetes(*OPTIONS[name].split())
+    text = kubernetes(*OPTIONS[name].split()).output
     if update_golden:
         (EXAMPLES / name).write_text(text, encoding="utf-8")
     shown, written = [list(yaml.safe_load_all(t)) for t in ((EXAMPLES / name).read_text("utf-8"), text)]
@@ -185,6 +169,6 @@ def test_a_job_that_is_started_again(tmp_path: Path) -> None:
     second = braid(tmp_path, *command)
     assert second.code == 0, second.errors
     assert "steps 3 to 4" in second.output
-    refused = braid(tmp_path, *command, "--overwrite")
-    assert refused.code == 2
-    assert "--resume-if-begun exclude each other" in refused.errors
+    third = braid(tmp_path, *command, "--overwrite")
+    assert third.code == 2
+    assert "--resume-if-begun exclude each other" in third.errors

@@ -78,7 +78,4 @@ def test_it_ends_with_its_parent(run: Path) -> None:
         url = parent.stdout.readline().strip()
         assert "<title>" in get(url)
         os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while processes_mentioning(str(run)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_mentioning(str(run)) == []
+    assert processes_mentioning(str(run), patience=30) == []

@@ -16,7 +16,8 @@ import yaml
 
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.records import RunDirectory
-from braid.jobs.cli import main
+from braid.scheduling.lowering.named import GONE, ScheduleName
+from tests.in_process import Capture, called, refused
 from tests.jobs.mistakes import Made, make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,14 +281,6 @@ def test_one_line_with_the_remedy(made: dict[str, Made], one: Mistake) -> None:
         assert (what.output, what.loaded, what.started) == ("", (), ())
 
 
-def left(capsys: pytest.CaptureFixture[str], *call: str) -> str:
-    """What a command says that ends with exit code 2, in this process."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(call))
-    assert ended.value.code == 2, call
-    return capsys.readouterr().err
-
-
 TAGS = (
     "!!python/object/apply:os.mkdir ['ran']",
     "!!python/object/new:os.mkdir ['ran']",
@@ -309,19 +302,15 @@ READERS = (
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_yaml_tags_run_nothing(
-    tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Wherever a file or an option of YAML is read."""
     monkeypatch.chdir(tmp_path)
     Path("first.yaml").write_text(FIRST)
     Path("evil.yaml").write_text(f"name: {tag}\n")
     for call in READERS:
-        errors = left(capsys, *call.split())
-        assert "YAML" in errors
-        assert "evil.yaml" in errors
-    errors = left(capsys, "train", "first.yaml", "--set", f"name={tag}")
-    assert "YAML" in errors
-    assert "--set" in errors
+        refused(called(capsys, *call.split()), "YAML", "evil.yaml")
+    refused(called(capsys, "train", "first.yaml", "--set", f"name={tag}"), "YAML", "--set")
     assert not Path("ran").exists()
     if tag in TAGS[:2]:
         yaml.unsafe_load(Path("evil.yaml").read_text())
@@ -333,13 +322,13 @@ NAMES = ("../elsewhere", "..", ".", "a/b", "/etc", "-x", "", "a" * 65, "a b", "a
 
 @pytest.mark.parametrize("command", ["train", "submit", "kubernetes"])
 def test_names_that_lead_elsewhere(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in NAMES:
         Path("run.yaml").write_text(yaml.safe_dump({**yaml.safe_load(FIRST), "name": name}))
         options = ("--image", "x", "--claim", "y") if command == "kubernetes" else ()
-        assert f"name={name!r}" in left(capsys, command, "run.yaml", *options)
+        refused(called(capsys, command, "run.yaml", *options), f"name={name!r}")
         assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -354,25 +343,17 @@ def test_a_run_that_is_a_link_elsewhere(tmp_path: Path) -> None:
     assert list(outside.iterdir()) == []
 
 
-SCRIPT = """\
-import braid
-
-config = braid.load_config("first.yaml", ["cluster.launcher=processes", "train.steps=1"])
-{start}
-"""
-
-
-def _script(folder: Path, start: str) -> "subprocess.CompletedProcess[str]":
+def _script(folder: Path, *lines: str) -> "subprocess.CompletedProcess[str]":
     (folder / "first.yaml").write_text(FIRST, encoding="utf-8")
     shutil.copy(ROOT / "LICENSE", folder / "corpus.txt")
-    (folder / "script.py").write_text(SCRIPT.format(start=start), encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, check=False
-    )
+    (folder / "script.py").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    command = [sys.executable, "script.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_a_script_that_its_ranks_would_run_again(tmp_path: Path) -> None:
-    ended = _script(tmp_path, "braid.train(config)")
+    config = 'config = braid.load_config("first.yaml", ["cluster.launcher=processes", "train.steps=1"])'
+    ended = _script(tmp_path, "import braid", "", config, "braid.train(config)")
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
     assert "script.py, line 4: with cluster.launcher=processes every rank imports this script" in last
@@ -388,8 +369,33 @@ def test_a_script_that_its_ranks_would_run_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_whose_ranks_do_not(tmp_path: Path, start: str) -> None:
-    ended = _script(
-        tmp_path, f"from braid.jobs.refusals import check_script as check\n{start}\nprint('fine')"
-    )
+    ended = _script(tmp_path, "from braid.jobs.refusals import check_script as check", start, "print('fine')")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "fine\n"
+
+
+# Names of schedules that earlier versions had, wherever a user may still have them.
+
+OLD_PLAN = "braid_plan: 6\nsetting:\n  layout: {{placement: bidirectional}}\n  schedule: {}\n"
+OLD_SCHEDULE = f"{SCHEDULE.replace('name f', 'name {}')}stage 0\n F0.0\n"
+OLD_NAMES = {
+    "train first.yaml --dry-run --set overlap.schedule={}": "",
+    "simulate old.yaml": OLD_PLAN,
+    "train first.yaml --dry-run --set overlap.schedule_file=old.yaml": OLD_SCHEDULE,
+}
+"""Calls, and the file that holds the name."""
+
+
+@pytest.mark.parametrize("call", OLD_NAMES)
+@pytest.mark.parametrize("name", GONE)
+def test_a_name_that_is_gone_is_refused_with_what_stands_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, call: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("first.yaml").write_text(FIRST)
+    shutil.copy(ROOT / "LICENSE", "corpus.txt")
+    Path("old.yaml").write_text(OLD_NAMES[call].format(name))
+    (line,) = refused(called(capsys, *call.format(name).split()), repr(name)).splitlines()
+    new = ScheduleName.parse(GONE[name])
+    pipeline = f" with pipeline {new.pipeline}" if new.pipeline else ""
+    assert line.endswith(f" is gone; use schedule {new.schedule}{pipeline}"), line

@@ -3,7 +3,7 @@
 import fcntl
 import io
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,23 +63,22 @@ def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.Monkey
         out.write(line)
     with out._changed:
         assert out._left_out >= 80_000
-    text = b""
-    got = threading.Event()
 
-    def read() -> None:
-        nonlocal text
+    def read() -> bytes:
+        text = b""
         while b"last" not in text:
             text += os.read(reading, 1 << 20)
-        got.set()
+        return text
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:  # there is room again
-        with out._changed:
-            if not out._waiting:
-                break
-    print("last", file=out)
-    out.finish()
-    assert got.wait(30)
+    with ThreadPoolExecutor(1) as beside:
+        got = beside.submit(read)
+        while True:  # there is room again
+            with out._changed:
+                if not out._waiting:
+                    break
+        print("last", file=out)
+        out.finish()
+        text = got.result(timeout=30)
     assert b"bytes were left out, as nobody read them ...\nlast\n" in text
     stream.close()
     os.close(reading)

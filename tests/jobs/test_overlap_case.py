@@ -1,5 +1,6 @@
 """Cases of `braid bench overlap`: layouts, their plans, and the link's rate for a share of communication."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,16 +11,9 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
+from braid.jobs.benchmarks.cases import Spread
 from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import (
-    LAYOUTS,
-    MIXED,
-    PEERS,
-    SCHEDULES,
-    OverlapCase,
-    compared,
-    drawn,
-)
+from braid.jobs.benchmarks.overlap_case import LAYOUTS, MIXED, PEERS, SCHEDULES, OverlapCase, compared, drawn
 from braid.jobs.benchmarks.peer_rank import SPECIAL
 from braid.jobs.benchmarks.peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
@@ -31,6 +25,7 @@ from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Await, Reduce, sums_in
 from braid.scheduling.spec import ModelShape
+from tests.in_process import Capture, called, refused
 
 REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batches=3)
 
@@ -98,16 +93,25 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     assert numbers.communication_seconds / numbers.step_seconds == pytest.approx(0.35, abs=0.01)
 
 
-def test_an_unknown_layout_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^--layout 'dp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
-    ):
-        bench_overlap(layout="dp3")
-    with pytest.raises(
-        ConfigError, match=r"^--schedules: schedule='eager' is gone; use schedule megatron with p"
-    ):
-        bench_overlap(layout="dp2", schedules="megatron,eager")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "--layout dp3",
+            "--layout 'dp3' must be one of tp2, tp4, pp2, tp2pp2, dp2, dp4, tp2dp2, pp2dp2, cp2, ",
+        ),
+        (
+            "--layout dp2 --schedules megatron,eager",
+            "--schedules: schedule='eager' is gone; use schedule megatron with p",
+        ),
+        ("--schedules megatron,bread", "--schedules: schedule='bread' is not known; did you mean 'braid'?"),
+        ("--alpha 0.3 --link-mbit 100", "--link-mbit and --alpha exclude each other"),
+        ("--route-evenly --layout cp2", "--route-evenly needs a layout with experts, such as --layout ep2"),
+        ("--inside-mbit 100 --layout cp2", "--inside-mbit needs a layout with several ranks on a"),
+    ],
+)
+def test_wrong_options_name_what_would_be_right(capsys: Capture, words: str, says: str) -> None:
+    refused(called(capsys, "bench", "overlap", *words.split()), f"braid: {says}")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "ddp"])
@@ -117,9 +121,8 @@ def test_baselines_on_the_data_axis(name: str) -> None:
     assert config.layout().zero == (int(name[-1]) if name.startswith("zero") else 0)
     assert config.overlap.schedule == "ddp"
     if name != "ddp":
-        with pytest.raises(
-            ConfigError, match=f"^--schedules: schedule='{name}' is not known; here that is par"
-        ):
+        says = f"^--schedules: schedule='{name}' is not known; here that is par"
+        with pytest.raises(ConfigError, match=says):
             bench_overlap(layout="tp2", schedules=name)
 
 
@@ -158,3 +161,22 @@ def test_drawn_degrees_differ_and_reach_from_one_to_the_other() -> None:
     assert min(ones) <= 2
     assert max(ones) >= 6
     assert len(drawn("oases", OverlapCase(layout="mixed2", layers=2, hidden=256), 16)) == 4
+
+
+# What is said of repeated measurements.
+
+
+@pytest.mark.parametrize("count", [6, 9, 25, 150])
+def test_the_median_lies_where_it_is_said_to(count: int) -> None:
+    draws = 1500
+    inside = 0
+    for _ in range(draws):
+        spread = Spread.of([random.expovariate(1.0) for _ in range(count)])
+        assert spread.median_from <= spread.median <= spread.median_to
+        inside += spread.median_from <= 0.6931 <= spread.median_to
+    assert inside / draws > 0.925, "95 % and four standard errors"
+
+
+def test_few_measurements_say_no_more_than_their_extremes() -> None:
+    spread = Spread.of([3.0, 1.0, 2.0])
+    assert (spread.median_from, spread.median, spread.median_to) == (1.0, 2.0, 3.0)

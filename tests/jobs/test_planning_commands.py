@@ -1,20 +1,27 @@
-"""The planning commands as a user runs them: output, files, `--json`, what they load."""
+"""The planning commands as a user runs them: output, files, `--json`, what they load, what they gain."""
 
+import io
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from braid.jobs.planning import work as planning
-from braid.scheduling.planner.decide import EQUAL, modelled
-from tests.end_to_end.forked import Command
-
-pytestmark = pytest.mark.slow
+from braid.jobs.planning.view import show_explanation, show_plan, usual_line
+from braid.scheduling.plan import Plan, RunnerUp
+from braid.scheduling.planner.cluster import plan_of, usual_schedules
+from braid.scheduling.planner.decide import EQUAL, evaluate, modelled, within
+from braid.scheduling.planner.explain import Explanation, WhatIf
+from tests.in_process import Capture, called
+from tests.scheduling.plans import cluster, setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,61 +30,49 @@ model: {family: llama, hidden: 1024, ffn: 2816, layers: 8, heads: 16, kv_heads: 
         sequence: 1024}
 train: {global_batch: 32, micro_batch: 1, dtype: bf16}
 """
+CLUSTER = "name: mine\nnodes: 1\ngpus_per_node: 8\ngpu: A100\nintra: nvlink-600\ncontention: nvlink\n"
 
-CLUSTER = """\
-name: mine
-nodes: 1
-gpus_per_node: 8
-gpu: A100
-intra: nvlink-600
-contention: nvlink
-"""
-
-
-def braid(*arguments: str, cwd: Path, columns: int = 120) -> "subprocess.CompletedProcess[str]":
-    """Run the command line in a folder."""
-    outside = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "COLUMNS": str(columns)}
-    process = Command(arguments, cwd, outside)
-    output, errors = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(arguments, process.wait(), output, errors)
-
-
-def as_json(*arguments: str, cwd: Path) -> dict[str, Any]:
-    """The one object that a command prints with ``--json``."""
-    result = braid(*arguments, "--json", cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    content = json.loads(result.stdout)
-    assert isinstance(content, dict)
-    return content
+Says = Callable[[str], str]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Says:
+    """What a command says, in a folder with a configuration; of most the cluster is ``mine.yaml``."""
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "mine.yaml").write_text(CLUSTER)
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(words: str) -> str:
+        on = [] if words.startswith(("presets", "compare t.")) else ["--cluster", "mine.yaml"]
+        outcome = called(capsys, *shlex.split(words), *on)
+        assert outcome.code == 0, outcome.errors
+        assert "--json" not in words or outcome.errors == ""
+        return outcome.output
+
+    return call
 
 
+def found(says: Says, words: str) -> dict[str, Any]:
+    """The one object that a command prints with ``--json``."""
+    return dict(json.loads(says(f"{words} --json")))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["auto", "{tp: 2, pp: 2, dp: 2}"])
-def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
+def test_tables_fit_in_eighty_columns(says: Says, parallel: str) -> None:
     """Numbers and names are neither cut off nor broken over lines; what is long stands below, numbered."""
-    common = "--cluster", "mine.yaml", "--set", f"parallel={parallel}", "--set", "overlap.schedule=auto"
-    shown = [
-        braid("plan", "small.yaml", *common, "--output", "plan.yaml", cwd=folder, columns=80),
-        braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder, columns=80),
-        braid(
-            "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.arrows", cwd=folder, columns=80
-        ),
-        braid("compare", "t.arrows", "t.arrows", cwd=folder, columns=80),
-    ]
     rows = 0
-    for command in shown:
-        assert command.returncode == 0, command.stderr
-        assert "\u2026" not in command.stdout, "something is cut off"
-        assert max(map(len, command.stdout.splitlines())) <= 80
-        heads = command.stdout.split("\u2521")[1:]  # the line under a table's head begins with it
-        for table in heads:
+    for words in (
+        f"plan small.yaml --set 'parallel={parallel}' --set overlap.schedule=auto --output plan.yaml",
+        "explain plan.yaml",
+        "simulate plan.yaml --trace t.arrows",
+        "compare t.arrows t.arrows",
+    ):
+        text = says(words)
+        assert "\u2026" not in text, "something is cut off"
+        assert max(map(len, text.splitlines())) <= 80
+        for table in text.split("\u2521")[1:]:  # the line under a table's head begins with it
             body = table.partition("\u2514")[0].splitlines()[1:]
             cells = [[cell.strip() for cell in line.strip("\u2502").split("\u2502")] for line in body]
             assert all(row[0] for row in cells), "a cell goes on in the next line"
@@ -85,102 +80,79 @@ def test_tables_fit_in_eighty_columns(folder: Path, parallel: str) -> None:
     assert rows > 10
 
 
-def test_plan_simulate_explain_compare(folder: Path) -> None:
+@pytest.mark.slow
+def test_plan_simulate_explain_compare(says: Says) -> None:
     """The way from a configuration to an explained plan."""
-    plan = as_json(
-        "plan", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel=auto", "--output", "plan.yaml",
-        cwd=folder,
-    )  # fmt: skip
+    plan = found(says, "plan small.yaml --set parallel=auto --output plan.yaml")
     assert plan["plan"]["score"] == plan["score"]
     assert plan["runners_up"]
-    simulated = as_json(
-        "simulate", "plan.yaml", "--cluster", "mine.yaml", "--trace", "t.json", "--svg", "s.svg", cwd=folder
-    )
+    simulated = found(says, "simulate plan.yaml --trace t.json --svg s.svg")
     assert simulated["step_seconds"] == pytest.approx(plan["score"]["step_seconds"])
     needed = "step_seconds tokens_per_second mfu hidden_fraction exposed_seconds bubble_fraction peak_bytes"
     assert {*needed.split()} <= set(simulated)
     for level in ("intra", "inter"):
         assert set(simulated["communication"][level]) == {"bytes_per_gpu", "seconds"}
-    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
     last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
     assert last == pytest.approx(simulated["step_seconds"] * 1e6, rel=1e-3)
-    assert (folder / "s.svg").read_text().startswith("<svg")
-    explained = as_json("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder)
-    assert explained["what_if"]
-    other = as_json("simulate", "plan.yaml", "--cluster", "mine.yaml", "--schedule", "megatron", cwd=folder)
+    assert Path("s.svg").read_text().startswith("<svg")
+    assert found(says, "explain plan.yaml")["what_if"]
+    other = found(says, "simulate plan.yaml --schedule megatron")
     assert other["schedule"] == "megatron"
     assert other["step_seconds"] >= simulated["step_seconds"] * 0.999
-    compared = as_json("compare", "plan.yaml", "plan.yaml", "--cluster", "mine.yaml", cwd=folder)
-    assert compared["speedup"] == 1.0
+    assert found(says, "compare plan.yaml plan.yaml")["speedup"] == 1.0
 
 
-def test_the_terminal_shows_plans_and_pictures(folder: Path) -> None:
-    shown = braid(
-        "simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}",
-        "--schedule", "braid:w", cwd=folder,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
-    assert "braid (w), tp 4 x pp 2" in shown.stdout
-    assert "simulated" in shown.stdout
-    assert "stage 1" in shown.stdout
-    assert "a paired block" in shown.stdout
-    assert "F4B2" in shown.stdout
-    planned = braid(
-        "plan", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={auto: true, dp: 2}",
-        "--output", "plan.yaml", cwd=folder,
-    )  # fmt: skip
-    assert planned.returncode == 0, planned.stderr
-    explained = braid("explain", "plan.yaml", "--cluster", "mine.yaml", cwd=folder)
-    assert explained.returncode == 0, explained.stderr
-    for shown_plan in (planned.stdout, explained.stdout):
-        text = " ".join(shown_plan.translate({ord("│"): " "}).split())
+@pytest.mark.slow
+def test_the_terminal_shows_plans_and_pictures(says: Says) -> None:
+    shown = says("simulate small.yaml --set 'parallel={tp: 4, pp: 2}' --schedule braid:w")
+    for part in ("braid (w), tp 4 x pp 2", "simulated", "stage 1", "a paired block", "F4B2"):
+        assert part in shown
+    planned = says("plan small.yaml --set 'parallel={auto: true, dp: 2}' --output plan.yaml")
+    for text in (planned, says("explain plan.yaml")):
+        text = " ".join(text.replace("│", " ").split())
         assert "dp 2" in text
         assert "ZeRO 1" in text
         assert "does not have" not in text
 
 
-def test_braid_is_the_best_of_its_pipelines(folder: Path) -> None:
+@pytest.mark.slow
+def test_braid_is_the_best_of_its_pipelines(says: Says) -> None:
     """Of those that are alike it takes the leanest, and says so; by its own name it takes as long."""
-    arguments = ("--cluster", "mine.yaml", "--set", "parallel={tp: 4, pp: 2}")
-    best, *single = (
-        as_json("simulate", "small.yaml", *arguments, "--schedule", name, cwd=folder)
-        for name in ("braid", "braid:w", "braid:eager_w", "braid:v")
-    )
+    words = "small.yaml --set 'parallel={tp: 4, pp: 2}'"
+    names = ("braid", "braid:w", "braid:eager_w", "braid:v")
+    best, *single = (found(says, f"simulate {words} --schedule {name}") for name in names)
     assert best["fits"]
-    by_pipeline = {one["pipeline"]: one for one in single}
-    assert set(by_pipeline) == {"w", "eager_w", "v"}
+    assert {one["pipeline"] for one in single} == {"w", "eager_w", "v"}
     alike = (1 + EQUAL) * min(one["step_seconds"] for one in single)
     leanest = min((one for one in single if one["step_seconds"] <= alike), key=itemgetter("peak_bytes"))
-    assert best["pipeline"] == leanest["pipeline"]
-    assert best["step_seconds"] == leanest["step_seconds"]
-    shown = braid("simulate", "small.yaml", *arguments, "--schedule", "braid", cwd=folder)
-    assert f"braid ({best['pipeline']}), tp 4 x pp 2" in shown.stdout
-    planned = braid(
-        "plan", "small.yaml", *arguments, "--set", "overlap.schedule=braid", "--output", "p.yaml", cwd=folder
-    )
-    assert f"braid ({best['pipeline']}), 32 micro-batches" in planned.stdout, planned.stderr
-    compared = braid("compare", "p.yaml", "p.yaml", "--cluster", "mine.yaml", cwd=folder)
-    assert compared.stdout.count(f"braid ({best['pipeline']})") == 2, compared.stderr
+    assert (best["pipeline"], best["step_seconds"]) == (leanest["pipeline"], leanest["step_seconds"])
+    name = f"braid ({best['pipeline']})"
+    assert f"{name}, tp 4 x pp 2" in says(f"simulate {words} --schedule braid")
+    planned = says(f"plan {words} --set overlap.schedule=braid --output p.yaml")
+    assert f"{name}, 32 micro-batches" in planned
+    assert says("compare p.yaml p.yaml").count(name) == 2
 
 
-def test_costs_from_a_profile_file(folder: Path) -> None:
+@pytest.mark.slow
+def test_costs_from_a_profile_file(says: Says) -> None:
     """A profile with the modelled costs gives the modelled step; slower operators a slower one."""
-    job = planning.request(str(folder / "small.yaml"), ["parallel={tp: 8}"], str(folder / "mine.yaml"), None)
+    job = planning.request("small.yaml", ["parallel={tp: 8}"], "mine.yaml", None)
     bench = modelled(job.cluster)(planning.fixed_setting(job))
     slower = {key: 2 * ns for key, ns in bench.profile.solo_ns.items()}
     for name, profile in (("same", bench.profile), ("slower", replace(bench.profile, solo_ns=slower))):
-        (folder / f"{name}.json").write_text(profile.to_json())
-    arguments = ("simulate", "small.yaml", "--cluster", "mine.yaml", "--set", "parallel={tp: 8}")
-    by_model = as_json(*arguments, cwd=folder)
-    same = as_json(*arguments, "--profile", "same.json", cwd=folder)
-    slow = as_json(*arguments, "--profile", "slower.json", cwd=folder)
-    assert same["step_seconds"] == pytest.approx(by_model["step_seconds"], rel=1e-12)
-    assert 1.5 * same["step_seconds"] < slow["step_seconds"] <= 2 * same["step_seconds"]
+        Path(f"{name}.json").write_text(profile.to_json())
+    by_model, same, slow = (
+        found(says, f"simulate small.yaml --set 'parallel={{tp: 8}}'{file}")["step_seconds"]
+        for file in ("", " --profile same.json", " --profile slower.json")
+    )
+    assert same == pytest.approx(by_model, rel=1e-12)
+    assert 1.5 * same < slow <= 2 * same
 
 
-def test_presets_name_their_sources(folder: Path) -> None:
-    presets = as_json("presets", cwd=folder)
+def test_presets_name_their_sources(says: Says) -> None:
+    presets = found(says, "presets")
     assert {"a40", "h100", "h200", "b200"} <= set(presets["clusters"])
     assert {"llama-3.1-405b", "mixtral-8x7b", "qwen3-32b", "phi-3.5-moe"} <= set(presets["models"])
     assert all(model["source"] for model in presets["models"].values())
@@ -193,7 +165,59 @@ def test_planning_loads_neither_torch_nor_ray_nor_scipy() -> None:
         "braid.scheduling.planner.explain; "
         "print(*{m.split('.')[0] for m in sys.modules} & {'torch', 'ray', 'scipy', 'triton'})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def usual(schedule: str, seconds: float) -> RunnerUp:
+    form: dict[str, Any] = {"layout": "dp 4", "micro_batch": 1, "recompute": "none"}
+    return RunnerUp(schedule=schedule, step_seconds=seconds, peak_bytes=1, reason="", **form)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    spec = cluster(nodes=2, gpus=4)
+    outcome = evaluate(setting("braid", tp=4, pp=2, micro_batches=8), spec)
+    found = usual_schedules(outcome, modelled(spec), within(spec.usable_bytes))
+    return plan_of(outcome, spec, (), found)
+
+
+def shown(plan: Plan) -> str:
+    file = io.StringIO()
+    show_plan(Console(file=file, width=80), plan, cluster(nodes=2, gpus=4))
+    return " ".join(file.getvalue().replace("│", " ").split())
+
+
+def test_a_plan_says_of_what_it_is(plan: Plan) -> None:
+    text, model = shown(plan), plan.setting.model
+    assert f"{model.layers} layers, hidden {model.hidden}, {model.sequence:,} tokens" in text
+    batch = plan.setting.workload.global_batch
+    assert f"{batch:,} samples, {batch * model.sequence:,} tokens a step" in text
+    assert f"megatron {next(o.step_seconds for o in plan.usual if o.schedule == 'megatron'):.3f} s" in text
+
+
+def test_gains_are_over_the_best_of_the_usual_schedules(plan: Plan) -> None:
+    ours = replace(plan, score=replace(plan.score, step_seconds=5.0))
+    line = usual_line(replace(ours, usual=(usual("ddp", 5.5), usual("zbv", 6.0), usual("megatron", 7.0))))
+    assert line == "ddp 5.500 s, megatron 7.000 s; the plan is 10.0% faster than ddp"
+    line = usual_line(replace(ours, usual=(usual("ddp", 5.05), usual("megatron", 7.0))))
+    assert "the plan is 1.0% faster than ddp, less than the simulator can tell (2%)" in line
+    assert line.endswith("overlap beyond that gains nothing here")
+
+
+def test_what_hurts_stands_apart_from_what_helps(plan: Plan) -> None:
+    spec = cluster(nodes=2, gpus=4)
+    found = (
+        WhatIf(change="2x memory", step_seconds=1.0, speedup=1.2, layout="dp 8"),
+        WhatIf(change="2x batch", step_seconds=2.0, speedup=1.001, layout="dp 8"),
+        WhatIf(change="2x bandwidth", step_seconds=2.0, speedup=0.97, layout="dp 8"),
+    )
+    outcome = evaluate(setting("braid", tp=4, pp=2, micro_batches=8), spec)
+    file = io.StringIO()
+    explanation = Explanation(plan=plan, outcome=outcome, ideal_overlap_seconds=1.0, what_if=found)
+    show_explanation(Console(file=file, width=80), explanation)
+    helps, _, not_help = file.getvalue().partition("what does not help: ")
+    assert "2x memory" in helps
+    assert "2x b" not in helps
+    assert not_help.split() == ["2x", "batch", "(x", "1.001),", "2x", "bandwidth", "(x", "0.970)"]

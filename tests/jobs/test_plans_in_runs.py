@@ -28,16 +28,21 @@ def config_of(**changed: Mapping[str, Any]) -> Any:
     return parse_config({key: {**CONTENT.get(key, {}), **changed.get(key, {})} for key in keys})
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plan of `CONTENT` on a made-up cluster, with the schedule that it was simulated with."""
-    folder = tmp_path_factory.mktemp("plan")
-    config, spec = config_of(), cluster(gpus=4)
+def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
+    """A plan on a made-up cluster, with the schedule that it was simulated with."""
+    config, spec = config_of(**changed), cluster(gpus=4)
     made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
     (folder / "plan.yaml").write_text(made.to_yaml(), encoding="utf-8")
     outcome = replay(made.setting, made.choices, spec)
     (folder / "schedule.txt").write_text(write(outcome.code.schedule), encoding="utf-8")
+    assert load_plan(str(folder / "plan.yaml")) == made
     return folder / "plan.yaml"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plan of `CONTENT`."""
+    return planned(tmp_path_factory.mktemp("plan"))
 
 
 def scheduled(plan: Path, **changed: Mapping[str, Any]) -> str:
@@ -83,14 +88,6 @@ def test_a_configuration_that_was_written_down_leaves_as_much_open(plan: Path) -
     assert with_plan(again, plan).layout() == planned.layout() == again.layout()
 
 
-def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
-    config, spec = config_of(**changed), cluster(gpus=4)
-    made = make_plan(Request(config, config.model.shape(VOCABULARY), spec))
-    (folder / "plan.yaml").write_text(made.to_yaml(), encoding="utf-8")
-    assert load_plan(str(folder / "plan.yaml")) == made
-    return folder / "plan.yaml"
-
-
 def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> None:
     file = planned(tmp_path, train={"recompute": "full"})
     given = with_plan(parse_config({"train": {"global_batch": 16}}), file)
@@ -100,10 +97,7 @@ def test_samples_of_a_micro_batch_and_policies_are_the_plans(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        (
-            {"parallel": {"tp": 1, "pp": 2}},
-            "has parallel.tp=2, the configuration says 1: leave parallel.tp out",
-        ),
+        ({"parallel": {"tp": 1}}, "has parallel.tp=2, the configuration says 1: leave parallel.tp out"),
         ({"parallel": {"dp": 2, "tp": 2, "pp": 2}}, "has parallel.dp=1, the configuration says 2"),
         ({"parallel": {"zero": 1, "dp": 2}}, "has parallel.dp=1"),
         ({"model": {"hidden": 128}}, "model"),

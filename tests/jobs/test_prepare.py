@@ -1,13 +1,11 @@
 """Preparation: splits, executors, re-use, interruption and concurrency."""
 
-import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import pytest
 
 import braid
 from braid.actors.stage.data import TokenShards
-from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import Progress, prepare, prepare_if_needed
@@ -34,13 +31,9 @@ from tests.jobs.corpora import (
     train_tokenizer,
     write_lines,
 )
+from tests.waiting import alive, within
 
 ROOT = Path(braid.__file__).parents[1]
-
-
-@pytest.fixture
-def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
@@ -131,14 +124,12 @@ def backwards(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[
 def test_the_output_does_not_depend_on_the_executor(tmp_path: Path) -> None:
     corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     executors: list[Executor] = [map, backwards, local_map]
-    folders = [
-        prepare(corpus, output=tmp_path / f"out{number}", executor=executor).output
+    first, *others = (
+        contents(prepare(corpus, output=tmp_path / f"out{number}", executor=executor).output)
         for number, executor in enumerate(executors)
-    ]
-    first = contents(folders[0])
+    )
     assert len(first) > 10
-    assert contents(folders[1]) == first
-    assert contents(folders[2]) == first
+    assert others == [first, first]
 
 
 # The output folder.
@@ -151,9 +142,8 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
         if name == "home":
             (tmp_path / name).mkdir()
             (tmp_path / name / "thesis.doc").write_text("years of work")
-        with pytest.raises(
-            ValueError, match=rf"data.output: '.*{name}' is there and is no prepared data set"
-        ):
+        says = rf"data.output: '.*{name}' is there and is no prepared data set"
+        with pytest.raises(ValueError, match=says):
             prepared(tmp_path / name, source)
     assert (tmp_path / "home/thesis.doc").read_text() == "years of work"
     assert source.read_text() == "text"
@@ -180,16 +170,15 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     os.utime(source, ns=(0, 1))  # may have changed: read, and found to be the same
     assert again() == (True, first)
     source.write_text("text of the ONE file")
-    assert again()[0] is False
-    assert again(validation_fraction=0.3)[0] is False
-    assert again(encoding_errors="skip")[0] is False
-    assert again(tokenizer=str(tokenizer))[0] is False
-    assert again(tokenizer=str(tokenizer))[0] is True
+    own = {"tokenizer": str(tokenizer)}
+    for options in ({}, {"validation_fraction": 0.3}, {"encoding_errors": "skip"}, own):
+        assert not again(**options)[0]
+    assert again(**own)[0]
     train_tokenizer(tokenizer, ["</s>", "<pad>"])
-    assert again(tokenizer=str(tokenizer))[0] is False
+    assert not again(**own)[0]
     (tmp_path / "deep/out/train-00000.bin").write_bytes(b"torn")
-    assert again(tokenizer=str(tokenizer))[0] is False
-    assert again(tokenizer=str(tokenizer))[0] is True
+    assert not again(**own)[0]
+    assert again(**own)[0]
 
 
 def test_open_data_survives_its_replacement(tmp_path: Path) -> None:
@@ -223,19 +212,10 @@ if __name__ == "__main__":
 def start(folder: Path, pause_s: float) -> subprocess.Popen[str]:
     """Another process that prepares a.jsonl with two workers and pauses after every item."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        *(str(folder / name) for name in ("script.py", "a.jsonl", "out")),
-        str(pause_s),
-    ]
+    paths = [str(folder / name) for name in ("script.py", "a.jsonl", "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *paths, str(pause_s)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def runs(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
@@ -248,10 +228,7 @@ def test_a_killed_run_leaves_nothing_visible_and_no_process(tmp_path: Path) -> N
     assert workers
     assert not (tmp_path / "out").exists()
     assert len(hidden(tmp_path)) == 1
-    deadline = time.monotonic() + 20
-    while any(map(runs, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(runs, workers))
+    assert within(20, lambda: not any(map(alive, workers)))
     request = Request.of(corpus_of(tmp_path / "a.jsonl"))
     assert not prepare_if_needed(request, output=tmp_path / "out").reused
     assert not hidden(tmp_path)

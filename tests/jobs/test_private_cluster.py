@@ -15,11 +15,11 @@ from braid.actors.config import parse_config
 from braid.dashboards.metrics import METRICS
 from braid.dashboards.metrics_feed import told_to_ray
 from braid.jobs import doors
-from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data.prepare import prepare
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
 from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
+from tests.waiting import within
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(400)]
@@ -61,11 +61,10 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
     assert [path for path in files if secret.encode() in path.read_bytes()] == [token]
 
 
-@pytest.mark.usefixtures("token")
-def test_tasks_prepare_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("token", "small_items")
+def test_tasks_prepare_the_same_bytes(tmp_path: Path) -> None:
     from braid.jobs.data.prepare_ray import ray_map
 
-    monkeypatch.setattr(corpus_module, "_SMALLEST_ITEM_BYTES", 300)
     corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     bad = tmp_path / "bad.jsonl"
     bad.write_text((tmp_path / "a.jsonl").read_text() + "{")
@@ -131,9 +130,7 @@ def test_ray_tells_names_labels_and_values_as_the_dashboards_expect_them(tmp_pat
         write("ranks.jsonl", ranks_line(3, ranks=3))
         for event in EVENTS:
             write("events.jsonl", event)
-        deadline = time.monotonic() + 60
-        while not settled() and time.monotonic() < deadline:
-            time.sleep(0.5)
+        assert within(60, settled, every=0.5)
         time.sleep(5)  # more than two report intervals: what nobody repeats is gone
         families = list(text_string_to_metric_families(page()))
     samples = [sample for family in families for sample in family.samples]

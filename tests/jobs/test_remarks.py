@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, parse_config
-from braid.jobs.data.prepare import Prepared, prepare
+from braid.jobs.data.prepare import Prepared
 from braid.jobs.remarks import on_data, on_learning_rate
-from tests.jobs.corpora import corpus_of
+from tests.jobs.corpora import prepared
 
 
 def configured(folder: Path, **sections: Any) -> Config:
     return parse_config({"name": "run", "runs": str(folder), **sections})
 
 
-def prepared(folder: Path, content: bytes, **options: Any) -> Prepared:
-    file = folder / "a.jsonl"
-    file.write_bytes(content)
-    return prepare(corpus_of(file, **options), output=folder / "data", executor=map)
+def written(folder: Path, content: bytes, **options: Any) -> Prepared:
+    (folder / "a.jsonl").write_bytes(content)
+    return prepared(folder / "data", folder / "a.jsonl", **options)
 
 
 def line(text: str) -> bytes:
@@ -29,7 +28,7 @@ def line(text: str) -> bytes:
 
 def test_what_was_left_out_is_told(tmp_path: Path) -> None:
     content = line("some text") * 40 + line(" ") * 2 + line("") + b'{"text": "\xff"}\n'
-    done = prepared(tmp_path, content, encoding_errors="skip")
+    done = written(tmp_path, content, encoding_errors="skip")
     config = configured(tmp_path, model={"sequence": 1}, train={"validation_samples": 1})
     assert list(on_data(config, done)) == [
         "data.files: 1 document not in UTF-8 left out; convert the files, or keep what can be read with "
@@ -39,7 +38,7 @@ def test_what_was_left_out_is_told(tmp_path: Path) -> None:
 
 
 def test_splits_that_are_too_small_are_told(tmp_path: Path) -> None:
-    done = prepared(tmp_path, b"".join(line(f"{number:09}") for number in range(20)), validation_fraction=0.2)
+    done = written(tmp_path, b"".join(line(f"{number:09}") for number in range(20)), validation_fraction=0.2)
     held_out = done.validation_tokens // 10
     assert 2 <= held_out <= 8, "documents of ten tokens"
     train = {"global_batch": 40, "micro_batch": 4, "validation_samples": 30}

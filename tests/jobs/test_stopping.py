@@ -1,16 +1,24 @@
-"""What signals do to a run, from the start of its command to its end."""
+"""What signals do to a run, from the start of its command to its end.
+
+After a second one, what the save under way has left is removed, and the newest checkpoint is named.
+"""
 
 import os
+import queue
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from braid.actors.controller.group import StoppedError
-from braid.jobs import stopping
+from braid.actors.controller.locks import FileHold
+from braid.jobs import stopping, train
 from braid.jobs.stopping import SecondSignalError, StopSignals
+from braid.jobs.train import _tidied
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -29,14 +37,10 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_before_there_is_something_to_stop_the_command_ends(number: int) -> None:
+def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: int) -> None:
+    """``timeout`` sends one to the command and one to its group. Before there is a run, the command ends."""
     with StopSignals().heard(), pytest.raises(StoppedError):
         send(number)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_run_is_asked_to_stop_once_however_many_signals_come_together(number: int) -> None:
-    """``timeout`` sends one to the command and one to its group."""
     asked = threading.Semaphore(0)
     with StopSignals().heard() as signals, signals.calling(asked.release):
         send(number)
@@ -53,32 +57,23 @@ def test_a_second_signal_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatc
             send(signal.SIGTERM)
 
 
-def test_a_signal_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_is_ignored_stays_so() -> None:
     """``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignals().heard():
-            send(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with StopSignals().heard():
+        send(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
 
 
-def test_each_controller_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_controller_is_told() -> None:
     """A signal that comes between two controllers of a run, or to one that is dead, is not lost."""
-    told: list[str] = []
-    both = threading.Semaphore(0)
-
-    def tell(name: str) -> None:
-        told.append(name)
-        both.release()
-
+    told: queue.Queue[str] = queue.Queue()
     with StopSignals().heard() as signals:
-        with signals.calling(lambda: tell("dead")):
+        with signals.calling(lambda: told.put("dead")):
             send(signal.SIGTERM)
-            assert both.acquire(timeout=10)
-        with signals.calling(lambda: tell("next")):
-            assert both.acquire(timeout=10)
-    assert told == ["dead", "next"]
+            assert told.get(timeout=10) == "dead"
+        with signals.calling(lambda: told.put("next")):
+            assert told.get(timeout=10) == "next"
 
 
 def test_a_signal_after_the_run_changes_nothing() -> None:
@@ -89,13 +84,44 @@ def test_a_signal_after_the_run_changes_nothing() -> None:
 
 
 def test_another_thread_than_the_main_one_hears_nothing() -> None:
-    found = []
-
-    def run() -> None:
+    def asked() -> bool:
         with StopSignals().heard() as signals:
-            found.append(signals.asked.is_set())
+            return signals.asked.is_set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [False]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(asked).result() is False
+
+
+def left(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def stopped(run: Path) -> str:
+    """What the command says."""
+    with pytest.raises(SecondSignalError) as caught, _tidied(run):
+        raise SecondSignalError
+    return str(caught.value)
+
+
+def test_half_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    for name in ("step-4", "step-8.tmp-1", "step-2.tmp-old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    told = stopped(tmp_path)
+    assert told.endswith("without a checkpoint; the newest checkpoint is of step 4; go on with --resume")
+    assert left(tmp_path) == ["step-4"]
+
+
+def test_a_run_that_still_ends_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_TIDY_SECONDS", 0.1)
+    (tmp_path / "checkpoints" / "step-8.tmp-1").mkdir(parents=True)
+    lock = FileHold(tmp_path / ".lock")
+    lock.take()
+    assert "there is no checkpoint" in stopped(tmp_path)
+    assert left(tmp_path) == ["step-8.tmp-1"]
+    lock.release()
+
+
+def test_nothing_else_is_touched(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="of its own"), _tidied(tmp_path):
+        raise ValueError("of its own")
+    assert "there is no checkpoint" in stopped(tmp_path / "none")

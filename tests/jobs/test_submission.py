@@ -3,32 +3,27 @@
 import io
 import json
 import socket
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+import ray
 from ray.dashboard.modules.job.sdk import JobSubmissionClient
 
 from braid.actors.config import ConfigError, load_config, parse_config
 from braid.jobs import doors, session, submission
-from braid.jobs.cli import main
 from braid.jobs.session import check_lasting, ray_session
+from tests.in_process import Capture, Outcome, called, refused
 from tests.jobs.job_server_stub import TOKEN, State, job_server
 
 CANARY = "canary-4c1e77aa03"
 BEYOND = "0.0.0.0"
 """Reaches a server on loopback, and is no address of loopback."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    output: str
-    errors: str
 
 
 Braid = Callable[..., Outcome]
@@ -41,9 +36,7 @@ def server() -> Iterator[State]:
 
 
 @pytest.fixture
-def braid(
-    server: State, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Braid:
+def braid(server: State, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Braid:
     """``braid ARGUMENTS --address http://HOST:PORT`` in this process, in a folder with ``run.yaml``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
@@ -53,20 +46,9 @@ def braid(
     (tmp_path / "run.yaml").write_text("name: first\nparallel: {dp: 2}\ndata: {files: [corpus.txt]}\n")
 
     def call(*arguments: str, host: str = "127.0.0.1") -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([*arguments, "--address", f"http://{host}:{server.port}"])
-        caught = capsys.readouterr()
-        return Outcome(int(left.value.code or 0), caught.out, caught.err)
+        return called(capsys, *arguments, "--address", f"http://{host}:{server.port}")
 
     return call
-
-
-def refused(outcome: Outcome, *says: str) -> None:
-    assert outcome.code == 2, outcome
-    assert outcome.errors.startswith("braid: ")
-    for text in says:
-        assert text in outcome.errors
 
 
 def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
@@ -79,10 +61,8 @@ def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
     assert request["entrypoint"] == "python -m braid train run.yaml"
     environment = request["runtime_env"]
     assert environment["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "NCCL_DEBUG": "WARN"}
-    facts = request["metadata"]
-    assert facts["braid_run"] == "first"
-    assert facts["braid_layout"] == "dp 2"
-    assert facts["braid_directory"] == str(tmp_path / "runs" / "first")
+    facts = {"run": "first", "layout": "dp 2", "directory": str(tmp_path / "runs" / "first")}
+    assert request["metadata"].items() >= {f"braid_{name}": value for name, value in facts.items()}.items()
     folder = _unpacked(server, environment["working_dir"], tmp_path / "folder")
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
     config = load_config(folder / "run.yaml")
@@ -134,7 +114,6 @@ def test_a_submission_that_fails(server: State, braid: Braid) -> None:
     [
         (("--set", "cluster.launcher=processes"), ("cluster.launcher='processes'", "ray")),
         (("--set", "parallel.tp=3"), ("model.heads=8", "parallel.tp=3")),
-        (("--set", "name=../elsewhere"), ("name", "../elsewhere")),
         (("--resume", "--overwrite"), ("exclude each other",)),
         (("--env", "WANDB_API_KEY=x"), ("WANDB_API_KEY", "secret")),
         (("--env", "GRAFANA_TOKEN=x"), ("GRAFANA_TOKEN", "secret")),
@@ -203,9 +182,8 @@ def test_an_open_cluster_is_refused(closed: bool, capsys: pytest.CaptureFixture[
         if closed:
             doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
             return
-        with pytest.raises(
-            ConfigError, match=rf"{BEYOND}:{port} listens beyond loopback.*RAY_AUTH_MODE=token"
-        ):
+        says = rf"{BEYOND}:{port} listens beyond loopback.*RAY_AUTH_MODE=token"
+        with pytest.raises(ConfigError, match=says):
             doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
         assert capsys.readouterr().err == ""
         doors.check_cluster(f"{BEYOND}:{port}", allowed=True)
@@ -214,24 +192,16 @@ def test_an_open_cluster_is_refused(closed: bool, capsys: pytest.CaptureFixture[
         head.stop(None).wait()
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"])
+def test_loopback(host: str) -> None:
+    assert doors.is_loopback(host)
+
+
 @pytest.mark.parametrize(
-    ("host", "inside"),
-    [
-        ("localhost", True),
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("[::1]", True),
-        ("10.0.0.1", False),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("localhost.example.org", False),
-        ("127.0.0.1.example.org", False),
-        ("", False),
-    ],
+    "host", ["10.0.0.1", BEYOND, "::", "localhost.example.org", "127.0.0.1.example.org", ""]
 )
-def test_loopback(host: str, inside: bool) -> None:
-    assert doors.is_loopback(host) is inside
+def test_no_loopback(host: str) -> None:
+    assert not doors.is_loopback(host)
 
 
 def test_list_status_and_logs(server: State, braid: Braid) -> None:
@@ -271,20 +241,24 @@ def test_stop(server: State, braid: Braid) -> None:
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", "ftp://h:1", "http://", "nowhere"])
-def test_an_address_that_is_none(braid: Braid, address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["jobs", "list", "--address", address])
-    assert left.value.code == 2
-    assert address in capsys.readouterr().err
+def test_an_address_that_is_none(address: str, capsys: Capture) -> None:
+    refused(called(capsys, "jobs", "list", "--address", address), address)
 
 
-def test_nobody_answers(braid: Braid, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_nobody_answers(silent: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """At a port that is closed, and at one where nothing is said."""
+    monkeypatch.setattr(submission, "_CONNECT_SECONDS", 0.2)
     with job_server() as gone:
-        port = gone.port
-    with pytest.raises(SystemExit) as left:
-        main(["jobs", "list", "--address", f"http://127.0.0.1:{port}"])
-    assert left.value.code == 2
-    assert "does not answer" in capsys.readouterr().err
+        closed = gone.port
+    for port in (closed, silent):
+        refused(called(capsys, "jobs", "list", "--address", f"http://127.0.0.1:{port}"), "does not answer")
 
 
 def test_a_server_that_goes_away(server: State, braid: Braid, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,23 +284,6 @@ def test_runs_in_a_copy_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
             check_lasting(parse_config({"runs": "/shared/runs", "checkpoint": {"mirror": mirror}}))
 
 
-@pytest.fixture
-def silent() -> Iterator[int]:
-    """The port of a server that takes connections and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-def test_a_job_server_that_never_answers(
-    silent: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(submission, "_CONNECT_SECONDS", 0.2)
-    with pytest.raises(SystemExit) as left:
-        main(["jobs", "list", "--address", f"http://127.0.0.1:{silent}"])
-    assert left.value.code == 2
-    assert "does not answer" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("cluster", "given"), [({}, r"^\$RAY_ADDRESS \(127"), ({"address": "HERE"}, r"^cluster\.address='127")]
 )
@@ -337,12 +294,8 @@ def test_a_ray_head_that_never_answers(
     monkeypatch.setattr(doors, "_SECONDS", 0.5)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent}")
     here = dict.fromkeys(cluster, f"127.0.0.1:{silent}")
-    with (
-        pytest.raises(
-            ConfigError, match=rf"{given}.*does not answer \(it takes connections and says nothing"
-        ),
-        ray_session(parse_config({"cluster": here})),
-    ):
+    says = rf"{given}.*does not answer \(it takes connections and says nothing"
+    with pytest.raises(ConfigError, match=says), ray_session(parse_config({"cluster": here})):
         pass
 
 
@@ -360,3 +313,53 @@ def test_this_machine_is_not_asked_through_a_proxy(
         monkeypatch.setenv(name, f"http://user:{CANARY}@127.0.0.1:{silent}")
     done = braid("submit", "run.yaml")
     assert done.code == 0, done
+
+
+# Where Ray cannot be loaded, started or joined: one line with the remedy.
+
+
+def fails(*words: Any, **settings: Any) -> None:
+    raise Exception("no node came up\nwith all its details")
+
+
+def not_started(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.delenv("RAY_ADDRESS", raising=False)
+    patch.setenv("RAY_AUTH_MODE", "disabled")
+    patch.setattr(ray, "init", fails)
+
+
+def not_joined(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    patch.setattr(session, "_check_reachable", lambda *words: None)
+    patch.setattr(session, "check_cluster", lambda *words: None)
+    patch.setattr(ray, "init", fails)
+
+
+def not_loaded(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "ray.py").write_text("raise OSError('a library of it is gone')")
+    patch.delitem(sys.modules, "ray")
+    patch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (not_started, "Ray does not start on this machine (no node came up); see that /dev/shm"),
+        (
+            not_joined,
+            "$RAY_ADDRESS (10.0.0.1:6379): cannot join this Ray cluster (no node came up); see `ray",
+        ),
+        (not_loaded, "needs Ray, which cannot be loaded (a library of it is gone); install it"),
+    ],
+)
+def test_ray_that_does_not_come(
+    broken: Callable[[pytest.MonkeyPatch, Path], None],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    broken(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError) as refused, ray_session(parse_config({})):
+        pass
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -48,21 +48,21 @@ def beside(path: Path, **files: Any) -> None:
         path.with_name(f"{name}.json").write_text(json.dumps(content))
 
 
+BOTH = ["</s>", "<stop>"]
+NONE = {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}
+TWO = {"generation_config": {"eos_token_id": [0, 1]}, "config": {"eos_token_id": 1}}
+
+
 @pytest.mark.parametrize(
     ("special", "files", "wanted", "end"),
     [
         (["<pad>", "<eos>"], {}, None, "<eos>"),
-        (["</s>"], {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}, None, "</s>"),
-        (["</s>", "<stop>"], {}, "<stop>", "<stop>"),
-        (["</s>", "<stop>"], {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
-        (["</s>", "<stop>"], {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
-        (["</s>", "<stop>"], {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
-        (
-            ["</s>", "<stop>"],
-            {"generation_config": {"eos_token_id": [0, 1]}, "config": {"eos_token_id": 1}},
-            None,
-            "<stop>",
-        ),
+        (["</s>"], NONE, None, "</s>"),
+        (BOTH, {}, "<stop>", "<stop>"),
+        (BOTH, {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
+        (BOTH, {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
+        (BOTH, {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
+        (BOTH, TWO, None, "<stop>"),
     ],
 )
 def test_the_end_of_documents(
@@ -82,6 +82,8 @@ def test_the_end_of_documents(
 
 
 ENDLESS = r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'"
+SEVERAL = r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"
+NO_TOKEN = {"tokenizer_config": {"eos_token": "<end>"}}
 
 
 @pytest.mark.parametrize(
@@ -89,20 +91,10 @@ ENDLESS = r"neither '.*' nor a file beside it says .*; set data.end_token to one
     [
         (["<stop>"], {}, None, ENDLESS),
         ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
-        (["</s>", "<eos>"], {}, None, r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"),
+        (["</s>", "<eos>"], {}, None, SEVERAL),
         (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
-        (
-            ["</s>"],
-            {"tokenizer_config": {"eos_token": "<end>"}},
-            None,
-            r"ends texts with '<end>', which is no",
-        ),
-        (
-            ["</s>"],
-            {"config": {"eos_token_id": 50_256}},
-            None,
-            r"config.json ends texts with 50256, which is",
-        ),
+        (["</s>"], NO_TOKEN, None, r"ends texts with '<end>', which is no"),
+        (["</s>"], {"config": {"eos_token_id": 50_256}}, None, "config.json ends texts with 50256, which is"),
     ],
 )
 def test_an_end_that_is_not_known_is_refused(
@@ -196,9 +188,8 @@ def test_what_has_no_token_is_told_and_refused(
 def test_the_tokenizer_of_imported_weights_is_the_default(tmp_path: Path) -> None:
     random_model("llama", 0).save_pretrained(tmp_path)
     given = {"model": {"initial": str(tmp_path)}}
-    with pytest.raises(
-        ConfigError, match=r"data.tokenizer: model.initial='.*' has no tokenizer.json.*set data.tok"
-    ):
+    says = r"data.tokenizer: model.initial='.*' has no tokenizer.json.*set data.tok"
+    with pytest.raises(ConfigError, match=says):
         tokenizer_of(parse_config(given))
     train_tokenizer(tmp_path / "tokenizer.json", ["<|endoftext|>", "<eos>"])
     beside(tmp_path / "tokenizer.json", tokenizer_config={"eos_token": "<eos>"})

@@ -3,7 +3,7 @@
 Legend: T or t tokens, D hidden, I and O input and output features, F feed-forward width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 EPSILON = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """An operator with inputs, the function that it should equal, and what its gradients read."""
 
@@ -35,6 +35,18 @@ class Case:
     reference: Callable[..., Tensor]
     input_reads: Reads | None
     weight_reads: Reads | None
+
+
+def gradient_alone(dy: Tensor, inputs: Values, saved: Values) -> Values:
+    return (dy,)
+
+
+def with_inputs(dy: Tensor, inputs: Values, saved: Values) -> Values:
+    return (dy, *inputs)
+
+
+def with_all(dy: Tensor, inputs: Values, saved: Values) -> Values:
+    return (dy, *inputs, *saved)
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -89,17 +101,10 @@ def check(case: Case, dtype: torch.dtype) -> None:
         if case.weight_reads is not None:
             for _ in range(2):
                 case.operator.weight_gradient(*case.weight_reads(dy, case.inputs, saved))
-            _check_parameters(case.operator, before, gradients[len(differentiable) :], tolerance)
-    assert all(torch.equal(x, copy) for x, copy in zip(case.inputs, kept, strict=True)), (
-        "an input was modified"
-    )
-
-
-def _check_parameters(
-    operator: ComputeOperator, before: Mapping[str, Tensor], gradients: Values, tolerance: float
-) -> None:
-    for (name, _), gradient in zip(operator.named_parameters(), gradients, strict=True):
-        assert_close(operator.gradients[name], before[name].double() + 2 * gradient, tolerance)
+            for name, gradient in zip(parameters, gradients[len(differentiable) :], strict=True):
+                expected = before[name].double() + 2 * gradient
+                assert_close(case.operator.gradients[name], expected, tolerance)
+    assert all(map(torch.equal, case.inputs, kept)), "an input was modified"
 
 
 def _norm(kind: type[RMSNorm | LayerNorm], tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -110,13 +115,8 @@ def _norm(kind: type[RMSNorm | LayerNorm], tokens: int, width: int, dtype: torch
             x_tD = x_tD - x_tD.mean(-1, keepdim=True)
         return x_tD / (x_tD.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight + bias
 
-    return Case(
-        operator=kind(hidden=width, eps=EPSILON, dtype=dtype),
-        inputs=(normal(tokens, width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
-        weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
-    )
+    operator = kind(hidden=width, eps=EPSILON, dtype=dtype)
+    return Case(operator, (normal(tokens, width, dtype=dtype),), reference, with_all, with_all)
 
 
 def rms_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -136,29 +136,18 @@ def head_norm(tokens: int, width: int, dtype: torch.dtype) -> Case:
         parts = normed[:, :4] * q_weight, normed[:, 4:6] * k_weight, heads[:, 6:]
         return torch.cat(parts, dim=1).flatten(1)
 
-    return Case(
-        operator=HeadNorm(heads=4, kv_heads=2, head_dim=width, eps=EPSILON, dtype=dtype),
-        inputs=(normal(tokens, 8 * width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
-        weight_reads=lambda dy, inputs, saved: (dy, *inputs, *saved),
-    )
+    operator = HeadNorm(heads=4, kv_heads=2, head_dim=width, eps=EPSILON, dtype=dtype)
+    return Case(operator, (normal(tokens, 8 * width, dtype=dtype),), reference, with_all, with_all)
 
 
 def linear(tokens: int, width: int, dtype: torch.dtype) -> Case:
     """A linear map from ``width`` to 5 features; with a bias if ``width`` is odd."""
 
-    def reference(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y_TO = torch.einsum("ti,oi->to", x_TI, weight)
-        return y_TO if bias is None else y_TO + bias
+    def reference(x_TI: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+        return torch.einsum("ti,oi->to", x_TI, weight) + bias
 
-    return Case(
-        operator=Linear(inputs=width, outputs=5, bias=bool(width % 2), dtype=dtype),
-        inputs=(normal(tokens, width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy,),
-        weight_reads=lambda dy, inputs, saved: (dy, *inputs),
-    )
+    operator = Linear(inputs=width, outputs=5, bias=bool(width % 2), dtype=dtype)
+    return Case(operator, (normal(tokens, width, dtype=dtype),), reference, gradient_alone, with_inputs)
 
 
 def swiglu(tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -168,13 +157,7 @@ def swiglu(tokens: int, width: int, dtype: torch.dtype) -> Case:
         gate_TF, up_TF = gu_T2F[:, :width], gu_T2F[:, width:]
         return gate_TF * torch.sigmoid(gate_TF) * up_TF
 
-    return Case(
-        operator=SwiGLU(),
-        inputs=(normal(tokens, 2 * width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy, *inputs),
-        weight_reads=None,
-    )
+    return Case(SwiGLU(), (normal(tokens, 2 * width, dtype=dtype),), reference, with_inputs, None)
 
 
 def gelu(tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -184,28 +167,18 @@ def gelu(tokens: int, width: int, dtype: torch.dtype) -> Case:
         inner_TF = (2 / torch.pi) ** 0.5 * (h_TF + 0.044715 * h_TF**3)
         return 0.5 * h_TF * (1 + torch.tanh(inner_TF))
 
-    return Case(
-        operator=GELU(),
-        inputs=(normal(tokens, width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy, *inputs),
-        weight_reads=None,
-    )
+    return Case(GELU(), (normal(tokens, width, dtype=dtype),), reference, with_inputs, None)
 
 
 def residual(tokens: int, width: int, dtype: torch.dtype) -> Case:
     """A residual addition; with a bias if ``width`` is odd."""
 
-    def reference(branch_tD: Tensor, x_tD: Tensor, bias: Tensor | None = None) -> Tensor:
-        return x_tD + branch_tD if bias is None else x_tD + branch_tD + bias
+    def reference(branch_tD: Tensor, x_tD: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+        return x_tD + branch_tD + bias
 
-    return Case(
-        operator=Residual(hidden=width, bias=bool(width % 2), dtype=dtype),
-        inputs=(normal(tokens, width, dtype=dtype), normal(tokens, width, dtype=dtype)),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy,),
-        weight_reads=(lambda dy, inputs, saved: (dy,)) if width % 2 else None,
-    )
+    inputs = [normal(tokens, width, dtype=dtype) for _ in range(2)]
+    operator = Residual(hidden=width, bias=bool(width % 2), dtype=dtype)
+    return Case(operator, inputs, reference, gradient_alone, gradient_alone if width % 2 else None)
 
 
 def token_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -215,13 +188,8 @@ def token_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
     def reference(tokens_T: Tensor, weight: Tensor) -> Tensor:
         return F.one_hot(tokens_T, 7)[:, first : first + rows].double() @ weight
 
-    return Case(
-        operator=VocabularyEmbedding(rows=rows, hidden=width, first_row=first, vocabulary=7, dtype=dtype),
-        inputs=(torch.randint(7, (tokens,)),),
-        reference=reference,
-        input_reads=None,
-        weight_reads=lambda dy, inputs, saved: (dy, *inputs),
-    )
+    operator = VocabularyEmbedding(rows=rows, hidden=width, first_row=first, vocabulary=7, dtype=dtype)
+    return Case(operator, (torch.randint(7, (tokens,)),), reference, None, with_inputs)
 
 
 def position_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
@@ -230,23 +198,9 @@ def position_embedding(tokens: int, width: int, dtype: torch.dtype) -> Case:
     def reference(x_tD: Tensor, weight: Tensor) -> Tensor:
         return x_tD + torch.stack([weight[(i + 2) % 4] for i in range(tokens)])
 
-    return Case(
-        operator=PositionEmbedding(sequence=4, hidden=width, token_offset=2, dtype=dtype),
-        inputs=(normal(tokens, width, dtype=dtype),),
-        reference=reference,
-        input_reads=lambda dy, inputs, saved: (dy,),
-        weight_reads=lambda dy, inputs, saved: (dy,),
-    )
+    operator = PositionEmbedding(sequence=4, hidden=width, token_offset=2, dtype=dtype)
+    return Case(operator, (normal(tokens, width, dtype=dtype),), reference, gradient_alone, gradient_alone)
 
 
-CASES: tuple[Callable[[int, int, torch.dtype], Case], ...] = (
-    rms_norm,
-    head_norm,
-    layer_norm,
-    linear,
-    swiglu,
-    gelu,
-    residual,
-    token_embedding,
-    position_embedding,
-)
+CASES: tuple[Callable[[int, int, torch.dtype], Case], ...]
+CASES = (rms_norm, head_norm, layer_norm, linear, swiglu, gelu, residual, token_embedding, position_embedding)

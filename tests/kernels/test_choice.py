@@ -3,7 +3,8 @@
 import json
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,24 @@ def question(*cards: str, dtype: str = "torch.bfloat16", uses: tuple[Use, ...] =
 # -- the quickest ------------------------------------------------------------------------------------------
 
 
+HALF: Measured = {"torch": 1000, "triton": 500}
+
+
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
         ([{"torch": 1000, "triton": 981}], "torch"),
         ([{"torch": 1000, "triton": 980}], "triton"),
-        ([{"torch": 1000, "triton": 500, "torch+flash": 400}], "torch+flash"),
+        ([{**HALF, "torch+flash": 400}], "torch+flash"),
         ([{"torch": 1000, "triton": 400, "torch+flash": 400}], "torch+flash"),
         ([{"torch": 1000, "triton": "is off"}], "torch"),
         ([{"torch": "does not run", "triton": 10}], "torch"),
         ([{"torch": 1000}], "torch"),
-        ([None, {"torch": 1000, "triton": 500}, None], "triton"),
-        ([{"torch": 1000, "triton": 500}, {"torch": 600, "triton": 990}], "torch"),
-        ([{"torch": 1000, "triton": 500}, {"torch": 600, "triton": 970}], "triton"),
-        ([{"torch": 1000, "triton": 500}, {"torch": 1000, "triton": "no such kernel"}], "torch"),
-        ([{"torch": 1000, "triton": 500}, {"torch": 1000}], "torch"),
+        ([None, HALF, None], "triton"),
+        ([HALF, {"torch": 600, "triton": 990}], "torch"),
+        ([HALF, {"torch": 600, "triton": 970}], "triton"),
+        ([HALF, {"torch": 1000, "triton": "no such kernel"}], "torch"),
+        ([HALF, {"torch": 1000}], "torch"),
     ],
 )
 def test_the_quickest(measured: Sequence[Measured | None], expected: str) -> None:
@@ -123,47 +127,26 @@ def test_where_the_folder_is() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------
 
 
-class Meeting:
-    """Ranks as threads; `gather` is collective, as between processes."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._given = ranks, [None] * ranks
-        self._barrier = threading.Barrier(ranks, timeout=20)
-
-    def gather(self, rank: int, own: Any) -> list[Any]:
-        """What every rank gives."""
-        self._given[rank] = own
-        self._barrier.wait()
-        found = list(self._given)
-        self._barrier.wait()
-        return found
-
-    def run(self, do: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-        """What every rank returns."""
-        results: list[Any] = [None] * self._ranks
-
-        def of(rank: int) -> None:
-            results[rank] = do(rank, lambda own: self.gather(rank, own))
-
-        threads = [threading.Thread(target=of, args=(rank,)) for rank in range(self._ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-
 def chosen(
     cards: Sequence[str], kept: Sequence[KeptChoices | Path], times: dict[str, dict[str, Measured]]
 ) -> tuple[list[Any], list[tuple[int, str]]]:
-    """What every rank chooses, and what was measured by which rank; ``times``: by card and operator.
+    """What every rank, a thread, chooses, and what was measured by which; ``times``: by card and operator.
 
     ``kept``: a folder stands for a process that has just begun.
     """
     measured: list[tuple[int, str]] = []
+    ranks = len(cards)
+    given, barrier = [None] * ranks, threading.Barrier(ranks, timeout=20)
 
-    def do(rank: int, gather: Callable[[Any], list[Any]]) -> Any:
+    def do(rank: int) -> Any:
         own = kept[rank]
+
+        def gather(value: Any) -> list[Any]:
+            given[rank] = value
+            barrier.wait()
+            found = list(given)
+            barrier.wait()
+            return found
 
         def measure(operator: str) -> Measured:
             measured.append((rank, operator))
@@ -178,7 +161,8 @@ def chosen(
             kept=KeptChoices(own) if isinstance(own, Path) else own,
         )
 
-    return Meeting(len(cards)).run(do), sorted(measured)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(do, range(ranks))), sorted(measured)
 
 
 def test_one_rank_measures_and_all_choose_alike(tmp_path: Path) -> None:
@@ -210,14 +194,11 @@ def test_a_rank_that_joins_does_not_change_what_the_others_use(tmp_path: Path) -
 
 
 def test_where_cards_differ_the_slowest_counts(tmp_path: Path) -> None:
-    folders = [tmp_path] * 4
-    old = {
-        "swiglu": {"torch": 100, "triton": 120},
-        "attention": {"torch": 300, "triton": 150, "torch+cudnn": "no"},
-    }
+    attention = {"torch": 300, "triton": 150, "torch+cudnn": "no"}
+    old = {"swiglu": {"torch": 100, "triton": 120}, "attention": attention}
     cards = ["H100", "A100", "H100", "A100"]
-    choices, measured = chosen(cards, folders, {"H100": TIMES, "A100": old})
+    choices, measured = chosen(cards, [tmp_path] * 4, {"H100": TIMES, "A100": old})
     assert choices == [{"swiglu": "torch", "attention": "triton"}] * 4
     assert measured == [(0, "attention"), (0, "swiglu"), (1, "attention"), (1, "swiglu")]
-    assert KeptChoices(folders[0]).read(question("A100", "H100")) == choices[0]
-    assert KeptChoices(folders[0]).read(question("H100")) is None
+    assert KeptChoices(tmp_path).read(question("A100", "H100")) == choices[0]
+    assert KeptChoices(tmp_path).read(question("H100")) is None

@@ -1,6 +1,5 @@
 """Collectives as messages between pairs (CPU): against sums and concatenations of the same random numbers."""
 
-import socket
 from datetime import timedelta
 
 import pytest
@@ -30,7 +29,7 @@ def finished(launch: Launch) -> torch.Tensor:
 
 def run_rank(rank: int, ranks: int, port: int, seed: int, ways: int) -> None:
     limit = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     group, upward = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
     line = MessageLine(group, upward if ways == 2 else None)
@@ -63,9 +62,7 @@ def run_rank(rank: int, ranks: int, port: int, seed: int, ways: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("ways", [1, 2])
 def test_ranks_get_what_all_have(ranks: int, ways: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     seed = int(torch.randint(1 << 30, ()))
     print(f"seed {seed}")
-    run_forked(run_rank, (ranks, port, seed, ways), nprocs=ranks)
+    run_forked(run_rank, (ranks, store.port, seed, ways), nprocs=ranks)

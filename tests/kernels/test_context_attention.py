@@ -128,16 +128,13 @@ def test_equals_attention_over_whole_samples(data, cp, ring, kv_heads, group, ma
     place = torch.arange(sequence)
     numbers_bs = torch.stack([torch.bucketize(place, torch.tensor(own), right=True) for own in begins])
     mask_bss = (numbers_bs[:, :, None] == numbers_bs[:, None]) & (place[:, None] >= place)
-    firsts_bs = torch.stack(
-        [torch.tensor(own)[number - 1] for own, number in zip(begins, numbers_bs, strict=True)]
-    )
+    numbered = zip(begins, numbers_bs, strict=True)
+    firsts_bs = torch.stack([torch.tensor(own)[number - 1] for own, number in numbered])
     positions_bs = place - firsts_bs if masked and restart else place.expand(samples, -1)
 
     width = (heads + 2 * kv_heads) * HEAD_DIM
-    qkv_bsX, d_o_bsQ = (
-        normal(samples, sequence, width, dtype=FP64),
-        normal(samples, sequence, heads * HEAD_DIM, dtype=FP64),
-    )
+    widths = (width, heads * HEAD_DIM)
+    qkv_bsX, d_o_bsQ = (normal(samples, sequence, columns, dtype=FP64) for columns in widths)
     o_bsQ, d_qkv_bsX = over_ranks(qkv_bsX, d_o_bsQ, ranks, more, ring)
     with torch.enable_grad():
         leaf = qkv_bsX.clone().requires_grad_()

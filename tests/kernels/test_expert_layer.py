@@ -1,9 +1,8 @@
-"""A mixture of experts from its operators, against `transformers` and against all experts for all tokens.
+"""A mixture of experts from its operators, against all experts for all tokens.
 
 Legend: t tokens, k choices of a token, D hidden, F width of an expert, E experts, S sources of rows.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.activation import SwiGLU
 from braid.kernels.operators.grouped_linear import GroupedLinear
-from braid.kernels.operators.permute import Regroup
+from braid.kernels.operators.permute import Permute, Regroup, Unpermute
 from braid.kernels.operators.router import Router
 from tests.kernels.cases import assert_close, normal, prepare, wide_leaf
 from tests.kernels.routing import UNEVEN, preference, rows_of_visits
@@ -28,37 +27,25 @@ sizes = st.sampled_from([(1, 1), (3, 1), (4, 2), (7, 3), (5, 5)])
 class Layer:
     """Operators called as an executor calls them."""
 
-    def __init__(
-        self,
-        E: int,
-        k: int,
-        *,
-        capacity: int | None,
-        dtype: torch.dtype,
-        kinds: OperatorFamily = TORCH,
-        **routing: Any,
-    ) -> None:
+    def __init__(self, E, k, *, capacity, dtype, **routing: Any) -> None:
         self.capacity = capacity
         self.router = Router(hidden=D, experts=E, top_k=k, dtype=dtype, **routing)
-        self.permute, self.unpermute = kinds.permute(E, capacity), kinds.unpermute(E, capacity)
+        self.permute, self.unpermute = Permute(E, capacity), Unpermute(E, capacity)
         self.expert_in = GroupedLinear(experts=E, inputs=D, outputs=2 * WIDTH, dtype=dtype)
-        self.activation = kinds.swiglu()
+        self.activation = SwiGLU()
         self.expert_out = GroupedLinear(experts=E, inputs=WIDTH, outputs=D, dtype=dtype)
-        self.before = [
-            prepare(operator, torch.promote_types(dtype, torch.float32))["weight"]
-            for operator in (self.router, self.expert_in, self.expert_out)
-        ]
+        self.weighted = (self.router, self.expert_in, self.expert_out)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.before = [prepare(operator, wide)["weight"] for operator in self.weighted]
 
     @property
     def weights(self) -> list[Tensor]:
-        return [operator.weight for operator in (self.router, self.expert_in, self.expert_out)]
+        return [operator.weight for operator in self.weighted]
 
     @property
     def gradients(self) -> list[Tensor]:
         """What was added to the sums of gradients."""
-        operators = (self.router, self.expert_in, self.expert_out)
-        totals = (operator.gradients["weight"] for operator in operators)
-        return [total - before for total, before in zip(totals, self.before, strict=True)]
+        return [one.gradients["weight"] - old for one, old in zip(self.weighted, self.before, strict=True)]
 
     def favour(self, kind: str) -> None:
         """Let the first feature of x, if it is 1, say how much experts are liked."""
@@ -145,60 +132,6 @@ def test_equals_every_expert_for_all_tokens(seed, tokens, sizes, capacity, kind)
         assert_close(actual, reference)
 
 
-def mixtral(E: int, k: int, normalised: bool) -> Any:
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
-
-    shape = {"hidden_size": D, "intermediate_size": WIDTH, "num_local_experts": E, "num_experts_per_tok": k}
-    return MixtralSparseMoeBlock(MixtralConfig(**shape, experts_implementation="eager"))
-
-
-def qwen3(E: int, k: int, normalised: bool) -> Any:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
-
-    shape = {"hidden_size": D, "moe_intermediate_size": WIDTH, "num_experts": E, "num_experts_per_tok": k}
-    config = Qwen3MoeConfig(**shape, norm_topk_prob=normalised, experts_implementation="eager")
-    return Qwen3MoeSparseMoeBlock(config)
-
-
-MODELS: Mapping[str, tuple[Any, dict[str, Any]]] = {
-    "mixtral, softmax before": (mixtral, {"softmax": "before", "normalised": True}),
-    "mixtral, softmax after": (mixtral, {"softmax": "after", "normalised": True}),
-    "qwen3": (qwen3, {"softmax": "before", "normalised": True}),
-    "qwen3, as they are": (qwen3, {"softmax": "before", "normalised": False}),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["hot", "unvisited"])
-@pytest.mark.parametrize("size", [(8, 2), (4, 1)], ids=str)
-def test_equals_transformers(name, kind, size):
-    """Whose gates are rounded to fp32 in float64 too."""
-    dtype = FP64
-    pytest.importorskip("transformers", reason="the reference is a layer of transformers")
-    torch.manual_seed(0)
-    E, k = size
-    make, routing = MODELS[name]
-    block = make(E, k, routing["normalised"]).to(dtype)
-    if not hasattr(block.experts, "gate_up_proj"):
-        pytest.skip("transformers before 5 keeps every expert in a module of its own")
-    layer = Layer(E, k, capacity=None, dtype=dtype, **routing)
-    layer.favour(kind)
-    parameters = [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj]
-    with torch.no_grad():
-        for parameter, weight in zip(parameters, layer.weights, strict=True):
-            parameter.copy_(weight)
-    x_tD, dy_tD = tokens_of(48, dtype), normal(48, D, dtype=dtype)
-    x = x_tD.clone().requires_grad_()
-    expected = block(x.unsqueeze(0)).squeeze(0)
-    d_leaves = torch.autograd.grad(expected, (x, *parameters), dy_tD)
-    assert_close(layer.forward(x_tD), expected, 1e-5)
-    d_x_tD = layer.backward(dy_tD)
-    assert (int(layer.counts.max()) == 48) or kind != "hot"
-    assert (int((layer.counts == 0).sum()) >= min(E - k, E // 2)) or kind != "unvisited"
-    for actual, reference in zip((d_x_tD, *layer.gradients), d_leaves, strict=True):
-        assert_close(actual, reference, 1e-5)
-
-
 @pytest.mark.parametrize("capacity", [None, 4])
 @pytest.mark.parametrize("ranks", [2, 3])
 @torch.no_grad()
@@ -208,9 +141,8 @@ def test_experts_cut_over_ranks_make_the_same_rows(capacity, ranks):
     E, k = 6, 2
     layers = [Layer(E, k, capacity=capacity, dtype=FP64, normalised=True) for _ in range(ranks)]
     for layer in layers:
-        layer.router.weight.copy_(layers[0].router.weight)
-        layer.expert_in.weight.copy_(layers[0].expert_in.weight)
-        layer.expert_out.weight.copy_(layers[0].expert_out.weight)
+        for mine, first in zip(layer.weights, layers[0].weights, strict=True):
+            mine.copy_(first)
         layer.forward(tokens_of(20, FP64))
     sizes_SE = torch.tensor([layer.sizes for layer in layers])
     local, made = E // ranks, [[] for _ in range(ranks)]

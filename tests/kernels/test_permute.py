@@ -19,11 +19,8 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 3), (5, 5), (33, 4)])
 capacities = st.sampled_from([None, 1, 2, 5, 100])
 kinds = st.sampled_from(UNEVEN)
-families = pytest.mark.parametrize(
-    "family",
-    [TORCH, operator_family("triton", torch.device("cpu"), torch.float32)],
-    ids=["torch", "triton"],
-)
+TRITON = operator_family("triton", torch.device("cpu"), torch.float32)
+families = pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
 
 
 def selection(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
@@ -42,9 +39,8 @@ def reference_rows(x_tD: Tensor, choice_tk: Tensor, experts: int, capacity: int 
 def reference_sum(
     rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor, experts: int, capacity: int | None
 ) -> Tensor:
-    visits_tkD = (selection(choice_tk, experts, capacity).t() @ rows_nD).view(
-        *choice_tk.shape, rows_nD.shape[1]
-    )
+    visits = selection(choice_tk, experts, capacity).t() @ rows_nD
+    visits_tkD = visits.view(*choice_tk.shape, rows_nD.shape[1])
     return (visits_tkD * gates_tk.unsqueeze(-1)).sum(1)
 
 
@@ -77,7 +73,7 @@ def test_there_and_back_equal_autograd(seed, tokens, sizes, capacity, kind, D):
         assert_close(actual_gates, d_gates)
     lost = choice_tk.numel() - len(rows_of_visits(choice_tk, E, capacity))
     assert int(dropped(choice_tk, E, capacity)) == lost
-    assert all(torch.equal(value, copy) for value, copy in zip(read, kept, strict=True)), "it was modified"
+    assert all(map(torch.equal, read, kept)), "it was modified"
 
 
 @families
@@ -153,17 +149,18 @@ def test_regrouping_sorts_by_expert_and_its_gradient_by_source(seed, S, E, large
 
 
 def test_what_is_wrong_is_refused():
-    for kind in (Permute, Unpermute):
-        with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
-            kind(4, 0)
-    choice_tk = torch.tensor([[0, 4]])
-    with pytest.raises(ValueError, match=r"choices lie in \[0, 4\], not in \[0, 4\)"):
-        Permute(4, None)(torch.zeros(1, 2), choice_tk)
-    with pytest.raises(ValueError, match="3 rows, not the 2 that were sent out"):
-        Unpermute(5, None)(torch.zeros(3, 2), torch.zeros(1, 2), choice_tk)
-    with pytest.raises(ValueError, match="9 rows, not the 10"):
-        Permute(5, 2).input_gradient(torch.zeros(9, 2), choice_tk)
-    with pytest.raises(ValueError, match=r"sizes are \(2, 3\), not sources=3 x experts=2"):
-        Regroup(3, 2)(torch.zeros(6, 1), torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="sizes add up to 6 rows, not 5"):
-        Regroup(1, 6)(torch.zeros(5, 1), torch.ones(1, 6, dtype=torch.int64))
+    choice_tk, zeros, ones = torch.tensor([[0, 4]]), torch.zeros, torch.ones(2, 3, dtype=torch.int64)
+    for call, message in (
+        (lambda: Permute(4, 0), "capacity=0 must be at least 1"),
+        (lambda: Unpermute(4, 0), "capacity=0 must be at least 1"),
+        (lambda: Permute(4, None)(zeros(1, 2), choice_tk), r"choices lie in \[0, 4\], not in \[0, 4\)"),
+        (
+            lambda: Unpermute(5, None)(zeros(3, 2), zeros(1, 2), choice_tk),
+            "3 rows, not the 2 that were sent out",
+        ),
+        (lambda: Permute(5, 2).input_gradient(zeros(9, 2), choice_tk), "9 rows, not the 10"),
+        (lambda: Regroup(3, 2)(zeros(6, 1), ones), r"sizes are \(2, 3\), not sources=3 x experts=2"),
+        (lambda: Regroup(1, 6)(zeros(5, 1), ones.view(1, 6)), "sizes add up to 6 rows, not 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -17,32 +17,26 @@ from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.trials import Laboratory, Use
 
 CPU = torch.device("cpu")
-HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 8, "sequence": 6, "rotary_base": 100.0}
+
+
+def use_of(operator: str, tokens: int = 12, times: int = 1, **more: Any) -> Use:
+    """A use with settings; ``width`` and ``choices`` are not among them."""
+    sizes = {name: more.pop(name) for name in ("width", "choices") if name in more}
+    return Use(operator=operator, tokens=tokens, times=times, settings=more, **sizes)
+
+
 USES = (
-    Use(operator="rms_norm", tokens=12, times=1, settings={"hidden": 24, "eps": 1e-5}),
-    Use(operator="layer_norm", tokens=12, times=1, settings={"hidden": 24, "eps": 1e-5}),
-    Use(operator="swiglu", tokens=12, times=1, settings={}, width=20),
-    Use(operator="gelu", tokens=12, times=1, settings={}, width=20),
+    *(use_of(operator, hidden=24, eps=1e-5) for operator in ("rms_norm", "layer_norm")),
+    *(use_of(operator, width=20) for operator in ("swiglu", "gelu")),
     *(
-        Use(
-            operator=operator,
-            tokens=12,
-            times=1,
-            settings={"experts": 5, "capacity": capacity},
-            width=20,
-            choices=2,
-        )
+        use_of(operator, experts=5, capacity=capacity, width=20, choices=2)
         for operator in ("permute", "unpermute")
         for capacity in (None, 3)
     ),
-    Use(operator="attention", tokens=12, times=1, settings=HEADS),
-    Use(
-        operator="cross_entropy_statistics",
-        tokens=12,
-        times=1,
-        settings={"rows": 30, "first_row": 10, "vocabulary": 50},
-    ),
+    use_of("attention", heads=4, kv_heads=2, head_dim=8, sequence=6, rotary_base=100.0),
+    use_of("cross_entropy_statistics", rows=30, first_row=10, vocabulary=50),
 )
+SWIGLU = use_of("swiglu", tokens=5, width=7)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tries the CPU's implementations")
 
@@ -65,11 +59,7 @@ def laboratory(dtype: torch.dtype = torch.float32, clock: SetClock | None = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "use",
-    USES,
-    ids=lambda use: f"{use.operator} {use.settings.get('bias', use.settings.get('capacity', ''))}",
-)
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.operator} {use.settings.get('capacity', '')}")
 def test_torch_and_triton_agree_everywhere(use: Use, dtype: torch.dtype) -> None:
     kinds = candidates(use.operator, CPU, dtype)
     measured = laboratory(dtype).measure([use], kinds)
@@ -121,19 +111,15 @@ class Tired(SwiGLU):
 
 
 def test_what_disagrees_or_fails_is_out_and_says_why() -> None:
-    kinds = {
-        "torch": SwiGLU,
-        **{kind.__name__: kind for kind in (Quick, Wrong, NoNumber, Wide, Broken, Tired)},
-    }
-    use = Use(operator="swiglu", tokens=5, times=1, settings={}, width=7)
-    measured = laboratory(clock=SetClock({Quick: 10})).measure([use], kinds)
+    others = {kind.__name__: kind for kind in (Quick, Wrong, NoNumber, Wide, Broken, Tired)}
+    measured = laboratory(clock=SetClock({Quick: 10})).measure([SWIGLU], {"torch": SwiGLU, **others})
     assert (measured["torch"], measured["Quick"]) == (1000, 10)
     assert "result 2 is off by 0.00" in str(measured["Wrong"])
     assert "result 1 is off by nan" in str(measured["NoNumber"])
     assert "result 1 is torch.float64" in str(measured["Wide"])
     assert measured["Broken"] == "RuntimeError: no such kernel"
     assert measured["Tired"] == "RuntimeError: no memory"
-    wide = laboratory(torch.bfloat16).measure([use], {"torch": SwiGLU, "Wrong": Wrong})
+    wide = laboratory(torch.bfloat16).measure([SWIGLU], {"torch": SwiGLU, "Wrong": Wrong})
     assert wide["Wrong"] == 1000, "within a rounding of bf16"
 
 
@@ -142,7 +128,7 @@ def test_gradients_of_parameters_must_agree_too() -> None:
         def weight_gradient(self, dy_tD: Tensor, *more: Any) -> None:
             super().weight_gradient(dy_tD.flip(0), *more)
 
-    use = Use(operator="rms_norm", tokens=5, times=1, settings={"hidden": 4, "eps": 1e-5})
+    use = use_of("rms_norm", tokens=5, hidden=4, eps=1e-5)
     measured = laboratory().measure([use], {"torch": RMSNorm, "other": Forgetful})
     assert "result 4 is off" in str(measured["other"])
 
@@ -153,10 +139,7 @@ def test_all_places_count_and_one_that_fails_is_enough() -> None:
             raise ValueError("too wide")
         return RMSNorm(**settings)
 
-    uses = [
-        Use(operator="rms_norm", tokens=5, times=times, settings={"hidden": size, "eps": 1e-5})
-        for size, times in ((3, 4), (9, 3))
-    ]
+    uses = [use_of("rms_norm", 5, times, hidden=size, eps=1e-5) for size, times in ((3, 4), (9, 3))]
     clock = SetClock()
     measured = laboratory(clock=clock).measure(uses, {"torch": RMSNorm, "narrow": narrow})
     assert measured == {"torch": 7000, "narrow": "ValueError: too wide"}
@@ -164,8 +147,7 @@ def test_all_places_count_and_one_that_fails_is_enough() -> None:
 
 
 def test_where_pytorch_itself_fails_nothing_is_chosen() -> None:
-    use = Use(operator="swiglu", tokens=5, times=1, settings={}, width=7)
-    measured = laboratory().measure([use], {"torch": Broken, "Quick": Quick})
+    measured = laboratory().measure([SWIGLU], {"torch": Broken, "Quick": Quick})
     assert set(measured.values()) == {"RuntimeError: no such kernel"}
 
 

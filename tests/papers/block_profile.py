@@ -9,7 +9,7 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,24 +18,13 @@ from scipy.optimize import nnls
 
 from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, PassCosts
 
-HEADER: Final = (
-    "hidden_size",
-    "tp_degree",
-    "batch_size",
-    "attn_fp",
-    "attn_bp",
-    "mlp_fp",
-    "mlp_bp",
-    "comm",
-    "runtime_memory",
-)
+_SIZE: Final = ("hidden_size", "tp_degree", "batch_size")
+_MEASURED: Final = ("attn_fp", "attn_bp", "mlp_fp", "mlp_bp", "comm", "runtime_memory")
+HEADER: Final = (*_SIZE, *_MEASURED)
 """Columns of the file: a size, five times in milliseconds, memory in MiB."""
 
 BLOCKS: Final = ("attention", "mlp")
 """Blocks of a layer in the order of the forward pass; each ends in a collective in every pass."""
-
-SIZES: Final = 3
-"""The first columns are the size; the others were measured."""
 
 NOT_RUN: Final = -1.0
 """What stands in every measured column of a size that was not run (out of memory, or not possible)."""
@@ -112,12 +101,9 @@ class BlockProfile:
 
         Relative errors are minimised: milliseconds at 2 MB count as much as at 200.
         """
-        points = [
-            (self.activation_size_bytes(size.hidden, size.batch), costs.collective_ns)
-            for size, costs in self.measured.items()
-            if size.degree > 1
-        ]
-        payload, time = np.array(points, dtype=float).T
+        groups = [(size, costs) for size, costs in self.measured.items() if size.degree > 1]
+        payload = np.array([self.activation_size_bytes(size.hidden, size.batch) for size, _ in groups], float)
+        time = np.array([costs.collective_ns for _, costs in groups], float)
         design = np.stack([1 / time, payload / time], axis=1)
         scale = design.max(axis=0)
         solution, _ = nnls(design / scale, np.ones(len(time)))
@@ -140,8 +126,8 @@ def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: in
         raise ValueError(f"{path}, line 1: header {','.join(header)!r} must be {','.join(HEADER)!r}")
     measured: dict[BlockSize, BlockCosts] = {}
     for cells in lines:
-        size = BlockSize(*map(int, cells[:SIZES]))
-        values = dict(zip(HEADER[SIZES:], map(float, cells[SIZES:]), strict=True))
+        size = BlockSize(*map(int, cells[: len(_SIZE)]))
+        values = dict(zip(_MEASURED, map(float, cells[len(_SIZE) :]), strict=True))
         if NOT_RUN in values.values():
             continue
         ns = {column: max(1, round(value * 1e6)) for column, value in values.items()}
@@ -194,20 +180,11 @@ def problem_from_profile(
                 raise ValueError(f"degree {degree}: {error}") from None
             left_out[degree] = str(error)
     gathers = {}
-    if len(options) > 1:
-        fit = profile.fit_all_reduce()
-        for low, high in product([option.degree for option in options], repeat=2):
-            if low < high:
-                batch = replica_batch(high, devices, global_batch)
-                whole = profile.activation_size_bytes(hidden, batch)
-                gathers[low, high] = fit.all_gather_ns(whole - whole * low // high)
-    return DegreeProblem(
-        layers=layers,
-        options=tuple(options),
-        gather_ns=gathers,
-        memory_limit_bytes=memory_limit_bytes,
-        left_out=left_out,
-    )
+    for low, high in combinations([option.degree for option in options], 2):
+        whole = profile.activation_size_bytes(hidden, replica_batch(high, devices, global_batch))
+        gathers[low, high] = profile.fit_all_reduce().all_gather_ns(whole - whole * low // high)
+    found = {"options": tuple(options), "gather_ns": gathers, "left_out": left_out}
+    return DegreeProblem(layers=layers, memory_limit_bytes=memory_limit_bytes, **found)
 
 
 def replica_batch(degree: int, devices: int, global_batch: int) -> int:

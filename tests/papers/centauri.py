@@ -12,7 +12,7 @@ from itertools import pairwise
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
 from braid.scheduling.planner.tasks import makespan_ns, run_in_order
 from tests.papers.data_parallel import StepResult, schedule_step, step_tasks
-from tests.papers.methods import Matmul, Method, Step, Unit, choices, state_bytes
+from tests.papers.methods import Matmul, Method, Step, choices, state_bytes, weight
 from tests.papers.rows import Figure, Row
 
 SEQUENCE = 2048
@@ -24,7 +24,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 """AdamW in mixed precision: gradient, moments and master weight read; those, and the parameter, written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """A model of Centauri's table 4 (LLaMA; the width of the MLP as LLaMA has it, 8/3 of the model's)."""
 
@@ -39,10 +39,10 @@ class Model:
 
 
 MODELS = (
-    Model(name="small", hidden=4096, layers=18),
-    Model(name="medium", hidden=5120, layers=15),
-    Model(name="big", hidden=6656, layers=10),
-    Model(name="large", hidden=8192, layers=8),
+    Model("small", 4096, 18),
+    Model("medium", 5120, 15),
+    Model("big", 6656, 10),
+    Model("large", 8192, 8),
 )
 
 
@@ -57,21 +57,12 @@ def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: 
     norm = 3 * 2 * tokens * h / rate * 1e9
     swiglu = 3 * 2 * tokens * f / rate * 1e9
 
-    def unit(name: str, inputs: int, outputs: int, forward_ns: float, backward_ns: float) -> Unit:
-        return Unit(
-            name=name,
-            parameters=inputs * outputs,
-            matmul=Matmul(tokens, inputs, outputs),
-            attached_forward_ns=round(forward_ns),
-            attached_backward_ns=round(backward_ns),
-        )
-
     return Step(
         units=(
-            unit("qkv", h, 3 * h, attention, 2.5 * attention),
-            unit("projection", h, h, 2 * norm, 2 * norm),
-            unit("gate_up", h, 2 * f, swiglu, 2 * swiglu),
-            unit("down", f, h, 2 * norm, 2 * norm),
+            weight("qkv", Matmul(tokens, h, 3 * h), attention, 2.5 * attention),
+            weight("projection", Matmul(tokens, h, h), 2 * norm, 2 * norm),
+            weight("gate_up", Matmul(tokens, h, 2 * f), swiglu, 2 * swiglu),
+            weight("down", Matmul(tokens, f, h), 2 * norm, 2 * norm),
         ),
         layers=model.layers,
         micro_batches=micro_batches,
@@ -97,16 +88,9 @@ def row(
     low, high = published if isinstance(published, tuple) else (published, published)
     nearest = min(max(simulated, low), high)
     distance = simulated / nearest - 1 if nearest else simulated
-    return Row(
-        paper="Centauri",
-        figure=figure,
-        what=what,
-        published=published,
-        simulated=simulated,
-        distance=distance,
-        fits=abs(distance) <= tolerance if fits is None else fits,
-        note=note,
-    )
+    judged = abs(distance) <= tolerance if fits is None else fits
+    texts = {"paper": "Centauri", "figure": figure, "what": what, "note": note}
+    return Row(published=published, simulated=simulated, distance=distance, fits=judged, **texts)
 
 
 def centauri_rows(small: ClusterSpec, large: ClusterSpec) -> Iterator[Row]:
@@ -157,57 +141,40 @@ def _sharded_rows(cluster: ClusterSpec) -> Iterator[Row]:
     biggest = MODELS[-1]
     table = {model: [_speedup(model, batch, 16, cluster) for batch in BATCHES] for model in MODELS}
     high = max(table[biggest][2:])
-    yield row(
-        "8, section 5.1",
-        "over ZeRO 3 on 16 GPUs of A, large batch, larger models (over 1.4)",
-        published=(1.4, 1.45),
-        simulated=high,
-        fits=1.4 <= high <= 1.45 * (1 + TOLERANCE),
-        note=f"large model, the better of batches 4 and 8; batches {BATCHES}: {_listed(table[biggest])}; at "
+    note = (
+        f"large model, the better of batches 4 and 8; batches {BATCHES}: {_listed(table[biggest])}; at "
         f"8 computation covers nearly all communication of ZeRO 3 too, so that little is left to win; "
-        f"no contention is modelled, and the schedule with more overlap gains by that",
+        f"no contention is modelled, and the schedule with more overlap gains by that"
     )
+    what = "over ZeRO 3 on 16 GPUs of A, large batch, larger models (over 1.4)"
+    yield row("8, section 5.1", what, (1.4, 1.45), high, note, fits=1.4 <= high <= 1.45 * (1 + TOLERANCE))
     every = max(max(values) for values in table.values())
-    yield row(
-        "abstract",
-        "up to 1.45 on single parallel tasks",
-        published=1.45,
-        simulated=every,
-        tolerance=TOLERANCE,
-        note="the most over all models and batches; at batches 1 and 2 the network is the limit and group "
+    note = (
+        "the most over all models and batches; at batches 1 and 2 the network is the limit and group "
         "partition halves what crosses it on two nodes (1/2 of the tensor for each node, a ring 15/16), "
-        "which the paper's small batches do not show; its baseline may already have moved that little",
+        "which the paper's small batches do not show; its baseline may already have moved that little"
     )
+    yield row("abstract", "up to 1.45 on single parallel tasks", 1.45, every, note, tolerance=TOLERANCE)
     middle = [table[model][2] for model in MODELS]
-    yield row(
-        "8",
-        "speed-up grows with the model (batch 4; share of neighbours that grow)",
-        published=1.0,
-        simulated=_rising(middle),
-        note=f"{', '.join(model.name for model in MODELS)}: {_listed(middle)}",
+    what = "speed-up grows with the model (batch 4; share of neighbours that grow)"
+    yield _rising("8", what, middle, f"{', '.join(model.name for model in MODELS)}: {_listed(middle)}")
+    note = (
+        f"batches {BATCHES}: {_listed(table[biggest])}; group partition wins most where the network is "
+        f"the limit, and where computation covers communication nothing is left"
     )
-    yield row(
-        "8",
-        "speed-up grows with the batch (large model; share of neighbours that grow)",
-        published=1.0,
-        simulated=_rising(table[biggest]),
-        note=f"batches {BATCHES}: {_listed(table[biggest])}; group partition wins most where the network is "
-        f"the limit, and where computation covers communication nothing is left",
-    )
+    what = "speed-up grows with the batch (large model; share of neighbours that grow)"
+    yield _rising("8", what, table[biggest], note)
     whole = [_whole_group_speedup(biggest, batch, 16, cluster)[0] for batch in BATCHES]
-    yield row(
-        "8",
-        "the same with whole groups, workload partition and priorities only",
-        published=1.0,
-        simulated=_rising(whole),
-        note=f"batches {BATCHES}: {_listed(whole)}; grows until computation covers communication, as it does "
-        f"from batch 8 in the paper (figure 12), and falls from there",
+    note = (
+        f"batches {BATCHES}: {_listed(whole)}; grows until computation covers communication, as it does "
+        f"from batch 8 in the paper (figure 12), and falls from there"
     )
+    yield _rising("8", "the same with whole groups, workload partition and priorities only", whole, note)
 
 
-def _rising(values: Sequence[float]) -> float:
-    """Share of neighbouring values that do not fall."""
-    return sum(a <= b for a, b in pairwise(values)) / (len(values) - 1)
+def _rising(figure: str, what: str, values: Sequence[float], note: str) -> Row:
+    """That values grow: the share of neighbours that do not fall."""
+    return row(figure, what, 1.0, sum(a <= b for a, b in pairwise(values)) / (len(values) - 1), note)
 
 
 def _bound_rows(cluster: ClusterSpec) -> Iterator[Row]:
@@ -220,22 +187,18 @@ def _bound_rows(cluster: ClusterSpec) -> Iterator[Row]:
             serial = base.serial_ns / base.total_ns
             whole.append(serial * speedup / bound)
             parted.append(serial * _speedup(model, batch, 16, cluster) / bound)
-    yield row(
-        "5.4",
-        "share of the bound min(1/alpha, 1/(1-alpha)) reached, whole groups, at most",
-        published=(0.0, 1.0),
-        simulated=max(whole),
-        note=f"over the serial step of the same collectives, all models and batches; least {min(whole):.2f}: "
-        f"no contention is modelled, so that all but the ends is hidden",
+    note = (
+        f"over the serial step of the same collectives, all models and batches; least {min(whole):.2f}: "
+        f"no contention is modelled, so that all but the ends is hidden"
     )
-    yield row(
-        "5.4",
-        "the same with group partition, alpha of the unpartitioned collectives",
-        published=(0.0, 1.0),
-        simulated=max(parted),
-        note="the bound holds for overlap alone; partitioned collectives also send less between nodes: the "
-        "communication that alpha counts is not the communication that runs",
+    what = "share of the bound min(1/alpha, 1/(1-alpha)) reached, whole groups, at most"
+    yield row("5.4", what, (0.0, 1.0), max(whole), note)
+    note = (
+        "the bound holds for overlap alone; partitioned collectives also send less between nodes: the "
+        "communication that alpha counts is not the communication that runs"
     )
+    what = "the same with group partition, alpha of the unpartitioned collectives"
+    yield row("5.4", what, (0.0, 1.0), max(parted), note)
 
 
 def _replicated_rows(cluster: ClusterSpec) -> Iterator[Row]:
@@ -248,30 +211,21 @@ def _replicated_rows(cluster: ClusterSpec) -> Iterator[Row]:
             others = [_run(method, model, batch, 16, cluster, steps=3).total_ns for method in methods]
             best += ours <= min(others)
             gains.append(min(others) / ours)
-    cases = 2 * len(BATCHES)
-    yield row(
-        "9",
-        "Centauri before DDP, out-of-order backpropagation, ZeRO 1 and 2 (share of cases)",
-        published=1.0,
-        simulated=best / cases,
-        note=f"small and medium, batches {BATCHES}, three steps in a row; over the best of the others "
-        f"{min(gains):.2f} to {max(gains):.2f}",
+    note = (
+        f"small and medium, batches {BATCHES}, three steps in a row; over the best of the others "
+        f"{min(gains):.2f} to {max(gains):.2f}"
     )
-    usable = cluster.usable_bytes
+    what = "Centauri before DDP, out-of-order backpropagation, ZeRO 1 and 2 (share of cases)"
+    yield row("9", what, 1.0, best / (2 * len(BATCHES)), note)
     group = Group(size=16, per_node=8)
-    over = []
-    for model in MODELS:
-        parameters = llama_step(model, 1, group, cluster.gpu).parameters
-        if state_bytes(Method.DDP, parameters, 16) > usable:
-            over.append(model.name)
-    yield row(
-        "9",
-        "DDP and out-of-order backpropagation frequently run out of memory (models of four)",
-        published=(1.0, 4.0),
-        simulated=float(len(over)),
-        note=f"parameters, gradients and optimizer alone exceed the device: {', '.join(over) or 'none'}; "
-        f"activations come on top; the paper gives no number, at least one is taken for frequently",
+    sizes = {model.name: llama_step(model, 1, group, cluster.gpu).parameters for model in MODELS}
+    over = [name for name, size in sizes.items() if state_bytes(Method.DDP, size, 16) > cluster.usable_bytes]
+    note = (
+        f"parameters, gradients and optimizer alone exceed the device: {', '.join(over) or 'none'}; "
+        f"activations come on top; the paper gives no number, at least one is taken for frequently"
     )
+    what = "DDP and out-of-order backpropagation frequently run out of memory (models of four)"
+    yield row("9", what, (1.0, 4.0), float(len(over)), note)
 
 
 def _hybrid_row(cluster: ClusterSpec) -> Row:
@@ -288,27 +242,21 @@ def _hybrid_row(cluster: ClusterSpec) -> Row:
         ]
     high = max(max(values) for values in gains.values())
     listed = "; ".join(f"{name}: {_listed(values)}" for name, values in gains.items())
-    return row(
-        "10, abstract",
-        "up to 1.49 on hybrid tasks (here shards with replicas, not pipelines)",
-        published=1.49,
-        simulated=high,
-        tolerance=TOLERANCE,
-        note=f"big model, batches {BATCHES}, over ZeRO with an all-reduce of each shard; {listed}",
-    )
+    note = f"big model, batches {BATCHES}, over ZeRO with an all-reduce of each shard; {listed}"
+    what = "up to 1.49 on hybrid tasks (here shards with replicas, not pipelines)"
+    return row("10, abstract", what, 1.49, high, note, tolerance=TOLERANCE)
 
 
 def _scale_row(cluster: ClusterSpec) -> Row:
     """Figure 13: 256 GPUs of cluster B."""
     big = MODELS[2]
     gains = [_speedup(big, batch, 256, cluster) - 1 for batch in BATCHES]
-    inside = min(gains) <= 0.05 <= max(gains)
-    return row(
-        "13",
-        "gain over ZeRO 3 on 256 GPUs of B (nearly 5 %; batch not given)",
-        published=0.05,
-        simulated=sum(gains) / len(gains),
-        fits=inside,
-        note=f"mean over batches {BATCHES}, big model: {_listed(100 * gain for gain in gains)} %; fits if "
-        f"the published gain lies among them",
+    note = (
+        f"mean over batches {BATCHES}, big model: {_listed(100 * gain for gain in gains)} %; fits if "
+        f"the published gain lies among them"
     )
+    inside, what = (
+        min(gains) <= 0.05 <= max(gains),
+        "gain over ZeRO 3 on 256 GPUs of B (nearly 5 %; batch not given)",
+    )
+    return row("13", what, 0.05, sum(gains) / len(gains), note, fits=inside)

@@ -16,9 +16,7 @@ from tests.papers import rows
 from tests.papers.rows import RATE_TOLERANCE, Figure, Row
 from tests.papers.steps import BASELINES, OURS, Steps, axis_share, chosen_setting, setting_of, steps
 
-percentages, number, claim = (
-    partial(kind, paper="DHelix") for kind in (rows.percentages, rows.number, rows.Row)
-)
+percentages, number, claim = (partial(make, "DHelix") for make in (rows.percentages, rows.number, rows.claim))
 BATCH_TOKENS: Final = 8 * 2**20
 """Tokens of a step of Llama and GPT (section 6.2)."""
 PHI_BATCH: Final = 1600
@@ -33,11 +31,7 @@ OVER_DENSE: Final[Mapping[str, Mapping[str, Figure]]] = {
 }
 BASELINES_OVER_MEGATRON: Final[Mapping[str, Figure]] = {"intra_batch": (5, 15), "wavelet": (6, 16)}
 HIDDEN: Final = {"intra_batch": 26.1, "wavelet": 39.9, "dhelix": 83.0}
-OVER_LONG: Final[Mapping[str, Figure]] = {
-    "megatron": (22, 39),
-    "intra_batch": (13, 30),
-    "wavelet": (11, 30),
-}
+OVER_LONG: Final[Mapping[str, Figure]] = {"megatron": (22, 39), "intra_batch": (13, 30), "wavelet": (11, 30)}
 
 
 def dense_steps(cluster: ClusterSpec, *, sequence: int, cp: int) -> dict[str, list[Steps]]:
@@ -88,13 +82,9 @@ def _dense_rows(dense: Mapping[str, Sequence[Steps]]) -> Iterator[Row]:
         yield _gain_row("section 6.2.1", what, every, schedule, "megatron", published)
     for schedule, percent in HIDDEN.items():
         values = [run.hidden(schedule) for run in every]
-        yield percentages(
-            figure="section 6.2.1",
-            what=f"communication that {BASELINES.get(schedule, 'DHelix')} hides, mean of the six models",
-            published=percent,
-            simulated=[sum(values) / len(values)],
-            note=f"{min(values):.0f} to {max(values):.0f} %; {_HIDDEN_NOTES[schedule]}",
-        )
+        what = f"communication that {BASELINES.get(schedule, 'DHelix')} hides, mean of the six models"
+        note = f"{min(values):.0f} to {max(values):.0f} %; {_HIDDEN_NOTES[schedule]}"
+        yield percentages("section 6.2.1", what, percent, [sum(values) / len(values)], note)
 
 
 _HIDDEN_NOTES: Final = {
@@ -118,7 +108,7 @@ def _gain_row(
 ) -> Row:
     gains = [run.gain(schedule, over) for run in runs]
     listed = "; ".join(f"{run.described} {gain:+.0f} %" for run, gain in zip(runs, gains, strict=True))
-    row = percentages(figure=figure, what=what, published=published, simulated=gains, note=listed)
+    row = percentages(figure, what, published, gains, listed)
     if row.fits:
         return row
     reasons = [_outside(runs, gains, published)]
@@ -148,14 +138,9 @@ def our_rows(figure: str, what: str, runs: Sequence[Steps]) -> Iterator[Row]:
             continue
         gains = [run.gain(schedule, "dhelix") for run in there]
         over = [run.gain(schedule) for run in there]
-        yield claim(
-            figure=figure,
-            what=f"{what}: {schedule} over DHelix (not slower)",
-            unit="%",
-            simulated=(min(gains), max(gains)),
-            fits=min(gains) >= -1e-6,
-            note=f"over Megatron-LM {min(over):+.1f} to {max(over):+.1f} %",
-        )
+        about = f"{what}: {schedule} over DHelix (not slower)"
+        note = f"over Megatron-LM {min(over):+.1f} to {max(over):+.1f} %"
+        yield claim(figure, about, "%", (min(gains), max(gains)), min(gains) >= -1e-6, note)
 
 
 # -- mixture of experts --------------------------------------------------------------------------------------
@@ -191,25 +176,14 @@ def _phi_rows(phi: Mapping[str, Steps]) -> Iterator[Row]:
     )
     for name, figure, schedule, percent in published:
         run = phi[name]
-        yield percentages(
-            figure=figure,
-            what=f"{name} on {run.cluster.gpu.name}: {BASELINES.get(schedule, 'DHelix')} over Megatron-LM",
-            published=percent,
-            simulated=[run.gain(schedule)],
-            note=_phi_note(run, schedule),
-        )
+        what = f"{name} on {run.cluster.gpu.name}: {BASELINES.get(schedule, 'DHelix')} over Megatron-LM"
+        yield percentages(figure, what, percent, [run.gain(schedule)], _phi_note(run, schedule))
     run = phi["phi-31b"]
+    note = "for information: the router's imbalance (up to capacity 6) is not published; balanced here"
     for schedule, rate in {"megatron": 59941.0, "wavelet": 62454.0, "dhelix": 75386.0}.items():
         simulated = run.outcomes[schedule].numbers.tokens_per_second
-        row = number(
-            figure="table 6",
-            what=f"phi-31b: {BASELINES.get(schedule, 'DHelix')}",
-            unit="tokens/s",
-            published=rate,
-            simulated=simulated,
-            tolerance=RATE_TOLERANCE,
-            note="for information: the router's imbalance (up to capacity 6) is not published; balanced here",
-        )
+        what = f"phi-31b: {BASELINES.get(schedule, 'DHelix')}"
+        row = number("table 6", what, "tokens/s", rate, simulated, RATE_TOLERANCE, note)
         yield replace(row, fits=None)
     for name, run in phi.items():
         yield from our_rows("table 6" if name == "phi-31b" else "section 6.3.2", name, [run])
@@ -228,30 +202,20 @@ def _llama_66b(cluster: ClusterSpec, cp: int) -> Steps:
 def _a800_rows(large: Mapping[int, Steps]) -> Iterator[Row]:
     for schedule, cp, tflops in (("megatron", 2, 186.0), ("megatron", 4, 160.9), ("dhelix", 4, 199.7)):
         run = large[cp]
-        yield number(
-            figure="figure 13a",
-            what=f"Llama-66B on A800, context parallel {cp}: {BASELINES.get(schedule, 'DHelix')}",
-            unit="TFLOP/s",
-            published=tflops,
-            simulated=run.tflops(schedule),
-            tolerance=RATE_TOLERANCE,
-            note=f"{run.described}; causal attention counted once; {_memory_note(run, schedule)}",
-        )
+        what = f"Llama-66B on A800, context parallel {cp}: {BASELINES.get(schedule, 'DHelix')}"
+        note = f"{run.described}; causal attention counted once; {_memory_note(run, schedule)}"
+        yield number("figure 13a", what, "TFLOP/s", tflops, run.tflops(schedule), RATE_TOLERANCE, note)
     runs = list(large.values())
-    for what, over, published in (
-        ("DHelix over Megatron-LM", "megatron", (7.0, 24.0)),
-        ("DHelix over Wavelet+", "wavelet", (5.0, 14.0)),
-    ):
-        yield _gain_row("section 6.3.1", f"Llama-66B on A800: {what}", runs, "dhelix", over, published)
+    for over, published in (("megatron", (7.0, 24.0)), ("wavelet", (5.0, 14.0))):
+        what = f"Llama-66B on A800: DHelix over {BASELINES[over]}"
+        yield _gain_row("section 6.3.1", what, runs, "dhelix", over, published)
     yield _gain_row("abstract", "A800: DHelix over Megatron-LM", runs, "dhelix", "megatron", (2.0, 29.0))
     yield from our_rows("figure 13a", "Llama-66B on A800", runs)
 
 
 def _memory_note(run: Steps, schedule: str) -> str:
     over = run.outcomes[schedule].numbers.peak_bytes - run.cluster.usable_bytes
-    if over <= 0:
-        return "fits the GPU"
-    return f"needs {over / 2**30:.1f} GiB more than we let a plan use"
+    return "fits the GPU" if over <= 0 else f"needs {over / 2**30:.1f} GiB more than we let a plan use"
 
 
 # -- shares of time ------------------------------------------------------------------------------------------
@@ -265,13 +229,8 @@ def _share_rows(llama_39b: Steps, llama_25b: Steps, phi: Steps, a800: Steps) -> 
         ("section 6.3.1", llama_25b, ("tp",), 29.0, "TP on A40", "the layers of Llama-66B; taken of 25B"),
     )
     for figure, run, axes, percent, what, note in cases:
-        yield percentages(
-            figure=figure,
-            what=f"{run.name}: share of Megatron-LM's time in {what}",
-            published=percent,
-            simulated=[axis_share(run, axes)],
-            note=f"{run.described}{'; ' if note else ''}{note}",
-        )
+        about = f"{run.name}: share of Megatron-LM's time in {what}"
+        yield percentages(figure, about, percent, [axis_share(run, axes)], f"{run.described}; {note}")
 
 
 _SHARE_39B: Final = (
@@ -290,16 +249,10 @@ _SHARE_A800: Final = (
 
 def _bubble_row(runs: Sequence[Steps]) -> Row:
     piped = [run for run in runs if run.setting.layout.pp > 1]
-    points = [
-        100
-        * (run.outcomes["dhelix"].numbers.bubble_fraction - run.outcomes["megatron"].numbers.bubble_fraction)
-        for run in piped
-    ]
-    listed = ", ".join(f"{run.name} {value:+.1f}" for run, value in zip(piped, points, strict=True))
-    return percentages(
-        figure="section 4.1",
-        what="bubble of DHelix less that of 1F1B (unchanged)",
-        published=0.0,
-        simulated=points,
-        note=f"{listed}; the same W with less time in the blocks, and embedding and head on one stage",
+    bubbles = (
+        [run.outcomes[name].numbers.bubble_fraction for name in ("dhelix", "megatron")] for run in piped
     )
+    points = [100 * (ours - serial) for ours, serial in bubbles]
+    listed = ", ".join(f"{run.name} {value:+.1f}" for run, value in zip(piped, points, strict=True))
+    note = f"{listed}; the same W with less time in the blocks, and embedding and head on one stage"
+    return percentages("section 4.1", "bubble of DHelix less that of 1F1B (unchanged)", 0.0, points, note)

@@ -96,30 +96,15 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
             where = f"{layout.ranks} GPUs, {level}-node communication of a GPU and step"
             gib = getattr(found, level) / 2**30
             rate = links[level] / 1e9
-            yield number(
-                figure="table 1",
-                what=where,
-                unit="GiB",
-                published=size,
-                simulated=gib,
-                tolerance=FORMULA_TOLERANCE,
-                note="printed as GB; it is GiB that agree",
-            )
+            agree = "printed as GB; it is GiB that agree"
+            yield number("table 1", where, "GiB", size, gib, FORMULA_TOLERANCE, agree)
             note = f"the printed size over {rate:.0f} GB/s, the data sheet's rate of a GPU and direction"
             if abs(gib / rate / seconds - 1) > FORMULA_TOLERANCE:
                 note += (
                     f"; {seconds} s would need {gib / seconds:.0f} GB/s, though half the size at the other "
                     f"row's rate is {gib / rate:.2f} s"
                 )
-            yield number(
-                figure="table 1",
-                what=where,
-                unit="s",
-                published=seconds,
-                simulated=gib / rate,
-                tolerance=FORMULA_TOLERANCE,
-                note=note,
-            )
+            yield number("table 1", where, "s", seconds, gib / rate, FORMULA_TOLERANCE, note)
 
 
 # -- section 6.5 ---------------------------------------------------------------------------------------------
@@ -129,26 +114,14 @@ def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
     published = {"megatron": 40.0, "dhelix": 39.0}
     most = {schedule: _most_layers(cluster, schedule) for schedule in published}
     billions = {s: _layers_of_25b(layers).parameters() / 1e9 for s, layers in most.items()}
+    share, found = (100 * of["dhelix"] / of["megatron"] for of in (published, billions))
+    note = f"{most['dhelix']} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2"
+    what = "largest model that fits, dhelix of a single strand's"
+    yield percentages("section 6.5", what, share, [found], note)
     for schedule, size in published.items():
-        if schedule == "megatron":
-            continue
-        yield percentages(
-            figure="section 6.5",
-            what=f"largest model that fits, {schedule} of a single strand's",
-            published=100 * size / published["megatron"],
-            simulated=[100 * billions[schedule] / billions["megatron"]],
-            note=f"{most[schedule]} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2",
-        )
-    for schedule, size in published.items():
-        yield number(
-            figure="section 6.5",
-            what=f"largest model that fits, {'single strand' if schedule == 'megatron' else schedule}",
-            unit="B parameters",
-            published=size,
-            simulated=billions[schedule],
-            tolerance=RATE_TOLERANCE,
-            note=f"{most[schedule]} layers; {cluster.usable_bytes / 2**30:.1f} GiB of a GPU are usable",
-        )
+        what = f"largest model that fits, {'single strand' if schedule == 'megatron' else schedule}"
+        note = f"{most[schedule]} layers; {cluster.usable_bytes / 2**30:.1f} GiB of a GPU are usable"
+        yield number("section 6.5", what, "B parameters", size, billions[schedule], RATE_TOLERANCE, note)
 
 
 def _layers_of_25b(layers: int) -> ModelShape:
@@ -161,11 +134,9 @@ def _most_layers(cluster: ClusterSpec, schedule: str) -> int:
     while does_not - fits > 1:
         layers = (fits + does_not) // 2
         model = _layers_of_25b(layers)
-        setting = Setting(
-            model=model,
-            layout=ParallelLayout(dp=4, tp=8, pp=2, zero=1),
-            workload=Workload(global_batch=BATCH_TOKENS // model.sequence, micro_batch=1),
-        )
+        layout = ParallelLayout(dp=4, tp=8, pp=2, zero=1)
+        workload = Workload(global_batch=BATCH_TOKENS // model.sequence, micro_batch=1)
+        setting = Setting(model=model, layout=layout, workload=workload)
         peak = evaluate(with_schedule(setting, schedule), cluster).numbers.peak_bytes
         fits, does_not = (layers, does_not) if peak <= cluster.usable_bytes else (fits, layers)
     return fits
@@ -251,31 +222,21 @@ def _breakdown_rows(cluster: ClusterSpec, cp: int) -> Iterator[Row]:
     listed = ", ".join(f"{part.name} {step:+.1f}" for part, step in zip(PARTS, steps, strict=True))
     figure, where = f"figure 15{'ab'[cp // 4]}", f"Llama-39B, context parallel {cp}"
     described = f"{setting.layout.describe()}; percent over Megatron-LM: {listed}"
-    yield claim(
-        figure=figure,
-        what=f"{where}: each part adds to those before it (parts that do, of {len(PARTS)})",
-        unit="parts",
-        simulated=float(sum(step > 0 for step in steps)),
-        fits=all(step > 0 for step in steps),
-        note=described,
-    )
+    adding = sum(step > 0 for step in steps)
+    what = f"{where}: each part adds to those before it (parts that do, of {len(PARTS)})"
+    yield claim(figure, what, "parts", float(adding), adding == len(PARTS), described)
     largest = max(range(len(PARTS)), key=steps.__getitem__)
-    yield claim(
-        figure=figure,
-        what=f"{where}: CP overlap is the largest part (its gain)",
-        unit="%",
-        simulated=steps[1],
-        fits=largest == 1,
-        note=f"largest: {PARTS[largest].name}. Cross-node collectives take "
+    note = (
+        f"largest: {PARTS[largest].name}. Cross-node collectives take "
         f"{_stream_share(problem, CROSS):.0%} of a layer's serial time, those of the node "
-        f"{_stream_share(problem, LOCAL):.0%}; keys and values of all heads are exchanged",
+        f"{_stream_share(problem, LOCAL):.0%}; keys and values of all heads are exchanged"
+    )
+    yield claim(
+        figure, f"{where}: CP overlap is the largest part (its gain)", "%", steps[1], largest == 1, note
     )
 
 
 def _stream_share(problem: PairProblem, stream: int) -> float:
     """Share of the serial time that the operators of a stream take."""
-    both = (problem.forward, problem.backward)
-    return (
-        sum(ns for graph in both for s, ns in zip(graph.streams, graph.solo_ns, strict=True) if s == stream)
-        / problem.serial_ns
-    )
+    both = [(graph.streams, graph.solo_ns) for graph in (problem.forward, problem.backward)]
+    return sum(ns for own in both for s, ns in zip(*own, strict=True) if s == stream) / problem.serial_ns

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 
 from braid.scheduling.cluster import Gpu, Group
 from braid.scheduling.planner.tiers import PIECE_COUNTS
-from braid.scheduling.records import require_positive
 
 
 class Method(StrEnum):
@@ -74,6 +74,12 @@ class Unit:
     attached_backward_ns: int = 0
 
 
+def weight(name: str, matmul: Matmul, forward_ns: float = 0, backward_ns: float = 0) -> Unit:
+    """A weight matrix, and nanoseconds of what follows it in both passes."""
+    attached = {"attached_forward_ns": round(forward_ns), "attached_backward_ns": round(backward_ns)}
+    return Unit(name=name, parameters=matmul.inputs * matmul.outputs, matmul=matmul, **attached)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """The work of one optimizer step on one rank."""
@@ -89,12 +95,6 @@ class Step:
     optimizer_ns_per_parameter: float = 0.0
     element_bytes: int = 2
     """Of a parameter and of a gradient, as they are sent."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, ("layers", "micro_batches", "element_bytes"))
-        require_positive(self, ("optimizer_ns_per_parameter",), zero=True)
-        if not self.units:
-            raise ValueError("units=() must hold at least one weight matrix of a layer")
 
     @property
     def parameters(self) -> int:
@@ -123,14 +123,12 @@ def choices(method: Method, step: Step) -> Iterator[Choice]:
     """What a method may choose from; it does not depend on costs, so that better links never hurt."""
     match method:
         case Method.CENTAURI | Method.CENTAURI_FSDP:
-            for pieces in PIECE_COUNTS:
-                for hierarchical in (False, True):
-                    for priority in Priority:
-                        base = Choice(pieces=pieces, hierarchical=hierarchical, priority=priority)
-                        if method is Method.CENTAURI_FSDP:
-                            yield from (replace(base, lag=lag) for lag in (1, 2, 3))
-                        else:
-                            yield from (replace(base, substituted=cut) for cut in (True, False))
+            for pieces, hierarchical, priority in product(PIECE_COUNTS, (False, True), Priority):
+                base = Choice(pieces=pieces, hierarchical=hierarchical, priority=priority)
+                if method is Method.CENTAURI_FSDP:
+                    yield from (replace(base, lag=lag) for lag in (1, 2, 3))
+                else:
+                    yield from (replace(base, substituted=cut) for cut in (True, False))
         case Method.OOO_BACKPROP:
             yield from (Choice(delayed=k, substituted=False) for k in range(step.layers + 1))
         case Method.DDP:
@@ -141,13 +139,6 @@ def choices(method: Method, step: Step) -> Iterator[Choice]:
 
 def state_bytes(method: Method, parameters: int, ranks: int) -> int:
     """Parameters and gradients in two bytes, master weights and Adam's moments in four each, of one rank."""
-    held = {
-        Method.DDP: 16 * ranks,
-        Method.OOO_BACKPROP: 16 * ranks,
-        Method.ZERO1: 4 * ranks + 12,
-        Method.CENTAURI: 4 * ranks + 12,
-        Method.ZERO2: 2 * ranks + 14,
-        Method.ZERO3: 16,
-        Method.CENTAURI_FSDP: 16,
-    }
-    return parameters * held[method] // ranks
+    whole = {Method.DDP: 16, Method.OOO_BACKPROP: 16, Method.ZERO1: 4, Method.CENTAURI: 4, Method.ZERO2: 2}
+    kept = whole.get(method, 0)
+    return parameters * (kept * ranks + 16 - kept) // ranks

@@ -5,15 +5,14 @@ constant here is fitted to them; what does not fit is shown as it is, and `REASO
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 from braid.scheduling.planner.degree_problem import DegreeProblem
 from braid.scheduling.planner.tensor_degrees import describe_degrees, plan_degrees, strategy_cost
 from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize, problem_from_profile
-from tests.papers.rows import RATE_TOLERANCE, Row, number
+from tests.papers.rows import RATE_TOLERANCE, Row, claim, number
 from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns
 from tests.scheduling.test_tensor_degrees import fully_recomputed
 
@@ -28,7 +27,7 @@ PLANNER: Final = "planner"
 PLANNER_TABLE_II: Final = "planner, its degrees of table II"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublishedModel:
     """A row of table III, with what tables II and V say of it."""
 
@@ -37,44 +36,22 @@ class PublishedModel:
     layers: int
     degree: int
     global_batch: int
-    strategy: tuple[int, ...] | None
+    strategy: tuple[int, ...] | None = None
     """Degrees of table II, where it shows the model."""
-    ktokens_per_s: Mapping[str, float]
+    ktokens_per_s: Mapping[str, float] = field(default_factory=dict)
     """Table V, RTX 3090 without NVLink; empty where it has no row."""
 
 
 METHODS: Final = (*(kind.value for kind in SubBatching), PLANNER)
-
-PUBLISHED: Final = (
-    PublishedModel(
-        name="BERT-1.3B",
-        hidden=2048,
-        layers=24,
-        degree=4,
-        global_batch=128,
-        strategy=(2,) * 8 + (4,) * 16,
-        ktokens_per_s=dict(zip(METHODS, (23.0, 29.2, 32.6, 42.5, 44.7), strict=True)),
-    ),
-    PublishedModel(
-        name="LLaMA-7B",
-        hidden=4096,
-        layers=16,
-        degree=4,
-        global_batch=32,
-        strategy=(2,) * 10 + (4,) * 6,
-        ktokens_per_s={},
-    ),
-    PublishedModel(
-        name="LLaMA-65B",
-        hidden=8192,
-        layers=8,
-        degree=8,
-        global_batch=8,
-        strategy=None,
-        ktokens_per_s=dict(zip(METHODS, (5.3, 6.2, 7.7, 8.9, 9.0), strict=True)),
-    ),
+_BERT, _LLAMA_65B = (
+    dict(zip(METHODS, rates, strict=True))
+    for rates in ((23.0, 29.2, 32.6, 42.5, 44.7), (5.3, 6.2, 7.7, 8.9, 9.0))
 )
-
+PUBLISHED: Final = (
+    PublishedModel("BERT-1.3B", 2048, 24, 4, 128, (2,) * 8 + (4,) * 16, _BERT),
+    PublishedModel("LLaMA-7B", 4096, 16, 4, 32, (2,) * 10 + (4,) * 6),
+    PublishedModel("LLaMA-65B", 8192, 8, 8, 8, None, _LLAMA_65B),
+)
 
 REASONS: Final[Mapping[str, str]] = {
     "BERT-1.3B": "the public profile times every group's collective on all 32 ranks, but groups of 4 stay in "
@@ -86,7 +63,7 @@ REASONS: Final[Mapping[str, str]] = {
 }
 """Why rows of a model may not fit."""
 
-row: Final = partial(Row, paper="Oases")
+row: Final = partial(claim, "Oases")
 
 
 def oases_rows(profile: BlockProfile) -> Iterator[Row]:
@@ -107,25 +84,13 @@ def ablation_rows(model: PublishedModel, simulated: Mapping[str, float]) -> Iter
     """Table V: thousands of tokens per second by method, and whether each part adds to the one before."""
     for method, found in simulated.items():
         published = model.ktokens_per_s[PLANNER if method == PLANNER_TABLE_II else method]
-        judged = number(
-            paper="Oases",
-            figure="table V",
-            what=f"{model.name}: {method}",
-            unit="ktokens/s",
-            published=published,
-            simulated=found,
-            tolerance=RATE_TOLERANCE,
-        )
+        what = f"{model.name}: {method}"
+        judged = number("Oases", "table V", what, "ktokens/s", published, found, RATE_TOLERANCE)
         yield judged if judged.fits else replace(judged, note=REASONS[model.name])
     rising = [simulated[method] for method in METHODS]
-    yield row(
-        figure="table V",
-        what=f"{model.name}: every part of the ablation adds to the one before",
-        unit="ktokens/s",
-        simulated=(rising[0], rising[-1]),
-        fits=all(a <= b for a, b in pairwise(rising)),
-        note=", ".join(f"{method} {simulated[method]:.1f}" for method in METHODS),
-    )
+    what = f"{model.name}: every part of the ablation adds to the one before"
+    note = ", ".join(f"{method} {simulated[method]:.1f}" for method in METHODS)
+    yield row("table V", what, "ktokens/s", (rising[0], rising[-1]), rising == sorted(rising), note)
 
 
 def strategy_row(
@@ -135,15 +100,10 @@ def strategy_row(
     assert model.strategy is not None
     degrees = (ours, model.strategy, (model.degree,) * model.layers)
     shown, (own_ns, published_ns, single_ns) = [*map(describe_degrees, degrees)], map(cost_ns, degrees)
-    return row(
-        figure="table II",
-        what=f"{model.name}: our plan over the published one, same degrees (not slower)",
-        unit="%",
-        simulated=100 * (published_ns / own_ns - 1),
-        fits=own_ns <= published_ns,
-        note=f"ours {shown[0]}, published {shown[1]}; over {shown[2]}: {single_ns / own_ns - 1:+.0%} and "
-        f"{single_ns / published_ns - 1:+.0%}",
-    )
+    what = f"{model.name}: our plan over the published one, same degrees (not slower)"
+    over = f"over {shown[2]}: {single_ns / own_ns - 1:+.0%} and {single_ns / published_ns - 1:+.0%}"
+    note = f"ours {shown[0]}, published {shown[1]}; {over}"
+    return row("table II", what, "%", 100 * (published_ns / own_ns - 1), own_ns <= published_ns, note)
 
 
 def _premises(model: PublishedModel, profile: BlockProfile) -> Iterator[Row]:
@@ -153,23 +113,14 @@ def _premises(model: PublishedModel, profile: BlockProfile) -> Iterator[Row]:
         for size, costs in profile.measured.items()
         if size.hidden == model.hidden
     )
-    yield row(
-        figure="table V",
-        what=f"{model.name}: 16 GPUs if they only computed, of the best published (below 100: there were 32)",
-        unit="%",
-        simulated=100 * 16 * per_device / max(model.ktokens_per_s.values()),
-        fits=None,
-    )
+    what = f"{model.name}: 16 GPUs if they only computed, of the best published (below 100: there were 32)"
+    yield row("table V", what, "%", 100 * 16 * per_device / max(model.ktokens_per_s.values()), None)
     costs = profile.costs(model.hidden, model.degree, model.global_batch * model.degree // DEVICES)
     step_ns = model.global_batch * profile.sequence / model.ktokens_per_s[SubBatching.MEGATRON] * 1e6
     left_ns = step_ns - model.layers * _compute_ns(costs)
-    yield row(
-        figure="table V",
-        what=f"{model.name}: a collective as Megatron's published step leaves it, of the profile's",
-        unit="%",
-        simulated=100 * left_ns / (3 * len(costs.forward_ns) * model.layers) / costs.collective_ns,
-        fits=None,
-    )
+    what = f"{model.name}: a collective as Megatron's published step leaves it, of the profile's"
+    collectives = 3 * len(costs.forward_ns) * model.layers
+    yield row("table V", what, "%", 100 * left_ns / collectives / costs.collective_ns, None)
 
 
 def _ktokens(model: PublishedModel, profile: BlockProfile, step_ns: float) -> float:
@@ -180,9 +131,8 @@ def _ktokens(model: PublishedModel, profile: BlockProfile, step_ns: float) -> fl
 def _step_ns(model: PublishedModel, profile: BlockProfile, kind: SubBatching, degree: int) -> int:
     """A simulated step at a degree."""
     batch = model.global_batch * degree // DEVICES
-    layer = layer_times(
-        profile, hidden=model.hidden, degree=degree, batch=batch, sub_batches=kind.sub_batches
-    )
+    size = {"hidden": model.hidden, "degree": degree, "batch": batch}
+    layer = layer_times(profile, **size, sub_batches=kind.sub_batches)
     return total_ns(simulate_step(sub_batch_schedule(kind, model.layers), layer * model.layers))
 
 
@@ -229,14 +179,12 @@ def at_twice_the_hidden(profile: BlockProfile, hidden: int) -> BlockProfile:
     for size, costs in profile.measured.items():
         twice = profile.measured.get(size._replace(batch=2 * size.batch))
         if size.hidden == hidden and twice is not None:
+            times = {
+                name: tuple(round(ns * more) for ns, more in zip(getattr(costs, name), growth, strict=True))
+                for name in ("forward_ns", "backward_ns")
+            }
             measured[BlockSize(2 * hidden, size.degree, size.batch)] = BlockCosts(
-                forward_ns=(round(costs.forward_ns[0] * growth[0]), round(costs.forward_ns[1] * growth[1])),
-                backward_ns=(
-                    round(costs.backward_ns[0] * growth[0]),
-                    round(costs.backward_ns[1] * growth[1]),
-                ),
-                collective_ns=twice.collective_ns,
-                runtime_bytes=4 * costs.runtime_bytes,
+                **times, collective_ns=twice.collective_ns, runtime_bytes=4 * costs.runtime_bytes
             )
     return replace(profile, source=f"{profile.source} extrapolated", measured=measured)
 

@@ -6,16 +6,12 @@ Every row is computed when it is asked for. What does not fit is shown with the 
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from braid.scheduling.presets.library import cluster_preset
 from tests.papers.block_profile import read_block_profile
@@ -26,8 +22,7 @@ from tests.papers.oases import oases_rows
 from tests.papers.rows import Figure, Row
 
 WITHOUT_PROFILE: Final = (
-    "Oases: its rows need a profile of measured block costs (the authors publish one of an RTX 3090 as CSV); "
-    "give it with --profile"
+    "Oases: its rows need a profile of measured block costs, the authors' CSV (--profile)"
 )
 
 
@@ -79,36 +74,19 @@ def run(profile_path: Path | None, progress: Callable[[str], None] = lambda text
 # -- printing ------------------------------------------------------------------------------------------------
 
 
-def show(console: Console, report: PapersReport) -> None:
-    """Print a table per paper, then how many rows fit."""
-    for paper, group in groupby(report.rows, key=lambda row: row.paper):
-        rows = list(group)
-        judged = [row for row in rows if row.fits is not None]
-        table = Table(title=f"{paper}: {_count(judged)} fit", title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("where", max_width=14)
-        table.add_column("what", ratio=1)
-        for name in ("published", "simulated", "off"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("fits", justify="center")
+def show(report: PapersReport) -> Iterator[str]:
+    """A line per row, with the reason of what does not fit, and how many rows fit."""
+    for paper, rows in groupby(report.rows, key=lambda row: row.paper):
+        yield f"\n{paper}"
         for row in rows:
-            _add(table, row)
-        console.print(table)
-    for text in report.left_out:
-        console.print(f"[yellow]left out[/] {escape(text)}")
-    console.print(f"[bold]{report.summary}[/]")
-
-
-def _add(table: Table, row: Row) -> None:
-    """A row; what does not fit in red, with its reason."""
-    mark = {True: "yes", False: "[red]no[/]", None: "-"}[row.fits]
-    style = "red" if row.fits is False else None
-    what = escape(row.what)
-    if row.note and row.fits is not True:
-        what += f"\n[dim]{escape(row.note)}[/]"
-    published = "" if row.published is None else figure_text(row.published, row.unit)
-    table.add_row(
-        row.figure, what, published, figure_text(row.simulated, row.unit), _off(row), mark, style=style
-    )
+            mark = {True: "fits", False: "DOES NOT FIT", None: "for information"}[row.fits]
+            printed = "" if row.published is None else f"published {figure_text(row.published, row.unit)}, "
+            found = f"{printed}simulated {figure_text(row.simulated, row.unit)}{_off(row)}"
+            yield f"  {mark}: {row.figure}: {row.what}: {found}"
+            if row.note and row.fits is not True:
+                yield f"    {row.note}"
+    yield from (f"left out: {text}" for text in report.left_out)
+    yield report.summary
 
 
 def figure_text(figure: Figure, unit: str) -> str:
@@ -126,11 +104,9 @@ def _short(value: float) -> str:
 
 def _off(row: Row) -> str:
     """How far outside: percentage points, or a share of the published figure."""
-    if row.published is None:
+    if row.published is None or row.distance == 0:
         return ""
-    if row.distance == 0:
-        return "0"
-    return f"{row.distance:.1f} points" if row.unit == "%" else f"{row.distance:+.1%}"
+    return f", off {row.distance:.1f} points" if row.unit == "%" else f", off {row.distance:+.1%}"
 
 
 def main() -> None:
@@ -139,12 +115,8 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="the public RTX 3090 profile (CSV), for Oases' rows")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     chosen = parser.parse_args()
-    says = Console(stderr=True)
-    result = run(chosen.profile, says.print)
-    if chosen.json:
-        print(json.dumps(result.as_json()))
-    else:
-        show(Console(), result)
+    result = run(chosen.profile, lambda text: print(text, file=sys.stderr))
+    print(json.dumps(result.as_json()) if chosen.json else "\n".join(show(result)))
 
 
 if __name__ == "__main__":

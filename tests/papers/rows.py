@@ -36,18 +36,39 @@ class Row:
     note: str = ""
 
 
-def number(*, published: float, simulated: float, tolerance: float, **more: Any) -> Row:
-    """A number that fits within a share ``tolerance`` of the published one; ``more``: other fields."""
+def number(
+    paper: str,
+    figure: str,
+    what: str,
+    unit: str,
+    published: float,
+    simulated: float,
+    tolerance: float,
+    note: str = "",
+) -> Row:
+    """A number that fits within a share ``tolerance`` of the published one."""
     distance = simulated / published - 1
-    fits = abs(distance) <= tolerance
-    return Row(published=published, simulated=simulated, distance=distance, fits=fits, **more)
+    judged: dict[str, Any] = {"distance": distance, "fits": abs(distance) <= tolerance, "unit": unit}
+    return Row(
+        paper=paper, figure=figure, what=what, published=published, simulated=simulated, note=note, **judged
+    )
 
 
-def percentages(*, published: Figure, simulated: Sequence[float], **more: Any) -> Row:
+def percentages(
+    paper: str, figure: str, what: str, published: Figure, simulated: Sequence[float], note: str = ""
+) -> Row:
     """Percentages that fit where all of them lie in the published range or within `POINTS` of it."""
     low, high = published if isinstance(published, tuple) else (published, published)
     distance = max(0.0, low - min(simulated), max(simulated) - high)
     found = simulated[0] if len(simulated) == 1 else (min(simulated), max(simulated))
+    judged: dict[str, Any] = {"distance": distance, "fits": distance <= POINTS, "unit": "%"}
     return Row(
-        unit="%", published=published, simulated=found, distance=distance, fits=distance <= POINTS, **more
+        paper=paper, figure=figure, what=what, published=published, simulated=found, note=note, **judged
     )
+
+
+def claim(
+    paper: str, figure: str, what: str, unit: str, simulated: Figure, fits: bool | None, note: str = ""
+) -> Row:
+    """What no paper has a figure for."""
+    return Row(paper=paper, figure=figure, what=what, unit=unit, simulated=simulated, fits=fits, note=note)

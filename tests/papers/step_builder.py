@@ -86,16 +86,14 @@ class StepBuilder:
 
     def compute(self, use: Use, operator: str, piece: int, pieces: int, after: Iterable[str] = ()) -> str:
         """Part of a forward pass (or of a gradient) of a unit's matrix product."""
-        ns = use.unit.matmul.ns(self.cluster.gpu, 1 / pieces)
-        return self._add(
-            use, operator, piece, Stream.COMPUTE, ns, after, flops=use.unit.matmul.flops // pieces
-        )
+        ns, flops = use.unit.matmul.ns(self.cluster.gpu, 1 / pieces), use.unit.matmul.flops // pieces
+        return self._add(use, operator, piece, Stream.COMPUTE, ns, after, flops=flops)
 
     def attached(self, use: Use, backward: bool) -> None:
         """The operators of a unit that have no weights, if any."""
         ns = use.unit.attached_backward_ns if backward else use.unit.attached_forward_ns
         if ns:
-            self._add(use, "attached_backward" if backward else "attached", 0, Stream.COMPUTE, ns)
+            self._add(use, "attached_backward" if backward else "attached", 0, Stream.COMPUTE, ns, ())
 
     def update(self, use: Use, sharded: bool, after: Iterable[str]) -> str:
         """The optimizer on a unit's parameters, or on this rank's share of them."""
@@ -111,17 +109,15 @@ class StepBuilder:
         kind: Kind,
         part: tuple[int, int],
         after: Iterable[str],
-        group: Group | None = None,
+        of: Group | None = None,
     ) -> str:
         """All stages of a part (number, of how many) of a unit's collective; the name of the last.
 
-        Without ``group`` it is that of the step and the payload the unit; else the rank's shard of it.
+        Without ``of`` its group is that of the step and the payload the unit; else the rank's shard of it.
         """
         piece, pieces = part
-        payload = use.unit.parameters * self.step.element_bytes
-        if group is None:
-            group = self.step.group
-        else:
+        payload, group = use.unit.parameters * self.step.element_bytes, of or self.step.group
+        if of is not None:
             payload = -(-payload // self.step.group.size)
         if group.size == 1:
             return self._add(use, operator, piece, Stream.INTRA, 0, after)
@@ -129,10 +125,8 @@ class StepBuilder:
         stages = hierarchical(kind, payload, group) if self.choice.hierarchical else ()
         for number, (stage, over, size) in enumerate(stages or ((kind, group, float(payload)),)):
             ns = self.cluster.gpu.launch_ns + collective_ns(self.cluster, stage, size / pieces, over)
-            waits = (name,) if number else after
-            label = f"{piece}.{number}"
-            sent = round(size / pieces)
-            name = self._add(use, operator, label, STREAM_OF[over.level], ns, waits, sent=sent)
+            waits, sent = (name,) if number else after, round(size / pieces)
+            name = self._add(use, operator, f"{piece}.{number}", STREAM_OF[over.level], ns, waits, bytes=sent)
         return name
 
     def room(self, size: float, budget: float) -> tuple[str, ...]:
@@ -151,10 +145,8 @@ class StepBuilder:
         piece: int | str,
         stream: Stream,
         ns: int,
-        after: Iterable[str] = (),
-        *,
-        sent: int = 0,
-        flops: int = 0,
+        after: Iterable[str],
+        **of: int,
     ) -> str:
         task = StepTask(
             name=use.task(operator, piece),
@@ -165,8 +157,7 @@ class StepBuilder:
             step=use.step,
             micro_batch=use.micro_batch,
             layer=use.layer,
-            bytes=sent,
-            flops=flops,
+            **of,
         )
         self.queues[stream].append(task)
         return task.name

@@ -1,8 +1,9 @@
 """Schedules in sub-batches: what they hold, what they may never do, and how they compare."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -36,21 +37,13 @@ def split_steps(draw: st.DrawFn) -> list[BlockTimes]:
 
 def whole(times: list[BlockTimes]) -> list[BlockTimes]:
     """The same work in one batch, where splitting is free."""
-    return [
-        BlockTimes(
-            forward_ns=(sum(block.forward_ns),),
-            backward_ns=(sum(block.backward_ns),),
-            collective_ns=(sum(block.collective_ns),),
-        )
-        for block in times
-    ]
+    return [BlockTimes(**{name: (sum(both),) for name, both in vars(block).items()}) for block in times]
 
 
 def run(kind: SubBatching, times: list[BlockTimes]) -> dict[Operation, tuple[int, int]]:
     """Begin and end of the operations of the step in a schedule, in one batch where the schedule has one."""
-    return simulate_step(
-        sub_batch_schedule(kind, len(times) // 2), whole(times) if kind is SubBatching.MEGATRON else times
-    )
+    given = whole(times) if kind is SubBatching.MEGATRON else times
+    return simulate_step(sub_batch_schedule(kind, len(times) // 2), given)
 
 
 @pytest.mark.parametrize("kind", SubBatching)
@@ -58,12 +51,7 @@ def run(kind: SubBatching, times: list[BlockTimes]) -> dict[Operation, tuple[int
 def test_every_operation_stands_once_with_its_collective_behind_it(kind: SubBatching, layers: int) -> None:
     """The fine schedule repeats no collective in its recomputation."""
     schedule = sub_batch_schedule(kind, layers)
-    wanted = {
-        Operation(phase, block, part)
-        for phase in Phase
-        for block in range(2 * layers)
-        for part in range(kind.sub_batches)
-    }
+    wanted = {Operation(*of) for of in product(Phase, range(2 * layers), range(kind.sub_batches))}
     assert Counter(schedule.compute) == Counter(wanted)
     reduced = {op.reduced for op in wanted if not (kind is SubBatching.FINE and op.phase is Phase.RECOMPUTE)}
     assert Counter(schedule.communication) == Counter(reduced)
@@ -75,10 +63,8 @@ def test_every_operation_stands_once_with_its_collective_behind_it(kind: SubBatc
 def test_only_the_own_sub_batch_is_read(kind: SubBatching) -> None:
     """Waiting for the other sub-batch is a barrier; only the two schedules that have barriers do it."""
     schedule = sub_batch_schedule(kind, 3)
-    across = [
-        (op, src) for op, srcs in schedule.after.items() for src in srcs if src.sub_batch != op.sub_batch
-    ]
-    assert bool(across) is (kind is SubBatching.MERAK)
+    across = any(src.sub_batch != op.sub_batch for op, srcs in schedule.after.items() for src in srcs)
+    assert across is (kind is SubBatching.MERAK)
 
 
 @pytest.mark.parametrize("kind", SubBatching)
@@ -124,13 +110,8 @@ def test_megatron_overlaps_nothing(times: list[BlockTimes]) -> None:
 
 @given(split_steps(), st.sampled_from(list(SubBatching)), st.booleans())
 def test_one_busy_stream_takes_the_sum(times: list[BlockTimes], kind: SubBatching, computing: bool) -> None:
-    nothing = (0, 0)
-    alone = [
-        replace(block, collective_ns=nothing)
-        if computing
-        else replace(block, forward_ns=nothing, backward_ns=nothing)
-        for block in times
-    ]
+    nothing = dict.fromkeys(["collective_ns"] if computing else ["forward_ns", "backward_ns"], (0, 0))
+    alone = [replace(block, **nothing) for block in times]
     found = run(kind, alone)
     assert total_ns(found) == busy_ns(found, collectives=not computing)
 
@@ -150,6 +131,17 @@ def test_the_steps_of_the_ablation_are_real(slower: SubBatching, faster: SubBatc
     assert total_ns(run(faster, times)) < total_ns(run(slower, times))
 
 
+def passes(times: Iterable[BlockTimes], *names: str) -> list[PassCosts]:
+    """What a pass computes in every block, as the sum of some times, and its collectives."""
+    return [
+        PassCosts(
+            compute_ns=tuple(sum(getattr(block, name)[part] for name in names) for part in (0, 1)),
+            collective_ns=block.collective_ns,
+        )
+        for block in times
+    ]
+
+
 def equation_3(nodes: list[PassCosts]) -> int:
     """The paper's estimate of a pass, term by term."""
     total = nodes[0].compute_ns[0] + nodes[-1].collective_ns[1]
@@ -162,34 +154,19 @@ def equation_3(nodes: list[PassCosts]) -> int:
 
 @given(split_steps())
 def test_equation_3_is_the_forward_pass_exactly(times: list[BlockTimes]) -> None:
-    forward = [PassCosts(compute_ns=block.forward_ns, collective_ns=block.collective_ns) for block in times]
     found = run(SubBatching.CROSS_PASS, times)
-    assert max(end for op, (_, end) in found.items() if op.phase is Phase.FORWARD) == equation_3(forward)
+    estimate = equation_3(passes(times, "forward_ns"))
+    assert max(end for op, (_, end) in found.items() if op.phase is Phase.FORWARD) == estimate
 
 
 @given(split_steps())
 def test_equation_3_is_never_below_the_fine_schedule(times: list[BlockTimes]) -> None:
     """It is above it because recomputation need not wait for the gradient, nor for the last forward."""
-    forward = [PassCosts(compute_ns=block.forward_ns, collective_ns=block.collective_ns) for block in times]
-    backward = [
-        PassCosts(
-            compute_ns=(
-                block.forward_ns[0] + block.backward_ns[0],
-                block.forward_ns[1] + block.backward_ns[1],
-            ),
-            collective_ns=block.collective_ns,
-        )
-        for block in reversed(times)
-    ]
-    estimate = equation_3(forward) + equation_3(backward)
+    backward = passes(times[::-1], "forward_ns", "backward_ns")
+    estimate = equation_3(passes(times, "forward_ns")) + equation_3(backward)
     assert total_ns(run(SubBatching.FINE, times)) <= estimate
     no_recomputation = [replace(block, forward_ns=(0, 0)) for block in times]
-    forward = [replace(node, compute_ns=(0, 0)) for node in forward]
-    backward = [
-        PassCosts(compute_ns=block.backward_ns, collective_ns=block.collective_ns)
-        for block in reversed(times)
-    ]
-    estimate = equation_3(forward) + equation_3(backward)
+    estimate = equation_3(passes(times)) + equation_3(passes(times[::-1], "backward_ns"))
     last = times[-1].collective_ns
     # Without recomputation only the turn from forward to backward is left: the first sub-batch need not
     # wait for the collective of the second.
@@ -206,12 +183,8 @@ def test_streams_that_wait_for_each_other_are_named() -> None:
 
 def test_times_come_from_the_sub_batch_sizes() -> None:
     def costs(scale: int) -> BlockCosts:
-        return BlockCosts(
-            forward_ns=(scale, 2 * scale),
-            backward_ns=(3 * scale, 4 * scale),
-            collective_ns=5 * scale,
-            runtime_bytes=1,
-        )
+        forward, backward = (scale, 2 * scale), (3 * scale, 4 * scale)
+        return BlockCosts(forward_ns=forward, backward_ns=backward, collective_ns=5 * scale, runtime_bytes=1)
 
     measured = {BlockSize(8, 2, batch): costs(batch) for batch in (1, 2, 3)}
     profile = BlockProfile("made up", 4, 4, measured)

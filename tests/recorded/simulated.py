@@ -8,18 +8,16 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot. ``--as-before``
-records with the costs and names of `tests.recorded.before`, to be compared with a record from before them.
+`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot.
 """
 
-import argparse
-import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,20 +25,12 @@ from typer.testing import CliRunner
 
 from braid.jobs.cli import app
 from braid.scheduling.lowering.named import ScheduleName
-from tests.recorded.before import FORMER, former_costs
-from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, read_cases, write_cases
+from tests.recorded.files import REFUSED, SCHEDULES, Case, asked, both, chosen, write_cases
 from tests.recorded.units import unit_cases
 
 NUMBERS: Final = (
-    "step_seconds",
-    "hidden_fraction",
-    "communication_seconds",
-    "exposed_seconds",
-    "bubble_fraction",
-    "bubble_seconds",
-    "slowdown_seconds",
-    "launch_gap_seconds",
-    "peak_bytes",
+    *("hidden_fraction", "bubble_fraction", "peak_bytes"),
+    *(f"{what}_seconds" for what in ("step", "communication", "exposed", "bubble", "slowdown", "launch_gap")),
 )
 """What is recorded of the object that ``--json`` prints, beside bytes per GPU and level of links."""
 TOLERANCE: Final = 1e-9
@@ -109,29 +99,19 @@ SITUATIONS: Final = (
 )
 
 
-def cli_cases(called: Mapping[str, str]) -> dict[str, Callable[[], Case]]:
-    """Names of the cases that ``braid simulate`` can do, and how to record them.
-
-    ``called``: other names of schedules, by which they are simulated.
-    """
-    runner = CliRunner()
-
-    def recorded(arguments: Sequence[str]) -> Callable[[], Case]:
-        return lambda: _simulated(runner, arguments)
-
-    return {
-        f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}": recorded(
-            situation.arguments(called.get(schedule, schedule), recompute, zero)
-        )
-        for situation in SITUATIONS
-        for recompute, zero in situation.variants
-        for schedule in SCHEDULES
-    }
+def cli_cases() -> dict[str, Callable[[], Case]]:
+    """Names of the cases that ``braid simulate`` can do, and how to record them."""
+    cases = {}
+    for situation in SITUATIONS:
+        for (recompute, zero), schedule in product(situation.variants, SCHEDULES):
+            name = f"{situation.title}, recompute {recompute}, zero {zero}: {schedule}"
+            cases[name] = partial(_simulated, situation.arguments(schedule, recompute, zero))
+    return cases
 
 
-def _simulated(runner: CliRunner, arguments: Sequence[str]) -> Case:
+def _simulated(arguments: Sequence[str]) -> Case:
     """The numbers of one step; `RuntimeError` where the command fails but does not refuse."""
-    result = runner.invoke(app, list(arguments))
+    result = CliRunner().invoke(app, list(arguments))
     if isinstance(result.exception, ValueError):
         return {REFUSED: str(result.exception)}
     if result.exit_code:
@@ -146,19 +126,18 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
     return {**found, **{f"{level}_bytes": links[level]["bytes_per_gpu"] for level in ("intra", "inter")}}
 
 
-def record(pattern: str | None, tell: Callable[[str], None], *, as_before: bool = False) -> dict[str, Case]:
-    """All cases whose names hold the pattern; ``as_before``: see `tests.recorded.before`."""
-    called = FORMER if as_before else {}
-    cases = {**cli_cases(called), **unit_cases(numbers_of, called)}
+def record(out: Path, pattern: str | None) -> None:
+    """Write all cases whose names hold the pattern."""
+    cases = {**cli_cases(), **unit_cases(numbers_of)}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):
         begin = time.perf_counter()
-        with former_costs() if as_before else nullcontext():
-            found[name] = cases[name]()
+        found[name] = cases[name]()
         shown = found[name].get(REFUSED) or f"{found[name]['step_seconds']:.6f} s"
-        tell(f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)")
-    return found
+        told = f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)"
+        print(told, file=sys.stderr, flush=True)
+    write_cases(out, found)
 
 
 # -- comparison ----------------------------------------------------------------------------------------------
@@ -192,21 +171,11 @@ def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 where records differ."""
-    parser = argparse.ArgumentParser(description="Record simulated steps, or compare two records.")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, help="record to this file")
-    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
-    parser.add_argument("--only", help="only cases whose names hold this pattern")
-    parser.add_argument("--as-before", action="store_true", help="with former costs and names")
-    given = parser.parse_args(arguments)
+    given = asked("Record simulated steps, or compare two records.", arguments)
     if given.out is not None:
-        tell = functools.partial(print, file=sys.stderr, flush=True)
-        found = record(given.only, tell, as_before=given.as_before)
-        write_cases(given.out, found)
+        record(given.out, given.only)
         return 0
-    old, new = (
-        {name: cases[name] for name in chosen(cases, given.only)} for cases in map(read_cases, given.compare)
-    )
+    old, new = both(given)
     lines = list(compare(old, new))
     print("\n".join(lines) if lines else f"equal: {len(old)} cases, within {TOLERANCE:g}")
     return 1 if lines else 0

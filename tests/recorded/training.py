@@ -13,7 +13,6 @@ which changes decisions but no bits. Only what lasts is used: the command line, 
 are exact) and checkpoints.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -30,12 +29,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from string import ascii_lowercase
 from typing import Any, Final
 
 import yaml
 
 from tests.end_to_end.command import ROOT, Outcome, braid
-from tests.recorded.files import REFUSED, Case, chosen, read_cases, write_cases
+from tests.recorded.files import REFUSED, Case, asked, both, chosen, read_cases, write_cases
 from tests.recorded.training_cases import BASE, CLUSTER, Training, training_cases
 
 ORIGIN: Final = "origin"
@@ -59,9 +59,7 @@ class Workplace:
     def prepare(self) -> None:
         """Write a corpus, the same every time, and tokenise it."""
         random = Random(5)
-        words = [
-            "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=n)) for n in range(1, 9) for _ in "1234"
-        ]
+        words = ["".join(random.choices(ascii_lowercase, k=n)) for n in range(1, 9) for _ in "1234"]
         lines = (" ".join(random.choices(words, k=12)) for _ in range(4000))
         (self.folder / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         self._write("data.yaml", dict(BASE))
@@ -133,8 +131,8 @@ def _message(done: Outcome) -> str:
 
 def bits_of(run: Path) -> Case:
     """Digests of a finished run's losses, gradient norms and final parameters; and the losses, to read."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = sorted(lines, key=lambda line: int(line["step"]))
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = sorted(map(json.loads, lines), key=lambda line: int(line["step"]))
     found = {"losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps]}
     digests = {name: _digest(" ".join(map(float.hex, values)).encode()) for name, values in found.items()}
     return {
@@ -241,18 +239,15 @@ def verdict(old: Case | None, new: Case | None) -> str:
     unlike = [name for name in BITS if old[name] != new[name]]
     if not unlike:
         return "equal"
-    apart = max(
-        (abs(a / b - 1) for a, b in zip(old["read"], new["read"], strict=False) if b), default=math.nan
-    )
+    pairs = zip(old["read"], new["read"], strict=False)
+    apart = max((abs(a / b - 1) for a, b in pairs if b), default=math.nan)
     return f"different: {', '.join(unlike)}; losses {apart:.1e} apart"
 
 
 def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str], bool]:
     """Where the records are from, how many verdicts of each kind, all that is not equal; whether all is."""
-    lines = [
-        f"{key}: {old.get(ORIGIN, {}).get(key)} / {new.get(ORIGIN, {}).get(key)}"
-        for key in ("commit", "torch", "processor")
-    ]
+    before, after = old.get(ORIGIN, {}), new.get(ORIGIN, {})
+    lines = [f"{key}: {before.get(key)} / {after.get(key)}" for key in ("commit", "torch", "processor")]
     names = sorted({*old, *new} - {ORIGIN})
     verdicts = {name: verdict(old.get(name), new.get(name)) for name in names}
     counts = Counter(text.partition(":")[0] for text in verdicts.values())
@@ -263,20 +258,11 @@ def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 where records differ or a run failed."""
-    parser = argparse.ArgumentParser(description="Record trained runs, or compare two records.")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, help="record to this file, or go on with it")
-    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
-    parser.add_argument("--cache", type=Path, help="folder of profiles (default: profiles, beside the file)")
-    parser.add_argument("--only", help="only runs whose names hold this pattern")
-    given = parser.parse_args(arguments)
+    given = asked("Record trained runs, or compare two records.", arguments)
     if given.out is not None:
         record(given.out, given.cache or given.out.parent / "profiles", given.only)
         return int(any(FAILED in case for case in read_cases(given.out).values()))
-    old, new = (
-        {name: cases[name] for name in cases if name == ORIGIN or name in chosen(cases, given.only)}
-        for cases in map(read_cases, given.compare)
-    )
+    old, new = both(given, (ORIGIN,))
     lines, equal = compare(old, new)
     print("\n".join(lines))
     return 0 if equal else 1

@@ -107,27 +107,18 @@ def training_cases() -> dict[str, Training]:
 
 def _cases() -> Iterator[Training]:
     pipelines = [name for name in SCHEDULES if name != "intra_batch"]
-    yield from _runs(
-        "llama", "tp2", [name for name in SCHEDULES if name not in ("megatron:eager_1f1b", "interleaved")]
-    )
+    one_stage = [name for name in SCHEDULES if name not in ("megatron:eager_1f1b", "interleaved")]
+    yield from _runs("llama", "tp2", one_stage)
     yield from _runs("llama", "pp2", pipelines)
     yield from _runs("llama", "tp2 pp2", SCHEDULES)
-    yield from _runs(
-        "llama", "one rank", ("megatron", "megatron:folded", "wavelet", "braid", "braid:twins", "zbv")
-    )
+    alone = ("megatron", "megatron:folded", "wavelet", "braid", "braid:twins", "zbv")
+    yield from _runs("llama", "one rank", alone)
     yield from _runs("llama", "dp2", ("megatron", "braid", "braid:twins"))
     some = ("megatron", "intra_batch", "wavelet", "dhelix", "braid", "braid:twins", "braid:v")
     yield from _runs("llama", "dp2 tp2", some)
-    others = (
-        "megatron",
-        "megatron:eager_1f1b",
-        "interleaved",
-        "dhelix",
-        "braid",
-        "braid:eager_w",
-        "braid:v",
-        "zbv",
-    )
+    others = [
+        name for name in pipelines if name not in ("megatron:folded", "wavelet", "braid:twins", "dualpipev")
+    ]
     yield from _runs("llama", "dp2 pp2", others)
 
     yield from _runs("gpt", "tp2", ("megatron", "intra_batch", "braid", "braid:twins"))

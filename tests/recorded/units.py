@@ -5,6 +5,7 @@ This is the one file of the records that calls the planner itself.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -40,13 +41,12 @@ SLOWDOWNS: Final = {
 """Made up: what a measured profile says of classes, each side by itself."""
 
 
-def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dict[str, Callable[[], Case]]:
+def unit_cases(numbers: Numbers) -> dict[str, Callable[[], Case]]:
     """Names of the cases, and how to record them.
 
     Units of two and four layers, on one stage and two; and costs by which starting a collective and going on
     after it take time, as in measured profiles, for units of layers and (on one cluster) for every schedule
-    layer by layer. ``numbers`` picks what is recorded; ``called``: other names of schedules, by which
-    they are simulated.
+    layer by layer. ``numbers`` picks what is recorded.
     """
     cases: dict[str, Callable[[], Case]] = {}
     for (cluster, model, tp), pp in product(PRESETS, (1, 2)):
@@ -58,34 +58,22 @@ def unit_cases(numbers: Numbers, called: Mapping[str, str] | None = None) -> dic
         for handled, schedule, unit_layers in kinds:
             costs = "handled" if handled else "modelled"
             title = f"{model} on {cluster}, tp {tp} pp {pp}, {costs} costs, unit {unit_layers}: {schedule}"
-            name = (called or {}).get(schedule, schedule)
-            cases[title] = _case(cluster, model, tp, pp, name, unit_layers, handled, numbers)
+            work = (model, tp, pp, schedule, unit_layers)
+            cases[title] = partial(_simulated, cluster, work, handled, numbers)
     return cases
 
 
-def _case(
-    cluster: str,
-    model: str,
-    tp: int,
-    pp: int,
-    schedule: str,
-    unit_layers: int,
-    handled: bool,
-    numbers: Numbers,
-) -> Callable[[], Case]:
-    def simulated() -> Case:
-        preset = cluster_preset(cluster)
-        spec = replace(preset, nodes=1, gpus_per_node=tp * pp)
-        shape = replace(model_preset(model), layers=LAYERS_PER_STAGE * pp)
-        setting = _setting(shape, tp, pp, schedule, unit_layers)
-        kind, named = setting.kind, setting.pipeline
-        pipelines = (named,) if named else kind.pipelines_on(setting.layout) or kind.pipelines[:1]
-        benches = [modelled(spec)(replace(setting, pipeline=name)) for name in pipelines]
-        if handled:
-            benches = [replace(bench, profile=with_handling(bench)) for bench in benches]
-        return _fastest(benches, numbers)
-
-    return simulated
+def _simulated(cluster: str, work: tuple[str, int, int, str, int], handled: bool, numbers: Numbers) -> Case:
+    model, tp, pp, schedule, unit_layers = work
+    spec = replace(cluster_preset(cluster), nodes=1, gpus_per_node=tp * pp)
+    shape = replace(model_preset(model), layers=LAYERS_PER_STAGE * pp)
+    setting = _setting(shape, tp, pp, schedule, unit_layers)
+    kind, named = setting.kind, setting.pipeline
+    pipelines = (named,) if named else kind.pipelines_on(setting.layout) or kind.pipelines[:1]
+    benches = [modelled(spec)(replace(setting, pipeline=name)) for name in pipelines]
+    if handled:
+        benches = [replace(bench, profile=with_handling(bench)) for bench in benches]
+    return _fastest(benches, numbers)
 
 
 def _setting(shape: ModelShape, tp: int, pp: int, schedule: str, unit_layers: int) -> Setting:

@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.cases import assert_close
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -27,9 +29,4 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) 
 
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Equal within the dtype's tolerance of the largest expected element (of 1, if that is larger)."""
-    assert actual.shape == expected.shape
-    assert not torch.isnan(actual).any()
-    if expected.numel():
-        scale = max(1.0, float(expected.detach().abs().max()))
-        largest = float((actual.double() - expected.detach()).abs().max())
-        assert largest <= TOLERANCE[dtype] * scale, f"off by {largest / scale:.2e} of the largest element"
+    assert_close(actual, expected.detach(), TOLERANCE[dtype])

@@ -27,100 +27,53 @@ UNALIGNED = {"rows", "count", "first_row"}
 """Sizes of batches: not multiples of 16, whereas widths and strides are."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Compilation:
     """A kernel with a configuration; pointers are to ``element`` unless ``pointers`` says otherwise."""
 
     name: str
     kernel: Any
-    element: str
     constants: dict[str, Any]
     pointers: dict[str, str] = field(default_factory=dict)
     warps: int = 4
+    element: str = "bf16"
 
 
 def compilations() -> Iterator[Compilation]:
     """Every kernel as the launchers start it for a Llama-8B layer in bf16."""
-    yield from _norms()
-    yield from _elementwise()
-    yield from _experts()
-
-
-def _norms() -> Iterator[Compilation]:
+    statistics = {"statistics_ptr": "fp32", "partials_ptr": "fp32"}
     for name, width, centred in (("rms_norm", 4096, False), ("layer_norm", 8192, True)):
         rows, block, warps = norm.tile_of(width)
+        tile = {"CENTRED": centred, "ROWS": rows, "BLOCK": block}
         for part, kernel, flags in (
             ("", norm.forward_kernel, {}),
             ("_input_gradient", norm.input_gradient_kernel, {"SKIP": True}),
             ("_weight_gradient", norm.weight_gradient_kernel, {}),
         ):
-            yield Compilation(
-                name=f"{name}{part} {width}",
-                kernel=kernel,
-                element="bf16",
-                constants={**flags, "CENTRED": centred, "ROWS": rows, "BLOCK": block},
-                pointers={"statistics_ptr": "fp32", "partials_ptr": "fp32"},
-                warps=warps,
-            )
-    yield Compilation(
-        name="add_columns",
-        kernel=norm.add_columns_kernel,
-        element="fp32",
-        constants={"ROWS": norm.SUM_ROWS, "COLUMNS": norm.SUM_COLUMNS},
-    )
-
-
-def _elementwise() -> Iterator[Compilation]:
+            yield Compilation(f"{name}{part} {width}", kernel, {**flags, **tile}, statistics, warps=warps)
+    tile = {"ROWS": norm.SUM_ROWS, "COLUMNS": norm.SUM_COLUMNS}
+    yield Compilation("add_columns", norm.add_columns_kernel, tile, element="fp32")
     rows, block = activation.tile_of(14336)
-    tile = {"ROWS": rows, "BLOCK": block}
-    for kernel in (
-        activation.swiglu_kernel,
-        activation.swiglu_gradient_kernel,
-        activation.gelu_kernel,
-        activation.gelu_gradient_kernel,
-    ):
-        name = kernel.__name__.removesuffix("_kernel")
-        yield Compilation(name=name, kernel=kernel, element="bf16", constants=tile)
+    for kind in ("swiglu", "swiglu_gradient", "gelu", "gelu_gradient"):
+        yield Compilation(kind, getattr(activation, f"{kind}_kernel"), {"ROWS": rows, "BLOCK": block})
     heads, kv_heads, half = 32, 8, 64
-    yield Compilation(
-        name="rotary",
-        kernel=rotary.rotary_kernel,
-        element="bf16",
-        constants={"HALF": half, "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK": half, "BACK": True},
-        pointers={"cos_ptr": "fp32", "sin_ptr": "fp32"},
-        warps=warps_for(2 * power_of_two(heads) * half),
-    )
+    sizes = {"HALF": half, "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK": half, "BACK": True}
+    tables, warps = {"cos_ptr": "fp32", "sin_ptr": "fp32"}, warps_for(2 * power_of_two(heads) * half)
+    yield Compilation("rotary", rotary.rotary_kernel, sizes, tables, warps=warps)
     block, warps = cross_entropy.tile_of(128256)
-    pointers = {"targets_ptr": "i64", "statistics_ptr": "fp32", "log_partition_ptr": "fp32"}
-    for kernel, flags in (
-        (cross_entropy.statistics_kernel, {}),
-        (cross_entropy.gradient_kernel, {"SCALED": True}),
-    ):
-        yield Compilation(
-            name=f"cross_entropy_{kernel.__name__.removesuffix('_kernel')}",
-            kernel=kernel,
-            element="bf16",
-            constants={**flags, "BLOCK": block},
-            pointers={**pointers, "scale_ptr": "fp32"},
-            warps=warps,
-        )
-
-
-def _experts() -> Iterator[Compilation]:
+    wide = dict.fromkeys(("statistics_ptr", "log_partition_ptr", "scale_ptr"), "fp32")
+    pointers = {"targets_ptr": "i64", **wide}
+    for kind, flags in (("statistics", {}), ("gradient", {"SCALED": True})):
+        kernel, name = getattr(cross_entropy, f"{kind}_kernel"), f"cross_entropy_{kind}"
+        yield Compilation(name, kernel, {**flags, "BLOCK": block}, pointers, warps=warps)
     floats, integers = ("weights_ptr", "d_weights_ptr"), ("slots_ptr", "sources_ptr")
     pointers = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(integers, "i32")}
-    for kernel, flags in (
-        (permute.gather_kernel, {"WEIGHTED": True}),
-        (permute.combine_kernel, {"WEIGHTED": True, "CHOICES": 2}),
-        (permute.combine_weight_gradient_kernel, {}),
+    for kind, flags in (
+        ("gather", {"WEIGHTED": True}),
+        ("combine", {"WEIGHTED": True, "CHOICES": 2}),
+        ("combine_weight_gradient", {}),
     ):
-        yield Compilation(
-            name=kernel.__name__.removesuffix("_kernel"),
-            kernel=kernel,
-            element="bf16",
-            constants={**flags, "BLOCK": 1024},
-            pointers=pointers,
-        )
+        yield Compilation(kind, getattr(permute, f"{kind}_kernel"), {**flags, "BLOCK": 1024}, pointers)
 
 
 def machine_code(one: Compilation, capability: int) -> Any:

@@ -58,9 +58,8 @@ def test_rotary(seed, b, s, heads, half, dtype, back):
     q, k, v = (normal(b, count, s, 2 * half, dtype=dtype).transpose(1, 2) for count in (n, k, k))
     angles = torch.randn(s, half, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
-    expected = reference_rotary(
-        q.double(), k.double(), v.double(), cos.double(), (-sin if back else sin).double()
-    )
+    wide = (x.double() for x in (q, k, v, cos, -sin if back else sin))
+    expected = reference_rotary(*wide)
     assert_near(rotary(q, k, v, cos, sin, back), expected, dtype)
 
 

@@ -12,10 +12,9 @@ from braid.kernels.family import TORCH, OperatorFamily, candidates, names, opera
 from braid.kernels.fused import launch
 from braid.kernels.operators.attention import BACKENDS
 from braid.kernels.operators.operator import ComputeOperator
-from tests.kernels.cases import CASES, assert_close, check, prepare
+from tests.kernels.cases import CASES, check, prepare
 from tests.kernels.fused.cases import DEVICE, fresh, seeds
 from tests.kernels.fused.cases import normal as strided
-from tests.kernels.test_expert_layer import Layer, tokens_of
 
 TRITON = operator_family("triton", DEVICE, torch.float32)
 COUNTERPARTS = {getattr(TORCH, field.name): getattr(TRITON, field.name) for field in fields(OperatorFamily)}
@@ -64,26 +63,6 @@ def test_twins_save_the_same_values(make):
     assert [(x.shape, x.dtype, x.stride()) for x in ours] == [(x.shape, x.dtype, x.stride()) for x in theirs]
 
 
-@pytest.mark.parametrize("capacity", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_mixture_of_experts(capacity, dtype):
-    """A layer's output and all its gradients, of experts that get much, little or nothing."""
-    torch.manual_seed(0)
-    routing = {"capacity": capacity, "dtype": dtype, "normalised": True}
-    theirs, ours = (Layer(5, 2, kinds=kinds, **routing) for kinds in (TORCH, TRITON))
-    theirs.favour("unvisited")
-    for one, other in zip(ours.weights, theirs.weights, strict=True):
-        one.data.copy_(other)
-    x_tD, dy_tD = tokens_of(12, dtype), torch.randn(12, 10).to(dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    results = [
-        (layer.forward(x_tD), layer.sent, layer.backward(dy_tD), *layer.gradients) for layer in (ours, theirs)
-    ]
-    for mine, other in zip(*results, strict=True):
-        assert mine.dtype == other.dtype
-        assert_close(mine, other, tolerance)
-
-
 def test_auto_takes_what_was_chosen_and_on_cuda_alone():
     asked = []
 
@@ -92,10 +71,9 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
         return {"swiglu": "triton", "attention": "torch+flash", "rms_norm": "torch"}
 
     cuda = torch.device("cuda")
-    assert operator_family("auto", CPU, torch.float32, choose) == TORCH
-    assert operator_family("auto", CPU, torch.bfloat16, choose) == TORCH
-    assert operator_family("auto", cuda, torch.float64, choose) == TORCH
-    assert operator_family("torch", cuda, torch.bfloat16, choose) == TORCH
+    on_cpu = [("auto", CPU, torch.float32), ("auto", CPU, torch.bfloat16)]
+    for asking in (*on_cpu, ("auto", cuda, torch.float64), ("torch", cuda, torch.bfloat16)):
+        assert operator_family(*asking, choose) == TORCH
     assert operator_family("auto", cuda, torch.bfloat16) == TORCH, "nobody was there to choose"
     assert not asked
     chosen = operator_family("auto", cuda, torch.bfloat16, choose)
@@ -108,14 +86,11 @@ def test_auto_takes_what_was_chosen_and_on_cuda_alone():
 def test_candidates(monkeypatch):
     ways = ["", "+flash", "+cudnn", "+efficient"]
     both = [f"{name}{way}" for name in ("torch", "triton") for way in ways]
-    assert list(candidates("gelu", CPU, torch.float32).items()) == [
-        ("torch", TORCH.gelu),
-        ("triton", TRITON.gelu),
-    ]
+    gelus = [("torch", TORCH.gelu), ("triton", TRITON.gelu)]
+    assert list(candidates("gelu", CPU, torch.float32).items()) == gelus
     assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both)
-    assert all(
-        set(candidates(name, CPU, torch.float32)) == set(names(name)) for name in ("gelu", "attention")
-    )
+    for name in ("gelu", "attention"):
+        assert set(candidates(name, CPU, torch.float32)) == set(names(name))
     monkeypatch.setattr(launch, "INTERPRETING", False)
     assert list(candidates("gelu", CPU, torch.float32)) == ["torch"]
     assert sorted(candidates("attention", CPU, torch.float32)) == sorted(both[:4])

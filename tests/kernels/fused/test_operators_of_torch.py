@@ -59,10 +59,8 @@ def arguments(operator: Any) -> list[tuple[str, Any]]:
 
 def test_every_operator_is_here() -> None:
     modules = {sys.modules[operator._init_fn.__module__] for operator in GOOD}
-    all_of_them = {
-        value for module in modules for value in vars(module).values() if hasattr(value, "_opoverload")
-    }
-    assert all_of_them == set(GOOD)
+    values = [value for module in modules for value in vars(module).values()]
+    assert {value for value in values if hasattr(value, "_opoverload")} == set(GOOD)
 
 
 @pytest.mark.parametrize("operator", GOOD, ids=name_of)

@@ -1,16 +1,21 @@
-"""Which faults a drill has: a function of its seed, each often enough, apart from each other."""
+"""Which faults a drill has: a function of its seed, each often enough, apart from each other; its verdict."""
 
 import itertools
+import json
 import random
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.jobs.drill.command import Command
 from braid.jobs.drill.nodes import TOLERANCE, allowed_difference, node_range
 from braid.jobs.drill.plan import KINDS, NODE_CHANGES, NodeRange, plan_drill, steps_of
+from braid.jobs.drill.report import Report
 from tests.end_to_end.runs import SMALL
 
 SOME = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6, unique=True)
@@ -91,30 +96,23 @@ def test_one_of_three_nodes_or_more_is_slow(seed: int) -> None:
 
 def test_nodes_change_in_many_orders() -> None:
     kinds = ["node-joins", "node-joins", "node-lost", "node-drained", "stop"]
-    orders = {
-        tuple(one.kind for one in plan_drill(kinds, 1, seed, NodeRange(2, 1, 3))) for seed in range(200)
-    }
+    plans = [plan_drill(kinds, 1, seed, NodeRange(2, 1, 3)) for seed in range(200)]
+    orders = {tuple(one.kind for one in plan) for plan in plans}
     assert len(orders) > 20
     assert {order[0] for order in orders} == set(kinds)
 
 
-def config_of(**sections: dict[str, object]) -> Config:
-    content = {key: dict(value) for key, value in SMALL.items()}
+def elastic_config(**sections: dict[str, object]) -> Config:
+    content: dict[str, dict[str, object]] = {
+        **{key: dict(value) for key, value in SMALL.items()},
+        "parallel": {"dp": 2},
+        "elastic": {"max_ranks": 4},
+    }
+    content["train"] |= {"global_batch": 12, "micro_batch": 1}
+    content["cluster"] |= {"launcher": "ray"}
     for name, section in sections.items():
         content[name] = {**content.get(name, {}), **section}
     return parse_config(content)
-
-
-def elastic_config(**sections: dict[str, object]) -> Config:
-    base: dict[str, dict[str, object]] = {
-        "train": {"global_batch": 12, "micro_batch": 1},
-        "parallel": {"dp": 2},
-        "cluster": {"launcher": "ray"},
-        "elastic": {"max_ranks": 4},
-    }
-    return config_of(
-        **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    )
 
 
 def test_the_range_of_nodes() -> None:
@@ -144,14 +142,11 @@ def test_what_is_asked_of_losses() -> None:
     assert allowed_difference(exact, [2, 1, 4]) == 0
     assert allowed_difference(elastic_config(), [2]) == 0
     assert allowed_difference(elastic_config(), [2, 3]) == TOLERANCE
-    cut = elastic_config(
-        train={"deterministic_reduction": True, "global_batch": 8}, parallel={"dp": 1, "tp": 2}
-    )
+    train = {"deterministic_reduction": True}
+    cut = elastic_config(train={**train, "global_batch": 8}, parallel={"dp": 1, "tp": 2})
     assert allowed_difference(cut, [2, 1]) == TOLERANCE, "the tensor-parallel degree changes"
     model = {"family": "moe", "experts": 4, "top_k": 2}
-    experts = elastic_config(
-        train={"deterministic_reduction": True}, model=model, parallel={"dp": 4, "ep": 2}
-    )
+    experts = elastic_config(train=train, model=model, parallel={"dp": 4, "ep": 2})
     assert allowed_difference(experts, [4, 2]) == 0
     assert allowed_difference(experts, [4, 3]) == TOLERANCE, "without ep other rows meet at an expert"
     with pytest.raises(ConfigError, match=r"train\.deterministic_reduction=true"):
@@ -179,6 +174,49 @@ KILLS = ("kill-forward", "kill-backward", "kill-optimizer", "kill-save")
 HELD = ("cut-reduce", "cut-gather", "cut-optimizer")
 
 
-def test_unknown_faults_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"--faults: 'kil-save' is not known; did you mean 'kill-save'"):
-        plan_drill(["stop", "kil-save"], 1, 0)
+# What a drill reads of the run that it breaks, and what it takes for a run that came out well.
+
+
+def test_the_newest_step_of_a_file_that_grows(tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    assert command.step() == 0
+    command.broken.mkdir()
+    metrics = command.broken / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "peak_bytes": [1] * 40}) + "\n" for step in range(1, 3001)]
+    metrics.write_text("".join(lines), encoding="utf-8")
+    assert metrics.stat().st_size > 1 << 17, "more than is read"
+    assert command.newest() == json.loads(lines[-1])
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write('{"step": 3001, "peak_')
+    assert command.step() == 3000
+
+
+def test_changes_of_ranks_are_no_failures(tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    assert command.incidents(0.0) == []
+    command.broken.mkdir()
+    lines = [{"kind": kind, "time": time} for time, kind in enumerate(["rank failed", "resized"] * 2)]
+    (command.broken / "incidents.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert [line["time"] for line in command.incidents(1.0)] == [2]
+    assert [line["time"] for line in command.incidents(1.0, resized=True)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("same", "samples", "allowed", "difference", "passed"),
+    [
+        (True, True, 0.0, 0.0, True),
+        (False, True, 0.0, 1e-9, False),
+        (False, True, 2e-5, 1e-5, True),
+        (False, True, 2e-5, 3e-5, False),
+        (True, True, 2e-5, 0.0, True),
+        (True, False, 2e-5, 0.0, False),
+        (False, False, 2e-5, 1e-5, False),
+    ],
+)
+def test_what_is_asked(same: bool, samples: bool, allowed: float, difference: float, passed: bool) -> None:
+    found: dict[str, Any] = {"allowed_difference": allowed, "largest_difference": difference}
+    found |= {"identical_losses": same, "identical_parameters": same, "identical_samples": samples}
+    machine = {"emulated_hosts": False, "emulated_nodes": True, "interval": 5, "seconds": 1.0}
+    report = Report(outcomes=[], held=[], **found, **machine)
+    assert report.passed == passed
+    assert report.as_json()["passed"] == passed
