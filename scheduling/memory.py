@@ -47,28 +47,24 @@ def rank_memory(
     shape: ModelShape,
     dtype: str,
     stage: int,
-    gradient_width: int | None = None,
     reduce_dtype: str | None = None,
 ) -> RankMemory:
     """Memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
 
-    gradient_width: bytes of a gradient; by default they are added up in at least single precision.
-    reduce_dtype: to which they are rounded where ranks sum them.
+    reduce_dtype: to which gradients are rounded where ranks sum them; they are added up in at least single
+    precision.
     """
-    width, main = DTYPE_BYTES[dtype], gradient_width or sum_width(dtype)
-    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype, main)
+    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype)
     return RankMemory(
         stage=stage,
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
-        activation_bytes=max(held_during(code, stage, width, gradient_width, reduce_dtype), default=0),
+        activation_bytes=max(held_during(code, stage, DTYPE_BYTES[dtype], reduce_dtype), default=0),
     )
 
 
-def _states(
-    buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str, gradient_width: int
-) -> tuple[int, int, int]:
+def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states of a rank."""
     whole = share = 0
     for chunk in layout.chunks_of(stage):
@@ -81,7 +77,7 @@ def _states(
     masters = main if width < main else 0
     return (
         (share if zero > 2 else whole) * width,
-        (share if zero > 1 else whole) * gradient_width,
+        (share if zero > 1 else whole) * main,
         share * (masters + 2 * main),
     )
 
@@ -115,7 +111,7 @@ def least_bytes(
                     case PassKind.WEIGHT:
                         held -= late[one.chunk]
             peak = max(peak, held)
-        most = max(most, peak + sum(_states(buckets, layout, stage, dtype, sum_width(dtype))))
+        most = max(most, peak + sum(_states(buckets, layout, stage, dtype)))
     return most
 
 
@@ -131,7 +127,6 @@ def held_during(
     code: Code,
     stage: int,
     width: int,
-    gradient_width: int | None = None,
     reduce_dtype: str | None = None,
 ) -> tuple[int, ...]:
     """Most bytes of activations and messages during each instruction of a stage; ``width``: of one number.
@@ -141,19 +136,16 @@ def held_during(
     they run comes on top.
     """
     rounded = DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
-    return histories(code, width, gradient_width or max(4, width), rounded)[stage].during
+    return histories(code, width, rounded)[stage].during
 
 
-def state_bytes(
-    parameters: int, width: int, shares: int, zero: int, gradient_width: int | None = None
-) -> tuple[int, int, int]:
+def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
     main = max(4, width)
     masters = 0 if width == main else parameters * main
     optimizer = masters + 2 * parameters * main
     cut = [shares if zero >= level else 1 for level in (3, 2, 1)]
-    gradients = parameters * (gradient_width or main)
-    return parameters * width // cut[0], gradients // cut[1], optimizer // cut[2]
+    return parameters * width // cut[0], parameters * main // cut[1], optimizer // cut[2]
 
 
 def message_bytes(parts: Mapping[str, Part], width: int) -> int:

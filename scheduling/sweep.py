@@ -63,12 +63,11 @@ class AbsentInputError(CodeError):
 
 @dataclass
 class Sweep:
-    """Goes through the stretches of a stage. ``width``: bytes of an activation; ``gradient_width``: of a
-    gradient; ``rounded_width``: of one in a copy that is rounded for the way; 0: there are none."""
+    """Goes through the stretches of a stage. ``width``: bytes of an activation; ``rounded_width``: of a
+    gradient in a copy that is rounded for the way; 0: there are none."""
 
     code: Code
     width: int = 2
-    gradient_width: int = 4
     rounded_width: int = 0
     states: dict[FrameKey, FrameState] = field(default_factory=dict)
     held_bytes: int = 0
@@ -121,7 +120,7 @@ class Sweep:
             for axes, count in flats.items()
             if what.axis in axes and (ways := share_ways(layout, axes))
         )
-        return elements * (self.width if isinstance(what, Gather) else self.gradient_width)
+        return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
 
     def rounded_bytes(self, what: Gather | Reduce) -> int:
         """Bytes of the rounded copies of gradients that a sum sends, and that have the result at its end."""
@@ -177,9 +176,9 @@ class History:
 
 
 @lru_cache(maxsize=1)
-def histories(code: Code, width: int, gradient_width: int = 4, rounded_width: int = 0) -> tuple[History, ...]:
+def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
     """Sweep over every stage, with bytes of numbers as `Sweep` has them."""
-    sweep, found = Sweep(code, width, gradient_width, rounded_width), []
+    sweep, found = Sweep(code, width, rounded_width), []
     for stretches in code.stages:
         sweep.states, sweep.held_bytes = {}, 0
         during, fault = [], None

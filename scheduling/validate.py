@@ -233,7 +233,7 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
 def _data(code: Code, stage: int) -> Faults:
     """Operators that cannot run where they stand, and what is left at the end."""
     # As memory in bf16 asks for it, so that it is swept once.
-    swept, stretches = histories(code, DTYPE_BYTES["bf16"], 4, 0)[stage], code.stages[stage]
+    swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
         cause = str(error)
