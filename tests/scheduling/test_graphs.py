@@ -270,46 +270,7 @@ def test_bytes_of_collectives_of_the_head(shape: ModelShape, tp: int) -> None:
     assert head.named("head_gather").bytes == 2 * TOKENS * shape.hidden * (tp - 1) // tp
 
 
-@SHAPES
-@DEGREES
-def test_shapes_of_values(shape: ModelShape, tp: int) -> None:
-    layer = model_parts(shape, tp)["layer"]
-    outside, inside = TOKENS // tp * shape.hidden, TOKENS * shape.hidden
-    assert layer.values["x"].elements == layer.values[layer.output].elements == outside
-    assert layer.values["projection.out"].elements == inside
-    for name, value in layer.values.items():
-        gradient = layer.values.get(f"d.{name}")
-        assert gradient is None or gradient.elements == value.elements
-
-
-def test_bytes_of_a_value() -> None:
-    sizes = {precision: [precision.bytes_each(width) for width in (2, 4, 8)] for precision in Precision}
-    assert sizes == {
-        Precision.ACTIVATION: [2, 4, 8],
-        Precision.STATISTIC: [4, 4, 8],
-        Precision.INDEX: [8, 8, 8],
-    }
-    saved = model_parts()["layer"].values["attention.saved"]
-    turned, sums = TOKENS * (LLAMA.query_width + 2 * LLAMA.kv_width), TOKENS * LLAMA.heads
-    assert [saved.bytes(width) for width in (2, 4, 8)] == [
-        2 * turned + 4 * sums,
-        4 * (turned + sums),
-        8 * (turned + sums),
-    ]
-
-
 # -- recomputation -------------------------------------------------------------------------------------------
-
-
-@SHAPES
-@DEGREES
-@pytest.mark.parametrize("width", [2, 4])
-def test_policies_save_less_and_less(shape: ModelShape, tp: int, width: int) -> None:
-    saved = {p: model_parts(shape, tp, p)["layer"].saved_bytes(width) for p in RECOMPUTE_POLICIES}
-    assert saved["none"] > saved["selective"] > saved["fine"] >= saved["full"]
-    assert (saved["fine"] > saved["full"]) == (tp > 1)
-    inputs = TOKENS // tp * shape.hidden * width
-    assert saved["full"] == inputs
 
 
 @SHAPES
@@ -400,23 +361,6 @@ def test_widths_that_do_not_fit_are_refused() -> None:
         g.columns("second", inner, 32)
     with pytest.raises(ValueError, match=r"third: gather\.out is not cut over tp; use columns"):
         g.rows("third", x, 32)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_a_layer_of_one_matrix(tp: int, shape: ModelShape) -> None:
-    g = builder(tp=tp, shape=shape)
-    tokens = shape.sequence
-    n = g.gather("gather", g.norm("norm", g.input()))
-    y = g.columns("in", n, 3 * shape.ffn)
-    assert (g.dims(y).tokens, g.dims(y).elements) == (tokens, tokens * 3 * shape.ffn // tp)
-    z = g.scatter("scatter", g.rows("out", y, shape.hidden))
-    part = g.build(g.residual("residual", z, "x"))
-    work = 2 * tokens * shape.hidden * 3 * shape.ffn // tp
-    assert [op.flops for op in part.forward.operators if op.flops] == [work, work]
-    assert part.backward.flops == 4 * work
-    statistics = 2 if shape.biases else 1
-    assert part.values["norm.statistics"].elements == tokens // tp * statistics
 
 
 def test_a_module_keeps_its_inputs_unless_told_otherwise() -> None:

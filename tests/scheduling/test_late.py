@@ -1,6 +1,6 @@
 """What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.programs import Order
-from braid.scheduling.memory import held_during
 from braid.scheduling.operators import Graph
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import Bench, decisions
@@ -137,58 +135,6 @@ def test_what_is_left_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
 
 
 # -- memory --------------------------------------------------------------------------------------------------
-
-
-@given(decided().map(with_pairing) | ended())
-@settings(max_examples=60, deadline=None)
-def test_memory_is_counted_as_values_live(drawn: Choices) -> None:
-    """An independent count: what a step touches is held from its first use to its last."""
-    code = lowered(BENCH, drawn).code
-    uses = [*_uses(code)]
-    first: dict[tuple[int, str], int] = {}
-    last: dict[tuple[int, str], int] = {}
-    for n, (_, touched) in enumerate(uses):
-        for value in touched:
-            first.setdefault(value, n)
-            last[value] = n
-    most = dict.fromkeys(range(len(code.stages[0])), 0)
-    for n, (position, _) in enumerate(uses):
-        held = [name for value, begin in first.items() if begin <= n <= last[value] for name in [value[1]]]
-        most[position] = max(most[position], sum(PART.values[name].bytes(2) for name in held))
-    counted = held_during(code, 0, 2)
-    blocks = [n for n, stretch in enumerate(code.stages[0]) if stretch.block_passes]
-    assert [counted[n] for n in blocks] == [most[n] for n in blocks]
-
-
-def _uses(code: Code) -> Iterator[tuple[int, set[tuple[int, str]]]]:
-    """Per operation, where it stands and the memories that it uses, by micro-batch and name."""
-    for position, stretch in enumerate(code.stages[0]):
-        for operation in stretch.operations:
-            names = set(_named(operation))
-            if stretch.block_passes and not isinstance(operation, Compute | Start | Wait):
-                names = {PART.output}  # the loss is taken
-            micro_batch = stretch.passes[operation.turn].micro_batch if stretch.passes else -1
-            yield position, {(micro_batch, owner) for name in names for owner in _memories(name)}
-
-
-def _named(operation: Operation) -> Iterable[str]:
-    what = operation.what if isinstance(operation, Compute | Start | Wait) else None
-    if not isinstance(what, Node):
-        return ()
-    op = what.operator
-    return (*op.reads, *(op.writes[:1] if isinstance(operation, Start) else op.writes))
-
-
-def _memories(name: str) -> Iterator[str]:
-    value = PART.values[name]
-    for own in (name, value.keeps):
-        if own is not None and (owner := _owner(own)) not in PART.constants:
-            yield owner
-
-
-def _owner(name: str) -> str:
-    value = PART.values[name]
-    return name if value.alias_of is None else _owner(value.alias_of)
 
 
 # -- decisions -----------------------------------------------------------------------------------------------

@@ -22,19 +22,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.layers import LayerDefinition, ModuleContext, load_layers
+from braid.actors.stage.layers import LayerDefinition, load_layers
 from braid.actors.stage.memory_meter import held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.parameters import OperatorModule, Place
+from braid.actors.stage.parameters import Place
 from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.code import Code, Operation, Release, Start, Wait
-from braid.scheduling.layer_builder import LayerBuilder
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.beside import operators_beside
@@ -79,31 +78,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, QWEN, GPT], ids=["llama", "qwen", "gpt"])
 
 
-class MlpLayer:
-    """A layer without attention, twice as wide inside."""
-
-    def graph(self, g: LayerBuilder) -> str:
-        shape, x = g.shape, g.input()
-        m = g.gather("gather", g.norm("norm", x))
-        m = g.columns("mlp_in", m, shape.ffn * (4 if shape.gated else 2), bias=shape.biases)
-        m = g.rows("mlp_out", g.activation("activation", m), shape.hidden)
-        return g.residual("residual", g.scatter("scatter", m), x, bias=shape.biases)
-
-    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
-        shape, name = context.shape, f"layers.{index}"
-        inner = {f"{name}.{part}": 2 * shape.ffn for part in (("gate", "up") if shape.gated else ("up",))}
-        return {
-            "norm": context.norm(f"{name}.norm"),
-            "mlp_in": context.columns(inner, shape.hidden, bias=shape.biases),
-            "activation": context.activation(),
-            "mlp_out": context.rows(f"{name}.out", 2 * shape.ffn, shape.hidden),
-            "residual": context.residual(f"{name}.out" * context.shape.biases),
-        }
-
-
 EXAMPLE = f"{ROOT}/docs/examples/parallel_layer.py:ParallelLayer"
-LAYERS: dict[str, LayerDefinition] = {**load_layers({"example": EXAMPLE}), "mlp": MlpLayer()}
-"""The family's own layer, and two others."""
+LAYERS: dict[str, LayerDefinition] = load_layers({"example": EXAMPLE})
+"""The family's own layer, and another."""
 
 
 def graphs(
@@ -133,11 +110,11 @@ def stage_model(
 
 
 @SHAPES
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("tied_head", [False, True])
-@pytest.mark.parametrize("pattern", ["layer", "layer 2*example mlp"])
+@pytest.mark.parametrize("pattern", ["layer", "3*layer example"])
 def test_parameters_are_those_of_the_model(
     shape: ModelShape, tp: int, pp: int, folded: bool, tied_head: bool, pattern: str
 ) -> None:
@@ -291,18 +268,11 @@ CASES = (
     Case("braid:v", 2, 2),
 )
 SHAPED = [
-    pytest.param(
-        replace((LLAMA, GPT)[(n + k) % 2], pattern=pattern),
-        case,
-        policy,
-        id=f"{case.name}-{policy}-{pattern}",
-    )
+    pytest.param(replace((LLAMA, GPT)[n % 2], pattern=pattern), case, policy, id=f"{case.name}-{policy}")
     for n, case in enumerate(CASES)
-    for k, policy in enumerate(RECOMPUTE_POLICIES)
-    for pattern in ("layer", "layer mlp")
-    if (n + k) % 4 in ((0, 1) if pattern == "layer" else (0,))
+    for policy, pattern in [(RECOMPUTE_POLICIES[n % 4], ("layer", "layer example")[n // 2 % 2])]
 ]
-"""Every case under two policies, by turns, one of them with layers of several kinds, too."""
+"""Every case under one of the policies, by turns, and half of them with layers of two kinds."""
 
 
 def setting_of(
@@ -369,7 +339,7 @@ HOW = (
 
 @pytest.mark.parametrize(
     ("shape", "degrees", "context", "policy", "schedule", "dtype"),
-    [(*case, *how) for n, case in enumerate(SPREAD) for k, how in enumerate(HOW) if (n + k) % 2 == 0],
+    [(*case, *how) for n, case in enumerate(SPREAD) for how in [HOW[(n + n // 3) % 4]]],
 )
 @pytest.mark.slow
 def test_activations_of_spread_tokens_are_counted_to_the_byte(
@@ -492,12 +462,9 @@ def sums_of(code: Code) -> list[Reduce]:
 
 @SHAPES
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [96, 4096], ids=["small tables", "large tables"])
-def test_activations_of_any_width_are_counted_to_the_byte(
-    shape: ModelShape, dtype: str, vocabulary: int
-) -> None:
+def test_activations_of_any_width_are_counted_to_the_byte(shape: ModelShape, dtype: str) -> None:
     """Statistics and losses are kept in single precision at least, whatever the activations have."""
-    shape = replace(shape, layers=4, vocabulary=vocabulary)
+    shape = replace(shape, layers=2)
     setting = setting_for("megatron", ParallelLayout(tp=2), 2, model=shape)
     parts = model_parts(shape, 2)
     assert_exact(shape, linked(training_schedule(setting, parts), setting.layout, shape.kinds, parts), dtype)
@@ -561,8 +528,3 @@ def test_model_flops_are_those_of_the_graphs(shape: ModelShape, tp: int) -> None
     count = {"embedding": 1, "layer": shape.layers, "head": 1}
     total = sum(n * (parts[name].forward.flops + parts[name].backward.flops) for name, n in count.items())
     assert model_flops(shape, TOKENS) == total * tp
-
-
-def test_model_flops_leave_recomputation_out() -> None:
-    layer, again = model_parts()["layer"], model_parts(recompute="full")["layer"]
-    assert again.backward.flops > layer.backward.flops

@@ -133,27 +133,9 @@ def test_cost_of_two_single_operators_is_the_profiled_pair(cluster: str) -> None
         together = sum(times) - effect * min(times)
         found = segment_ns(problem, 1 << i, 1 << j) - problem.barrier_ns
         assert found == pytest.approx(together, abs=1e-3)
-        assert issue_ns(_only(problem, i, j), (0, 1)) == pytest.approx(
-            together if problem.forward.streams[i] else sum(times), abs=1e-3
-        )
         assert segment_ns(problem, 1 << i, 0) == pytest.approx(times[0])
         seen += 1
     assert seen > 50
-
-
-def _only(problem: PairProblem, i: int, j: int) -> PairProblem:
-    """One operator of each strand."""
-    count = len(problem.forward)
-    kept = np.ix_((i, count + j), (i, count + j))
-    return PairProblem(
-        forward=_one(problem.forward, i), backward=_one(problem.backward, j), slowdown=problem.slowdown[kept]
-    )
-
-
-def _one(graph: StrandGraph, op: int) -> StrandGraph:
-    return StrandGraph(
-        names=(graph.names[op],), streams=(graph.streams[op],), solo_ns=(graph.solo_ns[op],), before=(0,)
-    )
 
 
 # -- orders without barriers ---------------------------------------------------------------------------------
@@ -272,17 +254,6 @@ def test_order_of_a_pairing_is_no_slower_without_its_barriers() -> None:
 
 
 # -- layers of presets ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cluster", ["a40", "h100"])
-def test_pairing_of_a_whole_layer(cluster: str) -> None:
-    problem = layer_pair(bench_of(cluster=cluster))
-    found = pair(problem)
-    assert_valid(problem, found)
-    assert problem.lower_bound_ns <= found.ns < min(problem.serial_ns, round_robin(problem).ns)
-    order = list_schedule(problem, [pairing_order(problem, found)])
-    assert problem.lower_bound_ns <= order.ns <= issue_ns(problem, pairing_order(problem, found))
-    assert order.ns < issue_ns(problem, turns_order(problem))
 
 
 @pytest.mark.parametrize("method", [PairMethod.ORDER, PairMethod.BARRIERS, PairMethod.TURNS])

@@ -33,16 +33,13 @@ from tests.scheduling.cases import (
     PAIRED_W,
     SEARCHED,
     SIZES,
-    SPLIT,
     STAGES,
-    SUB_BATCHES,
     code_of,
     kind_of,
     layout_for,
     linked_schedule,
     model_parts,
     named_schedule,
-    several,
     sizes_of,
     valid_schedules,
 )
@@ -243,20 +240,6 @@ def test_sub_batches_go_side_by_side_in_every_pass(m: int) -> None:
             assert len({other.strand for other in block.passes}) == len(block.passes)
 
 
-@NAMES
-def test_only_schedules_for_it_pair_or_split(name: str) -> None:
-    schedule, beside = named_schedule(name, 3, 12), name in (*PAIRED, *SUB_BATCHES)
-    assert several(schedule) == beside
-    kinds = {one.kind for stage in range(3) for one in schedule.passes[stage]}
-    assert (not kinds <= {FORWARD, BACKWARD}) == (name in SPLIT)
-    assert schedule.strands == ((Strand.ALPHA, Strand.BETA) if beside else (Strand.ALPHA,))
-    sides = schedule.programs
-    assert any(len(one) > 1 for one in sides) == beside
-    assert any(side.kind in (PassKind.INPUT, PassKind.WEIGHT) for one in sides for side in one) == (
-        name in SPLIT
-    )
-
-
 # -- memory ------------------------------------------------------------------------------------------------
 
 
@@ -292,14 +275,6 @@ def test_memory_of_the_other_pipelines(p: int) -> None:
         assert max(peaks) <= limit, name
     steady = named_schedule("interleaved", p, 4 * p)
     assert [in_flight(steady, stage) for stage in range(p)] == [3 * p - 1 - 2 * stage for stage in range(p)]
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_the_last_chunk_runs_backward_right_after_forward(p: int, m: int) -> None:
-    for name, stage in (("megatron", p - 1), ("megatron:folded", 0)):
-        last = layout_for(name, p).chunks - 1
-        order = [one for one in named_schedule(name, p, m).passes[stage] if one.chunk == last]
-        assert [(b.kind.value, b.micro_batch) for b in order] == [(d, k) for k in range(m) for d in "FB"]
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)

@@ -13,7 +13,6 @@ from braid.scheduling.schedule import (
     Await,
     Barrier,
     Block,
-    Compute,
     Norm,
     Pass,
     PassKind,
@@ -26,7 +25,7 @@ from braid.scheduling.schedule import (
     Sides,
     Step,
 )
-from braid.scheduling.schedule_text import parse, parse_instruction, parse_sides, write
+from braid.scheduling.schedule_text import parse_instruction, parse_sides
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.validate import ScheduleError
 from tests.scheduling.cases import (
@@ -48,16 +47,6 @@ def message_of(schedule: Schedule, layout: ParallelLayout) -> str:
     with pytest.raises(ScheduleError) as error:
         code_of(schedule, layout)
     return str(error.value)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_an_end_that_is_not_named_runs_where_it_is_left(ends: bool) -> None:
-    """Named in a later block, it runs there; both are safe."""
-    text, layout = write(named_schedule("braid", 2, 6, 2, ends=True)), layout_for("braid", 2, 2)
-    assert "[F2.3b|B0.0|L1.3]" in text
-    code_of(parse(text.replace("|L1.3]", "]")), layout)
-    later = text.replace("|L1.3]", "]").replace("[F3.3b|B1.0|L2.3b]", "[F3.3b|B1.0|L2.3b|L1.3]")
-    code_of(parse(later if ends else text), layout)
 
 
 # -- whole schedules ---------------------------------------------------------------------------------------
@@ -214,27 +203,6 @@ def test_the_message_shows_a_fault_at_the_end() -> None:
 def with_program(schedule: Schedule, sides: Sides, actions: Program) -> Schedule:
     """The schedule with another program."""
     return replace(schedule, programs={**schedule.programs, sides: actions})
-
-
-def test_barriers_may_stand_anywhere() -> None:
-    """They make a paired program slower, never wrong."""
-    schedule, pair = named_schedule("dhelix", 2, 4, 2), parse_sides("F:layer|B:layer")
-    program = schedule.programs[pair]
-    assert Barrier() in program
-    spread = tuple(action for one in program for action in (Barrier(), one))
-    for actions in (spread, tuple(a for a in program if a != Barrier())):
-        code_of(with_program(schedule, pair, actions), layout_for("dhelix", 2, 2))
-
-
-def test_an_operator_that_is_left_may_run_anywhere_in_the_next_program() -> None:
-    """What is left needs nothing of the program that takes it up."""
-    schedule, sides = named_schedule("braid", 2, 6, 2, ends=True), parse_sides("F:layer|B:layer|L:layer")
-    program = schedule.programs[sides]
-    taken = [action for action in program if isinstance(action, Compute) and action.turn == 2]
-    rest = [action for action in program if action not in taken]
-    assert taken
-    for actions in ((*taken, *rest), (*rest, *taken), (*rest[:9], *taken[::-1], *rest[9:])):
-        code_of(with_program(schedule, sides, actions), layout_for("braid", 2, 2))
 
 
 def test_twins_without_a_program_run_one_behind_the_other() -> None:
