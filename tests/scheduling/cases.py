@@ -88,7 +88,6 @@ def pairs_of(name: str) -> PairMethod | None:
     return kind_of(name).pairs if pipeline_of(name).pairs or not kind_of(name).searched else None
 
 
-UNPAIRED = tuple(name for name in LOWERED if pairs_of(name) is None)
 PAIRED = tuple(name for name in LOWERED if pipeline_of(name).pairs)
 SUB_BATCHES = ("merak", "oases", "oases:folded_sub_batches", "braid:sub_batches", "braid:folded_sub_batches")
 PAIRED_W = ("wavelet", "dhelix", "braid")

@@ -73,11 +73,6 @@ def test_bytes_over_each_level_are_those_counted(group: Group, payload: float, k
 def test_levels_share_what_is_sent(group: Group, payload: float, kind: Kind) -> None:
     volume = bytes_by_level(kind, payload, group)
     assert sum(volume.values()) == pytest.approx(sent_bytes(kind, payload, group.size))
-    assert min(volume.values()) >= -1e-6 * payload
-    if group.level is Level.INTRA:
-        assert volume[Level.INTER] == 0
-    if group.per_node == 1 and group.size > 1:
-        assert volume[Level.INTRA] == pytest.approx(0, abs=1e-6 * payload)
 
 
 def test_what_is_no_collective_has_no_volume() -> None:

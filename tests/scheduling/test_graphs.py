@@ -105,7 +105,7 @@ def check_data_flow(part: Part) -> None:
     written = Counter(name for op in both(part) if op.phase is not Pass.RECOMPUTE for name in op.writes)
     assert set(written.values()) <= {1}
     assert gradients <= set(written)
-    assert {op.module for op in part.backward.operators} <= set(names(part.forward))
+    assert {op.module for op in part.backward.operators} <= {op.own_name for op in part.forward.operators}
 
 
 @SHAPES
@@ -297,11 +297,6 @@ def test_what_is_recomputed(shape: ModelShape, policy: str, tp: int, expected: s
     assert [op.name for op in again] == [f"{name}.again" for name in expected.split()]
     assert layer.backward.operators[len(again) :] == model_parts(shape, tp)["layer"].backward.operators
     assert layer.forward == model_parts(shape, tp)["layer"].forward
-    collectives = [op for op in again if op.kind.communicates]
-    if policy == "fine":
-        assert not collectives, "no collective is repeated"
-        kept = {"attention_gather.out", "attention_scatter.out", "mlp_gather.out"} if tp > 1 else set()
-        assert kept <= set(layer.saved())
     if policy == "full":
         assert set(layer.saved()) == {"x"}
 

@@ -1,6 +1,6 @@
 """What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -13,14 +13,12 @@ from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Graph
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.schedule import Block, Pass, PassKind, passes_in
 from braid.scheduling.schedule import Start as StartAction
 from braid.scheduling.schedule_text import parse, parse_sides, write
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.trace import Span
-from braid.scheduling.validate import ScheduleError, linked
-from tests.scheduling.cases import with_stage
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
+from tests.scheduling.test_lowering_programs import given_values, orders
 
 LAYERS = 2
 RUN = f"embedding+{LAYERS}*layer+head"
@@ -61,15 +59,7 @@ def late_of(order: Iterable[str], turn: int = 2) -> list[str]:
 
 def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
     """The operators of a graph in an order that respects their data."""
-    made = {name for op in graph.operators for name in op.writes}
-    left, there, order = list(graph.operators), set[str](), list[str]()
-    while left:
-        ready = [op for op in left if set(op.reads) & made <= there]
-        op = draw(st.sampled_from(ready))
-        left.remove(op)
-        there |= set(op.writes)
-        order.append(op.name)
-    return order
+    return [name for _, name in draw(orders({0: graph}, {0: given_values(PART, graph)}))]
 
 
 @st.composite
@@ -215,23 +205,6 @@ def test_an_end_that_does_not_fit_is_refused(change: Callable[[list[str]], list[
     with pytest.raises(ValueError) as error:
         lowered(BENCH, with_pairing(steps, **{ENDING: tuple(change(order))}))
     assert message.format(late[0], backward[0], order[0]) in str(error.value)
-
-
-def test_an_end_that_nobody_has_left_is_refused() -> None:
-    """Where no blocks are paired, the last pass takes up nothing; said by hand, it is refused."""
-    ending: Mapping[str, Order] = {ENDING: decisions(bench(micro_batches=16))[-1][0].orders[ENDING]}
-    lone = bench(micro_batches=1)
-    schedule = lowered(lone, Choices(orders=ending)).code.schedule
-    assert [str(one) for one in schedule.passes[0]] == ["F0.0", "B0.0"]
-    two = bench(micro_batches=2)
-    schedule = lowered(two, Choices(orders={**decisions(two)[0][0].orders, **ending})).code.schedule
-    blocks = [n for n, i in enumerate(schedule.stages[0]) if isinstance(i, Block)]
-    assert [str(schedule.stages[0][n]) for n in blocks] == ["F0.0", "[F1.0b|B0.0]", "B1.0b"]
-    changed = [*schedule.stages[0]]
-    changed[blocks[-1]] = Block((*passes_in(changed[blocks[-1]]), Pass(PassKind.END, 0, 0)))
-    with pytest.raises(ScheduleError) as error:
-        linked(with_stage(schedule, 0, changed), two.setting.layout, two.setting.model.kinds, two.parts)
-    assert "at [B1.0b|L0.0]: no block before it has left an end of B0.0" in str(error.value)
 
 
 def test_what_a_pass_has_run_is_not_left_too() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import GONE, PIPELINES, SCHEDULES, ScheduleName
-from braid.scheduling.spec import ParallelLayout, Placement
+from braid.scheduling.lowering.named import GONE, SCHEDULES, ScheduleName
+from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LOWERED, code_of, exists, layout_for, parts_for, setting_for, several
 
 
@@ -67,14 +67,6 @@ def test_turns_need_no_decision(name: str) -> None:
     code_of(schedule, setting.layout)
 
 
-def test_generators_want_their_layout() -> None:
-    for pipeline in PIPELINES.values():
-        for placement in Placement:
-            if placement is not pipeline.placement:
-                with pytest.raises(AssertionError):
-                    pipeline.generator(ParallelLayout(pp=2, placement=placement), 4)
-
-
 def test_names_are_read_as_they_are_written() -> None:
     for text in (*LOWERED, "braid:eager_w/3", "megatron:1f1b"):
         assert str(ScheduleName.parse(text)) == text
@@ -87,13 +79,6 @@ def test_names_are_read_as_they_are_written() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             ScheduleName.parse(text)
-
-
-def test_only_braid_searches_and_the_pipelines_that_it_searches_are_placed_alike() -> None:
-    assert {name for name, kind in SCHEDULES.items() if len(kind.pipelines) > 1} == {"braid"}
-    assert {kind.searched for name, kind in SCHEDULES.items() if name != "braid"} == {False}
-    placements = {PIPELINES[name].placement_on(2) for name in ("w", "twins", "eager_w", "v")}
-    assert placements == {Placement.FOLDED}
 
 
 def test_what_stands_in_the_place_of_names_that_are_gone_is_there() -> None:

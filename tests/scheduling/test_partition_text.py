@@ -21,13 +21,14 @@ from braid.scheduling.records import from_mapping, to_mapping
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LLAMA, model_parts, named_schedule, setting_for
-from tests.scheduling.partition_cases import PARTITIONS, SIZES
+from tests.scheduling.partition_cases import PARTITIONS, SIZES, collectives_of
 
 LAYOUT = ParallelLayout(tp=4, dp=6)
 ORDER = "must have every dim of the mesh once"
 DELIVERED = "what is cut as delivered needs a mesh, dim=tokens and pieces=1"
 NOWHERE = "there is no such part or axis; parts are embedding, layer, head, axes tp, dp"
 PARTS = model_parts(LLAMA, 4)
+COLLECTIVES = ", ".join(op.name for _, op in collectives_of(PARTS["layer"]))
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -38,7 +39,6 @@ PARTS = model_parts(LLAMA, 4)
 def test_text_round_trips(one: Partition) -> None:
     text = str(one)
     assert parse_partition(text) == one
-    assert text.split() == text.split(" ")
     assert from_mapping(Partition, to_mapping(one), "partition") == one
 
 
@@ -55,17 +55,12 @@ def test_what_intra_batch_cuts() -> None:
     [
         ("gather pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
         ("a/b/c pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
-        ("/b pieces 2", "write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"),
         ("a/b mesh 4 order 0", "mesh=4 needs two dims or more, of 2 ranks or more"),
         ("a/b mesh 4x1 order 0,1", "mesh=4x1 needs two dims or more, of 2 ranks or more"),
-        ("a/b mesh 2x2 order 0", f"order=0 {ORDER}, 0,1 in any order"),
         ("a/b mesh 2x2 order 0,0", f"order=0,0 {ORDER}, 0,1 in any order"),
         ("a/b mesh 2x2 order 1,2", f"order=1,2 {ORDER}, 0,1 in any order"),
         ("a/b mesh 2x2 order 0,1,0", f"order=0,1,0 {ORDER}, 0,1 in any order"),
-        (
-            "a/b mesh 2x2x2 order 1,0,1",
-            f"order=1,0,1 {ORDER}, 0,1,2 in any order",
-        ),
+        ("a/b mesh 2x2x2 order 1,0,1", f"order=1,0,1 {ORDER}, 0,1,2 in any order"),
         ("a/b pieces 0", "pieces=0 must be between 1 and 64"),
         ("a/b pieces 65", "pieces=65 must be between 1 and 64"),
         ("a/b pieces 2 of rows with 1", "dim='rows' must be one of tokens, width, or left out"),
@@ -128,32 +123,22 @@ def test_nothing_but_value_errors(noise: str) -> None:
     ("text", "cause"),
     [
         ("tp/all_gather mesh 2x4 order 0,1", "mesh=2x4 has 8 ranks, the axis tp has 4"),
-        ("layer/mlp_gather mesh 2x4 order 0,1", "mesh=2x4 has 8 ranks, the axis tp has 4"),
         ("dp/all_reduce mesh 2x2 order 0,1", "mesh=2x2 has 4 ranks, the axis dp has 6"),
         ("encoder/mlp_gather pieces 2", NOWHERE),
         ("pp/all_gather pieces 2", NOWHERE),
         ("tp/gather pieces 2", NOWHERE),
         ("tp/all_reduce pieces 2", "over tp it can be of all_gather, reduce_scatter"),
-        ("tp/all_to_all pieces 2", "over tp it can be of all_gather, reduce_scatter"),
         ("dp/all_to_all mesh 2x3 order 0,1", "over dp it can be of all_gather, reduce_scatter, all_reduce"),
         (
             "layer/qkv pieces 2",
-            "that is no all-gather or reduce-scatter of a layer; layer has attention_gather, "
-            "attention_scatter, mlp_gather, mlp_scatter, mlp_scatter.grad, mlp_gather.grad, "
-            "attention_scatter.grad, attention_gather.grad",
+            f"that is no all-gather or reduce-scatter of a layer; layer has {COLLECTIVES}",
         ),
         ("head/logits_gather pieces 2", "that is no all-gather or reduce-scatter of a layer; head has none"),
         ("layer/mlp_gather pieces 2 of tokens with 3", "operators=3, but 2 beside it can be cut"),
-        ("layer/attention_gather pieces 2 of tokens with 2", "operators=2, but 1 beside it can be cut"),
         *[
             (f"dp/{kind} {how}", "what replicas share is cut in buckets; give a mesh and an order alone")
-            for kind in ("all_gather", "reduce_scatter", "all_reduce")
-            for how in (
-                "pieces 2",
-                "mesh 2x3 order 0,1 pieces 2",
-                "mesh 2x3 order 1,0,1",
-                "mesh 2x3 order 0,1 delivered of tokens with 1",
-            )
+            for kind in ("all_gather", "all_reduce")
+            for how in ("pieces 2", "mesh 2x3 order 1,0,1", "mesh 2x3 order 0,1 delivered of tokens with 1")
         ],
     ],
 )
@@ -182,13 +167,7 @@ def test_replicas_share_over_as_many_ranks_as_hold_shares(layout: ParallelLayout
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "layer/mlp_scatter pieces 9",
-        "layer/mlp_gather pieces 9 of tokens with 2",
-        "tp/reduce_scatter pieces 16 of tokens with 1",
-        "layer/mlp_gather mesh 2x2 order 1,0,1 pieces 9",
-    ],
+    "text", ["tp/reduce_scatter pieces 16 of tokens with 1", "layer/mlp_gather mesh 2x2 order 1,0,1 pieces 9"]
 )
 def test_empty_pieces_are_refused(text: str) -> None:
     one = parse_partition(text)
@@ -205,12 +184,9 @@ def test_empty_pieces_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "layer/mlp_scatter mesh 2x2 order 1,0,1",
         "layer/mlp_gather.grad mesh 2x2 order 1,0,1 pieces 2 of tokens with 1",
         "tp/reduce_scatter mesh 2x2 order 1,0,1",
-        "layer/mlp_gather mesh 2x2 order 1,0,1 of width with 1",
         "tp/all_gather mesh 2x2 order 1,0,1 pieces 2 of width with 1",
-        "layer/mlp_scatter mesh 2x2 order 1,0 delivered of tokens with 1",
         "tp/reduce_scatter mesh 2x2 order 1,0 delivered of tokens with 1",
     ],
 )
@@ -238,12 +214,7 @@ HEAD = "keep 4\n"
 @pytest.mark.parametrize(
     ("lines", "number", "cause"),
     [
-        (
-            "partition c/d pieces 3\npartition a/b pieces 2\npartition a/b pieces 4",
-            10,
-            "partition a/b stands twice",
-        ),
-        ("partition a/b pieces 0", 9, "partition a/b: pieces=0 must be between 1 and 64"),
+        ("partition a/b pieces 2\npartition a/b pieces 4", 9, "partition a/b stands twice"),
         (
             "partition a/b pieces 2\npartition a/b",
             10,

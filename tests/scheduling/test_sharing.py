@@ -4,7 +4,7 @@
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from unittest.mock import patch
@@ -32,7 +32,6 @@ from braid.scheduling.operators import Parameters
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Block, Gather, Norm, Prefetch, Reduce, Schedule, Step
 from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.units import members_of
 from braid.scheduling.validate import linked
 from tests.scheduling.cases import (
@@ -97,51 +96,23 @@ def rounded(elements: int, ways: int) -> int:
     return -(-elements // (32 * ways)) * 32 * ways
 
 
-@dataclass
-class Use:
-    """A run of operators that read one bucket's parameters, none of another one between them."""
-
-    key: BucketKey
-    gathered: bool = False
-    released: bool = False
-
-
-@dataclass
 class Walk:
     """Goes through a stage of linked code, and fails where it breaks a rule."""
 
-    code: Code
-    stage: int
-    uses: list[Use] = field(default_factory=list)
-    """Those that have begun."""
-    there: set[BucketKey] = field(default_factory=set)
-    """Buckets whose parameters may be read."""
-    under_way: dict[Gather | Reduce, int] = field(default_factory=dict)
-    """Transfers, and how many uses had begun when they started; -1: at PREFETCH, or in the step before."""
-    begun: tuple[Gather, ...] = ()
-    """What was under way at the begin of the last run: the step before has begun it."""
-    updated: list[BucketKey] = field(default_factory=list)
-    """In the order of their updates."""
-    allocated: set[BucketKey] = field(default_factory=set)
-    owed: dict[BucketKey, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Axes over which gradients that were added have not begun to be summed."""
-    counts: Counter[str] = field(default_factory=Counter)
-    _begins: bool = False
-    """Whether the next compute operator has to begin a use."""
-    _new_block: bool = True
-    _normed: bool = False
-    _clipped: bool = False
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The code's."""
-        return self.code.layout
-
-    @property
-    def behind(self) -> bool:
+    def __init__(self, code: Code, stage: int) -> None:
+        self.code, self.stretches, self.zero = code, code.stages[stage], code.layout.zero
+        self.keys = [key for key in code.buckets.keys if key[0] in code.layout.chunks_of(stage)]
+        self.behind = isinstance(self.stretches[-1].instruction, Prefetch)
         """Whether a step begins what the next one gathers."""
-        *_, last = self.code.stages[self.stage]
-        return isinstance(last.instruction, Prefetch)
+        self.there: set[BucketKey] = set()
+        """Buckets whose parameters may be read."""
+        self.under_way: dict[Gather | Reduce, int] = {}
+        """Transfers, and how many uses had begun at their start; -1: at PREFETCH, or in the step before."""
+        self.begun: tuple[Gather, ...] = ()
+        """What was under way at the begin of the last run: the step before has begun it."""
+        self.allocated: set[BucketKey] = set()
+        self.owed: dict[BucketKey, set[str]] = defaultdict(set)
+        """Axes over which gradients that were added have not begun to be summed."""
 
     def run(self) -> None:
         """Every operation of a step.
@@ -149,182 +120,138 @@ class Walk:
         What it begins for the next step is under way at its own begin: in a first step before all else.
         """
         if self.behind and not self.begun:
-            last = self.code.stages[self.stage][-1]
-            first = (o.what for o in last.operations if isinstance(o, Start))
+            first = (o.what for o in self.stretches[-1].operations if isinstance(o, Start))
             self.under_way = {replace(one, move=None): -1 for one in first if isinstance(one, Gather)}
         self.begun = tuple(one for one in self.under_way if isinstance(one, Gather))
         if not self.code.schedule.trains:
             self.there.clear()  # steps have come in between
-        self.uses.clear()
-        self.updated.clear()
-        self.counts.clear()
-        self._normed = self._clipped = False
-        for stretch in self.code.stages[self.stage]:
-            self._new_block = True
+        self.uses: list[BucketKey] = []
+        """Runs of operators that read one bucket's parameters, none of another one between them."""
+        self.released: set[int] = set()
+        """Numbers of uses behind which what was gathered is let go of."""
+        self.updated: list[BucketKey] = []
+        self.counts: Counter[str] = Counter()
+        self.begins = self.normed = self.clipped = False
+        for stretch in self.stretches:
+            self.new_block = True
             for operation in stretch.operations:
-                self._share(operation, stretch)
+                what = getattr(operation, "what", None)
+                if isinstance(operation, Start | Wait) and (move := getattr(what, "move", None)) is not None:
+                    # What goes in stages begins with the first and ends with the last of them.
+                    if not (move.last if isinstance(operation, Wait) else move.number == 0):
+                        continue
+                    operation = replace(operation, what=replace(what, move=None))
+                self.share(operation, stretch)
+                sums = [o for o in self.under_way if isinstance(o, Reduce) and o.axis in ("dp", "edp")]
+                assert self.zero < 2 or len(sums) <= max(1, self.code.schedule.prefetch)
         assert tuple(self.under_way) == self.begun
-        assert not self._begins
+        assert not self.begins
         if self.code.schedule.trains:
-            assert sorted(self.updated) == self._keys, "every bucket is updated once"
+            assert sorted(self.updated) == self.keys, "every bucket is updated once"
         if self.behind:
             assert not self.there
-            first_uses = dict.fromkeys(use.key for use in self.uses)
-            assert list(first_uses) == list(dict.fromkeys(_key(one) for one in self.begun))
+            assert list(dict.fromkeys(self.uses)) == list(dict.fromkeys(_key(one) for one in self.begun))
 
-    @property
-    def _keys(self) -> list[BucketKey]:
-        return [key for key in self.code.buckets.keys if key[0] in self.layout.chunks_of(self.stage)]
-
-    # -- rules -------------------------------------------------------------------------------------------
-
-    def _share(self, operation: Operation, stretch: Stretch) -> None:
-        """What goes in stages begins with the first and ends with the last of them."""
-        if isinstance(operation, Start | Wait) and isinstance(what := operation.what, Gather | Reduce):
-            if what.move is not None and not (
-                what.move.last if isinstance(operation, Wait) else what.move.number == 0
-            ):
-                return
-            operation = replace(operation, what=replace(what, move=None))
+    def share(self, operation: Operation, stretch: Stretch) -> None:
+        """The rules of an operation."""
         match operation:
             case Start(what=Gather() as what):
-                self._start_gather(what, stretch)
+                assert what not in self.under_way
+                assert _key(what) not in self.there
+                prefetched = isinstance(stretch.instruction, Prefetch)
+                assert prefetched or isinstance(stretch.instruction, Block)
+                assert not self.uses or not prefetched or self.updated[-1] == _key(what), "once updated"
+                self.under_way[what] = -1 if prefetched else len(self.uses)
+                self.begins = self.begins or not prefetched
+                self.counts["gathers"] += 1
             case Wait(what=Gather() as what):
-                self._wait_gather(what)
+                # Right before a use of the bucket, as many uses behind the start as the schedule says.
+                begun, ahead = self.under_way.pop(what), self.code.schedule.prefetch
+                if self.zero < 3:
+                    assert begun == -1
+                else:
+                    assert len(self.uses) < ahead if begun == -1 else len(self.uses) - begun == ahead
+                self.there.add(_key(what))
+                self.begins = True
             case Release(what=what):
-                self._release(what)
+                assert self.zero > 2
+                assert self.uses[-1] == _key(what), "behind its use"
+                assert len(self.uses) - 1 not in self.released
+                self.released.add(len(self.uses) - 1)
+                self.there.remove(_key(what))
             case Allocate(what=what):
-                self._allocate(what)
+                assert self.zero > 1
+                assert _key(what) not in self.allocated
+                assert not self.owed[_key(what)]
+                self.allocated.add(_key(what))
             case Start(what=Reduce(chunk=int()) as what):
-                self._start_sum(what)
+                self.start_sum(what)
             case Wait(what=Reduce(chunk=int()) as what):
-                self._wait_sum(what)
+                del self.under_way[what]
+                if self.zero > 1 and what.axis in ("dp", "edp"):
+                    self.allocated.remove(_key(what))
             case Compute(what=Node() as node):
-                self._compute(node, stretch.passes[operation.turn].chunk)
+                self.compute(node, stretch.passes[operation.turn].chunk)
             case Compute(what=Norm()):
                 assert not any(self.owed.values()), "every bucket that was added to is summed"
                 assert not self.under_way
                 assert not self.allocated
-                self._normed = True
-            case Compute(what=Step()):
-                assert self._normed
-                assert not self.behind
-                for key in self._keys:
-                    self._update(key)
+                self.normed = True
             case Compute(what=Clip()):
-                assert self._normed
+                assert self.normed
                 assert self.behind
-                self._clipped = True
-            case Compute(what=Update(chunk, bucket)):
-                assert self._clipped
-                assert isinstance(stretch.instruction, Prefetch)
-                self._update((chunk, bucket))
-        if self.layout.zero > 1:
-            sums = [o for o in self.under_way if isinstance(o, Reduce) and o.axis in ("dp", "edp")]
-            assert len(sums) <= max(1, self.code.schedule.prefetch)
+                self.clipped = True
+            case Compute(what=Step() | Update() as what):
+                assert self.normed
+                assert self.behind == self.clipped == isinstance(what, Update)
+                assert isinstance(what, Step) or isinstance(stretch.instruction, Prefetch)
+                for key in [(what.chunk, what.bucket)] if isinstance(what, Update) else self.keys:
+                    assert not any(_key(one) == key for one in self.under_way if isinstance(one, Gather))
+                    self.updated.append(key)
+                    self.there.discard(key)  # what was gathered before is old from here on
 
-    def _update(self, key: BucketKey) -> None:
-        """What was gathered before is old from here on."""
-        assert key not in self.updated
-        assert not any(_key(one) == key for one in self.under_way if isinstance(one, Gather))
-        self.updated.append(key)
-        self.there.discard(key)
-
-    def _compute(self, node: Node, chunk: int) -> None:
+    def compute(self, node: Node, chunk: int) -> None:
+        """What an operator reads is there, and what it adds to waits to be summed."""
         operator = node.operator
         key = self.code.buckets.home(chunk, node.part, operator.module)
-        reads = key is not None and operator.phase is not Phase.WEIGHT_GRADIENT
         begun = False
-        if key is not None and reads:
-            begun = self._new_block or self.uses[-1].key != key
-            self._new_block = False
+        if key is not None and operator.phase is not Phase.WEIGHT_GRADIENT:
+            begun = self.new_block or self.uses[-1] != key
+            self.new_block = False
             if begun:
-                self.uses.append(Use(key))
-            if self.layout.zero:
-                assert key in self.there, f"{operator.name} reads parameters that are not there"
-        assert begun or not self._begins, "gathers stand right before a use"
-        self._begins = False
+                self.uses.append(key)
+            assert not self.zero or key in self.there, f"{operator.name} reads parameters that are not there"
+        assert begun or not self.begins, "gathers stand right before a use"
+        self.begins = False
         if key is not None and operator.adds_gradients:
-            assert not self._normed
-            replicas = {Reduce(key[0], axis, key[1]) for axis in self._axes(key) if axis != "tp"}
+            assert not self.normed
+            held = self.code.buckets.of(key[0])[key[1]].parameters
+            needed = {"tp": self.code.layout.tp > 1, "dp": held.dense, "edp": held.experts}
+            axes = {axis for axis in needed if needed[axis]}
+            replicas = {Reduce(key[0], axis, key[1]) for axis in axes - {"tp"}}
             assert not replicas & set(self.under_way), "nothing is added to what is being summed"
             assert not [one for one in self.under_way if isinstance(one, Reduce) and one.axis == "tp"]
-            if self.layout.zero > 1:
-                assert key in self.allocated, f"{operator.name} adds to gradients without memory"
-            self.owed[key] = set(self._axes(key))
+            assert self.zero < 2 or key in self.allocated, f"{operator.name} adds to gradients without memory"
+            self.owed[key] = axes
             self.counts["adds"] += 1
 
-    def _axes(self, key: BucketKey) -> list[str]:
-        held = self._parameters(key)
-        found = {"tp": self.layout.tp > 1, "dp": held.dense, "edp": held.experts}
-        return [axis for axis, needed in found.items() if needed]
-
-    def _parameters(self, key: BucketKey) -> Parameters:
-        return self.code.buckets.of(key[0])[key[1]].parameters
-
-    def _start_gather(self, what: Gather, stretch: Stretch) -> None:
-        key = _key(what)
-        assert what not in self.under_way
-        assert key not in self.there
-        prefetched = isinstance(stretch.instruction, Prefetch)
-        assert prefetched or isinstance(stretch.instruction, Block)
-        assert not self.uses or not prefetched or self.updated[-1] == key, "as soon as it is updated"
-        self.under_way[what] = -1 if prefetched else len(self.uses)
-        self._begins = self._begins or not prefetched
-        self.counts["gathers"] += 1
-
-    def _wait_gather(self, what: Gather) -> None:
-        """Right before a use of the bucket, which is as many uses behind the start as the schedule says."""
-        begun, here = self.under_way.pop(what), len(self.uses)
-        ahead = self.code.schedule.prefetch
-        if self.layout.zero < 3:
-            assert begun == -1
-        elif begun == -1:
-            assert here < ahead
-        else:
-            assert here - begun == ahead
-        self.there.add(_key(what))
-        self._begins = True
-
-    def _release(self, what: Gather) -> None:
-        assert self.layout.zero > 2
-        key = _key(what)
-        assert self.uses[-1].key == key, "behind its use"
-        assert not self.uses[-1].released
-        self.uses[-1].released = True
-        self.there.remove(key)
-        self.counts["releases"] += 1
-
-    def _allocate(self, what: Reduce) -> None:
-        assert self.layout.zero > 1
-        key = _key(what)
-        assert key not in self.allocated
-        assert not self.owed[key]
-        self.allocated.add(key)
-        self.counts["allocations"] += 1
-
-    def _start_sum(self, what: Reduce) -> None:
-        assert not self._normed
+    def start_sum(self, what: Reduce) -> None:
+        """Over tp first, once for what was added."""
+        assert not self.normed
         assert what not in self.under_way
         assert what.chunk is not None
         own = range(len(self.code.buckets.of(what.chunk)))
         if what.axis != "ends":
             for number in own if what.bucket is None else (what.bucket,):
-                key = what.chunk, number
-                owed = self.owed[key]
+                owed = self.owed[what.chunk, number]
                 assert what.axis == "tp" or "tp" not in owed, "over tp first"
-                assert self.layout.zero < 2 or key in self.allocated
-                assert self.layout.zero < 2 or what.axis in owed, "nothing was added since"
+                assert self.zero < 2 or (what.chunk, number) in self.allocated
+                assert self.zero < 2 or what.axis in owed, "nothing was added since"
                 owed.discard(what.axis)
-        elif self.layout.zero > 1:
+        elif self.zero > 1:
             assert not any(self.owed[what.chunk, number] for number in own)
         self.under_way[what] = len(self.uses)
         self.counts["sums"] += what.axis == "dp"
-
-    def _wait_sum(self, what: Reduce) -> None:
-        del self.under_way[what]
-        if self.layout.zero > 1 and what.axis in ("dp", "edp"):
-            self.allocated.remove(_key(what))
 
 
 def _key(what: Gather | Reduce) -> BucketKey:
@@ -357,20 +284,19 @@ def check_shared(code: Code) -> None:
     for stage in range(code.layout.pp):
         walk = walked(code, stage)
         assert walk.counts["adds"]
-        read = {use.key for use in walk.uses}
-        assert read == {key for key in code.buckets.keys if key[0] in code.layout.chunks_of(stage)}
+        read = {*walk.uses}
+        assert read == {*walk.keys}
         if zero < 3:
             assert walk.counts["gathers"] == (len(read) if zero else 0)
-            assert not walk.counts["releases"]
+            assert not walk.released
             continue
         assert not walk.there
-        assert walk.counts["gathers"] == walk.counts["releases"]
+        assert walk.counts["gathers"] == len(walk.released)
         last: dict[BucketKey, int] = {}
-        for number in reversed(range(len(walk.uses))):
-            use = walk.uses[number]
-            again = last.get(use.key)
-            assert use.released == (again is None or again - number > max(keep, ahead, 1))
-            last[use.key] = number
+        for number, key in reversed([*enumerate(walk.uses)]):
+            again = last.get(key)
+            assert (number in walk.released) == (again is None or again - number > max(keep, ahead, 1))
+            last[key] = number
 
 
 @pytest.mark.parametrize(("name", "pp", "tp", "zero", "tied", "far"), ALL)

@@ -1,7 +1,7 @@
 """Laws of the simulator: sums and maxima, bubbles, bandwidth, spans, exactness of remembered blocks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import Bench, layer_pair
 from braid.scheduling.schedule import Gather, Norm, Reduce, Step
-from braid.scheduling.simulator.engine import BlockRun, Executed, RankRun
+from braid.scheduling.simulator.engine import Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
 from braid.scheduling.spec import ModelShape
 from braid.scheduling.units import chunk_parameters
@@ -35,28 +35,19 @@ def with_free_ends(bench: Bench) -> Bench:
     return replace(bench, profile=free_ends(bench.profile))
 
 
-def outside_blocks(rank: RankRun) -> Mapping[str, Executed]:
-    """Sums and gathers over ranks and the update, by name, and gathers by bucket; each once."""
-    found = shared(rank)
-    assert all(len(alike) == 1 for alike in found.values())
-    return {name: alike[0] for name, alike in found.items()}
-
-
 def shared(rank: RankRun) -> Mapping[str, list[Executed]]:
     """Sums, gathers and the update in the order of their begin, by name and, of buckets, number."""
     found: dict[str, list[Executed]] = defaultdict(list)
-    within = [e for run in rank.blocks for e in moved_by(run)]
+    within = [
+        replace(one, start=run.start + one.start, end=run.start + one.end)
+        for run in rank.blocks
+        for one in run.course.executed
+    ]
     for executed in sorted([*rank.executed, *within], key=lambda one: one.start):
         assert isinstance(executed.operation, Compute | Start)
         if not isinstance(executed.operation.what, Message | Node):
             found[shared_name(executed.operation.what)].append(executed)
     return found
-
-
-def moved_by(run: BlockRun) -> Iterator[Executed]:
-    """What a block executed, at its times."""
-    for one in run.course.executed:
-        yield replace(one, start=run.start + one.start, end=run.start + one.end)
 
 
 def shared_name(what: Reduce | Gather | Norm | Step | Clip | Update) -> str:
@@ -77,9 +68,9 @@ def test_without_overlap_a_step_is_the_sum_of_its_operators(tp: int, m: int, rec
         count = bench.setting.model.layers if name == "layer" else 1
         graphs = (part.forward, part.backward)
         total += count * m * sum(bench.profile.solo(op.key) for g in graphs for op in g.operators)
-    update = outside_blocks(result.ranks[0])
+    update = shared(result.ranks[0])
     assert set(update) == {"norm", "optimizer"} | ({"gradients.0 tp", "norm tp"} if tp > 1 else set())
-    total += sum(one.end - one.start for one in update.values())
+    total += sum(one.end - one.start for (one,) in update.values())
     assert result.step_ns == pytest.approx(total, rel=1e-9)
     numbers = result.numbers(1)
     assert numbers.exposed_seconds == pytest.approx(numbers.communication_seconds)
@@ -214,19 +205,6 @@ def test_rounded_gradients_take_half_the_bytes_and_a_copy_each_way(schedule: str
         if isinstance(operation, Wait) and what.axis == "dp" and zero:
             count /= 2
         assert prices.of(operation).busy_ns == pytest.approx(bench.profile.copy_ns_per_byte * 3 * count)
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_shares_over_context_parallel_ranks(dp: int) -> None:
-    """Replicas and ranks with other tokens of the same samples are one group, called dp."""
-    own = setting("megatron", dp=dp)
-    own = replace(own, layout=replace(own.layout, cp=2, zero=1))
-    simulation = evaluate(own, cluster(nodes=2, gpus=dp)).simulation
-    found = outside_blocks(simulation.ranks[0])
-    buckets = simulation.code.buckets.of(0)
-    assert {bucket.part for bucket in buckets} == set(range(own.model.layers + 2))
-    gathers = {f"parameters.0 dp {number}" for number in range(len(buckets))}
-    assert set(found) == {"gradients.0 dp", "norm", "norm dp", "optimizer"} | gathers
 
 
 @given(compute=st.integers(1, 10**6), moved=st.integers(1, 10**6))

@@ -10,9 +10,8 @@ from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.operators import Kind, Operator, Part
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule_text import parse_sides, parse_step
-from braid.scheduling.spec import ModelShape
 from braid.scheduling.units import joined
-from tests.scheduling.cases import GPT, LLAMA, model_parts
+from tests.scheduling.cases import LLAMA, model_parts
 
 HEAVY = (Kind.GEMM, Kind.ATTENTION)
 POLICIES = pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
@@ -101,16 +100,3 @@ def test_without_recomputation_there_is_no_pass_to_cross(policy: str) -> None:
     layer = three_layers(policy)
     same = ordered(layer, "B", across=False) == ordered(layer, "B", across=True)
     assert same == (policy == "none")
-
-
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_fine_recomputation_repeats_no_collective(shape: ModelShape, tp: int) -> None:
-    """As many bytes travel as without recomputation; with whole layers half as many again."""
-    sent = {}
-    for policy in RECOMPUTE_POLICIES:
-        layer = model_parts(shape, tp, policy)["layer"]
-        passes = (*layer.forward.operators, *layer.backward.operators)
-        sent[policy] = sum(op.bytes for op in passes if op.kind.communicates)
-    assert sent["fine"] == sent["selective"] == sent["none"]
-    assert sent["full"] == sent["none"] * 11 // 8, "all but the last scatter again"

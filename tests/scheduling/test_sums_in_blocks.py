@@ -163,28 +163,6 @@ def test_what_is_summed_in_blocks_is_hidden_there() -> None:
     assert numbers[2].step_seconds <= numbers[1].step_seconds * (1 + 1e-9)
 
 
-def test_sums_are_simulated_where_the_code_has_them() -> None:
-    """Each begins behind its modules' gradients, as soon as the one before has ended."""
-    simulation = simulated("ddp")
-    spans = [s for s in simulation.spans() if s.operator == "gradients.0 dp"]
-    found = simulation.code.buckets.of(0)
-    assert len(spans) == len(found)
-    assert {bucket.part for bucket in found} == set(range(len(simulation.code.kinds) + 2))
-    assert len(found) > len(simulation.code.kinds) + 2, "layers are cut"
-    spans.sort(key=lambda span: span.start_ns)
-    last = [s for s in simulation.spans() if s.micro_batch == 5 and s.operator.endswith(("grad", "wgrad"))]
-    behind_all = 0
-    for number, (span, bucket) in enumerate(zip(spans, reversed(found), strict=True)):
-        adding = {f"{module}.{kind}" for module in bucket.modules for kind in ("grad", "wgrad")}
-        own = [s.end_ns for s in last if s.layer == bucket.part - 1 and s.operator in adding]
-        free = spans[number - 1].end_ns if number else 0
-        if own:
-            behind_all += 1
-            assert span.start_ns == pytest.approx(max([free, *own]), abs=2)
-        assert span.start_ns >= free - 1
-    assert behind_all >= 3 * len(simulation.code.kinds)
-
-
 def test_units_of_several_layers_are_summed_layer_by_layer() -> None:
     """Joined layers keep the parameters of each."""
     layout = layout_for("braid:w", 1, 1, 2)

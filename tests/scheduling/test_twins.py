@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
-from braid.scheduling.lowering.programs import program_of
-from braid.scheduling.memory import rank_memory
 from braid.scheduling.operators import Graph
-from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import issue_ns
 from braid.scheduling.planner.strands import joint_problem
@@ -21,8 +18,7 @@ from braid.scheduling.schedule import Block, Direction, PassKind, Schedule, Side
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
-from braid.scheduling.validate import ScheduleError
-from tests.scheduling.cases import LLAMA, code_of, in_turn, model_parts, setting_for
+from tests.scheduling.cases import code_of, in_turn, model_parts, setting_for
 from tests.scheduling.plans import cluster, fastest, setting
 
 LAYOUT = ParallelLayout(tp=2)
@@ -71,19 +67,6 @@ def test_elsewhere_it_is_braid(stages: int, m: int) -> None:
     assert twin_ended(layout, m) == paired_w(layout, m)
 
 
-def test_weight_gradients_of_twins_in_the_wrong_order_are_refused() -> None:
-    """Both passes whole, but the second micro-batch's gradients first: other sums, so other bits."""
-    schedule = schedule_of(4)
-    sides = (Side(B, "layer"),) * 2
-    names = [op.name for op in PARTS["layer"].backward.operators]
-    turned = {**schedule.programs, sides: program_of(sides, PARTS, both(names))}
-    code_of(replace(schedule, programs=turned), LAYOUT)
-    order = tuple(f"{1 - int(step[0])}{step[1:]}" for step in both(names))
-    turned[sides] = program_of(sides, PARTS, order)
-    with pytest.raises(ScheduleError, match="gradients are added up in the order of micro-batches"):
-        code_of(replace(schedule, programs=turned), LAYOUT)
-
-
 # -- decisions, simulation, memory ---------------------------------------------------------------------------
 
 
@@ -130,26 +113,3 @@ def held(unit_layers: int) -> list[str]:
 def alone_ns(profile: Profile, graph: Graph) -> float:
     """A pass by itself."""
     return sum(profile.solo(op.key) for op in graph.operators)
-
-
-def test_weight_gradients_keep_their_order() -> None:
-    bench = modelled(cluster(gpus=2, intra=4e9))(setting("braid:twins", tp=2, micro_batches=4))
-    order = fastest(bench).choices.orders["B:layer|B:layer"]
-    weights = [
-        op.name for op in bench.members["layer"].backward.operators if op.phase is Phase.WEIGHT_GRADIENT
-    ]
-    assert len(weights) > 3
-    assert all(order.index(f"0:{name}") < order.index(f"1:{name}") for name in weights)
-    compute = [op.name for op in bench.members["layer"].backward.operators if not op.kind.communicates]
-    turns = [step[0] for step in order if step[2:] in compute]
-    assert turns != sorted(turns), "the second begins before the first has ended"
-
-
-@pytest.mark.parametrize("m", [4, 7])
-def test_two_micro_batches_of_activations(m: int) -> None:
-    """What `megatron` holds twice, and what its two passes need at once beyond that."""
-    twins = rank_memory(code_of(schedule_of(m), LAYOUT), LLAMA, "fp32", 0)
-    serial = training_schedule(setting_for("megatron", LAYOUT, m), PARTS)
-    one = rank_memory(code_of(serial, LAYOUT), LLAMA, "fp32", 0)
-    assert 2 <= twins.activation_bytes / one.activation_bytes < 3.2
-    assert twins.parameter_bytes == one.parameter_bytes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import with_ends
 from braid.scheduling.lowering.programs import serial_program
-from braid.scheduling.operators import Kind, Part
+from braid.scheduling.operators import Kind
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.rounds import rounds
@@ -36,6 +36,7 @@ from braid.scheduling.units import (
     units_in_use,
 )
 from tests.scheduling.cases import GPT, LLAMA, model_parts
+from tests.scheduling.test_graphs import check_data_flow
 
 PARTS = model_parts(LLAMA, 2)
 PLACEMENTS = st.sampled_from((Placement.LINEAR, Placement.FOLDED))
@@ -89,7 +90,7 @@ def test_a_unit_is_its_parts_one_after_the_other(shape: object, tp: int, recompu
     }
     assert all(measured_key(unit.name, op.name) == op.key for op in ours), "also where a text names it"
     assert [names[op.place] for op in ours] == [op.part for op in ours]
-    _assert_every_value_is_written_before_it_is_read(unit)
+    check_data_flow(unit)
     saved = sum(parts[name].saved_bytes(2) for name in names)
     assert unit.saved_bytes(2) <= saved, "what two parts share is counted once"
 
@@ -110,18 +111,6 @@ def test_a_balanced_head_sends_its_gradients_in_its_backward_pass(tp: int) -> No
     assert all(op.phase is Phase.FORWARD for op in balanced.forward.operators if op.kind.communicates)
     logits = head.forward.named("head").writes[0]
     assert not {logits, f"d.{logits}"} & set(balanced.saved())
-
-
-def _assert_every_value_is_written_before_it_is_read(unit: Part) -> None:
-    there = {*unit.inputs, *unit.constants}
-    for op in unit.forward.operators:
-        assert set(op.reads) <= there, op
-        there |= set(op.writes)
-    there = {*unit.constants, *unit.saved(), f"d.{unit.output}"}
-    for op in unit.backward.operators:
-        assert set(op.reads) <= there, op
-        there |= set(op.writes)
-    assert all(name in unit.values for name in there if name != f"d.{unit.output}")
 
 
 def test_parts_that_are_not_joined_stay_as_they_are() -> None:

@@ -139,17 +139,12 @@ def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
         code_of(with_stage(schedule, 0, [*passes, last, step]), layout)
 
 
-def test_backward_passes_need_programs() -> None:
-    schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
-    programs = validation_schedule(LLAMA, layout, 1, PARTS).programs
-    message = message_of(replace(schedule, programs=programs), layout)
-    assert "at B0.0: the schedule has no backward passes" in message
-
-
-def test_gradients_at_once_need_a_schedule_that_trains() -> None:
+def test_backward_passes_need_programs_and_gradients_at_once_a_schedule_that_trains() -> None:
     schedule, layout = named_schedule("megatron", 1, 1, 2), layout_for("megatron", 1, 2)
     head = (Side(PassKind.FORWARD, "head"),)
     only = validation_schedule(LLAMA, layout, 1, PARTS)
+    message = message_of(replace(schedule, programs=only.programs), layout)
+    assert "at B0.0: the schedule has no backward passes" in message
     message = message_of(replace(only, programs={**only.programs, head: schedule.programs[head]}), layout)
     assert "at F0.0: program F:head: the graph has no operator 'loss.grad'" in message
     programs = {**schedule.programs, head: only.programs[head]}
