@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
-from braid.scheduling.operators import Graph
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import issue_ns
 from braid.scheduling.planner.strands import joint_problem
-from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Block, Direction, PassKind, Schedule, Side
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
@@ -74,22 +72,19 @@ def test_elsewhere_it_is_braid(stages: int, m: int) -> None:
     intra=st.floats(2e9, 4e10),
     m=st.integers(3, 7),
     recompute=st.sampled_from(["none", "selective", "full"]),
-    unit_layers=st.sampled_from([0, 2]),
 )
 @settings(max_examples=10, deadline=None)
 @pytest.mark.slow
-def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, unit_layers: int) -> None:
+def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str) -> None:
     """The simulator runs them as the machine of the search does."""
     small = replace(setting().model, layers=2)
-    case = setting(
-        "braid:twins", tp=2, micro_batches=m, model=small, recompute=recompute, unit_layers=unit_layers
-    )
+    case = setting("braid:twins", tp=2, micro_batches=m, model=small, recompute=recompute)
     bench = modelled(cluster(gpus=2, intra=intra))(case)
     found = fastest(bench)
     run = found.simulation.ranks[0].blocks[0]
     assert [str(one) for one in run.stretch.block_passes] == ["F0.0", "F1.0b"]
     expected = 0.0
-    for name in held(unit_layers):
+    for name in ("embedding", "layer", "layer", "head"):
         graph = bench.parts[name].forward
         if (Side(F, name),) * 2 in found.code.schedule.programs:
             problem = joint_problem([graph, graph], bench.profile)
@@ -99,17 +94,7 @@ def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str, 
             assert ns <= problem.serial_ns * (1 + 1e-9)
             expected += ns
         else:
-            expected += 2 * alone_ns(bench.profile, graph)
+            expected += 2 * sum(bench.profile.solo(op.key) for op in graph.operators)
     assert run.course.duration == pytest.approx(expected, rel=1e-6)
     spans = [span for span in found.simulation.spans() if span.micro_batch == 1 and span.operator == "qkv"]
     assert {span.layer for span in spans} == {0, 1}
-
-
-def held(unit_layers: int) -> list[str]:
-    """The units of two layers."""
-    return ["embedding+2*layer+head"] if unit_layers else ["embedding", "layer", "layer", "head"]
-
-
-def alone_ns(profile: Profile, graph: Graph) -> float:
-    """A pass by itself."""
-    return sum(profile.solo(op.key) for op in graph.operators)
