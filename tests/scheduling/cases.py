@@ -89,10 +89,7 @@ def pairs_of(name: str) -> PairMethod | None:
 
 
 PAIRED = tuple(name for name in LOWERED if pipeline_of(name).pairs)
-SUB_BATCHES = ("merak", "oases", "oases:folded_sub_batches", "braid:sub_batches", "braid:folded_sub_batches")
 PAIRED_W = ("wavelet", "dhelix", "braid")
-SPLIT = ("braid:v", "dualpipev", "zbv")
-"""Schedules that put weight gradients off."""
 SEARCHED = tuple(name for name in LOWERED if kind_of(name).searched)
 ORDERS = tuple({(pipeline_of(name), kind_of(name).early_sums): name for name in reversed(LOWERED)}.values())
 """A schedule for each order of blocks, messages and sums; others differ from it in programs alone."""

@@ -115,9 +115,3 @@ def round_robin(problem: PairProblem) -> Pairing:
         for n in range(longest)
     ]
     return pairing_of(problem, masks)
-
-
-def serial_order(problem: PairProblem) -> tuple[int, ...]:
-    """The backward pass, then the forward pass."""
-    count = len(problem.forward)
-    return (*range(count, count + len(problem.backward)), *range(count))

@@ -116,11 +116,6 @@ def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int
         assert collective_ns(cluster, kind, payload, group) == pytest.approx(expected, abs=1)
 
 
-def test_a_single_node_has_no_collectives_between_nodes() -> None:
-    with pytest.raises(ValueError, match="cluster a100x8 has one node and no network between nodes"):
-        collective_ns(cluster_preset("a100x8"), Kind.ALL_GATHER, 1e6, Group(size=4, per_node=2))
-
-
 @given(st.integers(2, 16), PAYLOADS)
 def test_an_all_to_all_may_be_slower_than_a_ring(size: int, payload: float) -> None:
     """By the link's share for it: all pairs cross the same root at a time."""

@@ -55,16 +55,10 @@ def test_what_was_left_is_marked(unit_layers: int) -> None:
 
 
 def test_a_picture_without_ends_does_not_speak_of_them() -> None:
-    with_ends, without = (pair_picture(name) for name in ("braid:w", "wavelet"))
+    found = map(simulated, ("braid:w", "wavelet"))
+    with_ends, without = (pair_svg(one, paired_run(one), "a pair") for one in found)  # type: ignore[arg-type]
     assert "pale with L: what the layer or the block before has left" in with_ends
     assert "pale" not in without
-
-
-def pair_picture(schedule: str) -> str:
-    found = simulated(schedule)
-    run = paired_run(found)
-    assert run is not None
-    return pair_svg(found, run, "a pair")
 
 
 def simulated(schedule: str, tp: int = 2) -> Simulation:

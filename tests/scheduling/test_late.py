@@ -124,9 +124,6 @@ def test_what_is_left_runs_once_and_after_what_it_needs(drawn: Choices) -> None:
             assert found[before][op.name].start_ns <= found[after][op.name].start_ns, "gradients keep order"
 
 
-# -- memory --------------------------------------------------------------------------------------------------
-
-
 # -- decisions -----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from braid.scheduling.layers import layer_part
 from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import graph_of, own_program, program_of, serial_program
+from braid.scheduling.lowering.programs import graph_of, program_of, serial_program
 from braid.scheduling.operators import Graph, Kind, Part, Stream
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Start, Wait
@@ -149,23 +149,6 @@ def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     replay(program, {0: graph}, given_here)
     assert not needless_waits(program, {0: graph})
     assert [acting(a).operator for a in program if not isinstance(a, Wait)] == order
-
-
-def test_split_programs_share_out_the_operators() -> None:
-    """A part that has nothing to do for its weights has an empty program."""
-    for part in (*model_parts(tp=2).values(), ring_layer()):
-        programs = {
-            kind: own_program(Side(kind, part.name), {part.name: part}, trains=True)
-            for kind in (PassKind.INPUT, PassKind.WEIGHT)
-        }
-        for kind, program in programs.items():
-            for_weights = kind is PassKind.WEIGHT
-            assert [acting(a).operator for a in program if not isinstance(a, Wait)] == [
-                op.name
-                for op in part.backward.operators
-                if (op.phase is Phase.WEIGHT_GRADIENT) == for_weights
-            ]
-        assert not any(isinstance(a, Start) for a in programs[PassKind.WEIGHT])
 
 
 # -- two passes --------------------------------------------------------------------------------------------

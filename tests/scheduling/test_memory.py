@@ -32,7 +32,7 @@ from braid.actors.stage.telemetry import Recorder
 from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Code, Operation, Release, Start, Wait
+from braid.scheduling.code import Code, Operation, Release, Wait
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.beside import operators_beside
@@ -411,15 +411,6 @@ def test_gradients_that_are_rounded_for_the_way_are_counted_to_the_byte(
     with patch.object(buckets, "LEAST_ELEMENTS", 5000):
         for code in codes(setting, intra=2e10):
             assert_exact(setting.model, code, reduce_dtype="bf16")
-            assert all(Sweep(code, rounded_width=2).rounded_bytes(one) for one in sums_of(code))
-
-
-def sums_of(code: Code) -> list[Reduce]:
-    """All sums of gradients, but of buckets that have none of those that are shared along the axis."""
-    operations = (one for stretches in code.stages for stretch in stretches for one in stretch.operations)
-    found = [one.what for one in operations if isinstance(one, Start) and isinstance(one.what, Reduce)]
-    assert found
-    return [one for one in found if one.chunk is not None and one.bucket is None]
 
 
 # -- the limit -----------------------------------------------------------------------------------------------

@@ -217,6 +217,3 @@ def test_an_own_operator_that_may_need_all_tokens_is_refused_with_some() -> None
     with pytest.raises(ValueError, match=r"^parallel.cp=2 leaves layer 'own' .*'mixer' may need all; set"):
         layer_part(sizes, "own", graph)
     assert layer_part(sizes, "own", partial(graph, per_token=True)).forward.named("mixer")
-
-
-# -- schedules ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import GONE, SCHEDULES, ScheduleName
 from braid.scheduling.spec import ParallelLayout
-from tests.scheduling.cases import LOWERED, code_of, exists, layout_for, parts_for, setting_for, several
+from tests.scheduling.cases import LOWERED, exists, layout_for, parts_for, setting_for
 
 
 def refused(name: str, stages: int, micro_batches: int, choices: Choices | None = None) -> str:
@@ -57,14 +57,6 @@ def test_without_paired_blocks_no_decision_is_needed(name: str) -> None:
     """So few micro-batches that no two ever meet."""
     setting = setting_for(name, layout_for(name, 3), 2)
     assert all(len(sides) == 1 for sides in training_schedule(setting, parts_for(setting)).programs)
-
-
-@pytest.mark.parametrize("name", ["wavelet", "dualpipev"])
-def test_turns_need_no_decision(name: str) -> None:
-    setting = setting_for(name, layout_for(name, 2), 6)
-    schedule = training_schedule(setting, parts_for(setting))
-    assert several(schedule)
-    code_of(schedule, setting.layout)
 
 
 def test_names_are_read_as_they_are_written() -> None:

@@ -94,15 +94,6 @@ def test_parameters_and_flops_are_those_of_the_graphs(shape: ModelShape, pattern
     assert [name for name in names if is_layer(name)] == list(shape.kinds)
 
 
-def test_a_dense_layer_has_the_operators_of_the_dense_family() -> None:
-    sizes = part_sizes(MOE, ParallelLayout(tp=2), 1)
-    dense = built_in_parts(sizes)["dense"]
-    llama = built_in_parts(part_sizes(LLAMA, ParallelLayout(tp=2), 1))["layer"]
-    assert [op.name for op in dense.forward.operators] == [op.name for op in llama.forward.operators]
-    assert dense.parameters == llama.parameters
-    assert {op.key.partition("/")[0] for op in dense.backward.operators} == {"dense"}
-
-
 # -- schedules -----------------------------------------------------------------------------------------------
 
 
@@ -139,13 +130,6 @@ def test_layers_that_meet_run_together_whatever_their_kinds(name: str, pp: int) 
     programs = {tuple(side for side in sides if side.kind is not PassKind.END) for sides in schedule.programs}
     paired = {sides for sides in programs if [side.kind.value for side in sides] == ["F", "B"]}
     assert paired == met, "and no program is there for nothing"
-
-
-def test_where_no_block_is_paired_all_kinds_have_an_order() -> None:
-    outcome = outcome_of("braid", 1, micro_batches=1)
-    assert not any(len(sides) > 1 for sides in outcome.code.schedule.programs)
-    pairs = {f"F:{a}|B:{b}" for a in ("dense", "layer") for b in ("dense", "layer")}
-    assert pairs <= set(outcome.choices.orders)
 
 
 def test_plans_of_mixed_models_price_every_kind() -> None:

@@ -27,7 +27,6 @@ from braid.scheduling.code import (
     Wait,
 )
 from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.memory import rank_memory
 from braid.scheduling.operators import Parameters
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.schedule import Block, Gather, Norm, Prefetch, Reduce, Schedule, Step
@@ -89,11 +88,6 @@ def code_with(name: str, pp: int, tp: int, zero: int, distances: tuple[int, int]
     schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
     with patch.object(buckets, "LEAST_ELEMENTS", LEAST):
         return linked(schedule, own.layout, own.model.kinds, parts_for(own))
-
-
-def rounded(elements: int, ways: int) -> int:
-    """Elements in equal shares of whole multiples of 32."""
-    return -(-elements // (32 * ways)) * 32 * ways
 
 
 class Walk:
@@ -306,19 +300,6 @@ def test_what_is_read_is_there_and_what_is_added_is_summed(
 ) -> None:
     for distances in far:
         check_shared(code_with(name, pp, tp, zero, distances, tied=tied))
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_a_rank_keeps_is_a_share_of_every_bucket(zero: int, tied: bool) -> None:
-    """Of optimizer states, with ZeRO 2 of gradients, with ZeRO 3 of parameters, each padded by itself."""
-    code = code_with("ddp", 1, 1, zero, (0, 0), tied=tied)
-    memory = rank_memory(code, LLAMA, "bf16", 0)
-    whole = sum(rounded(one.parameters.total, 2) for one in code.buckets.of(0))
-    share = whole // 2
-    assert memory.parameter_bytes == (share if zero > 2 else whole) * 2
-    assert memory.gradient_bytes == (share if zero > 1 else whole) * 4
-    assert memory.optimizer_bytes == share * 12
 
 
 # -- buckets -------------------------------------------------------------------------------------------------

@@ -33,24 +33,6 @@ def ordered(part: Part, kind: str, *, across: bool) -> list[tuple[int, Operator]
 
 @POLICIES
 @PASSES
-@pytest.mark.parametrize("across", [False, True])
-def test_both_sub_batches_do_all_in_an_order_that_their_data_allow(
-    policy: str, kind: str, across: bool
-) -> None:
-    part = three_layers(policy)
-    graph = part.forward if kind == "F" else part.backward
-    for turn in range(2):
-        own = [step[1] for step in ordered(part, kind, across=across) if step and step[0] == turn]
-        assert sorted(op.name for op in own) == sorted(op.name for op in graph.operators)
-        written = {name for op in graph.operators for name in op.writes}
-        done: set[str] = set()
-        for op in own:
-            assert {name for name in op.reads if name in written} <= done, op.name
-            done.update(op.writes)
-
-
-@POLICIES
-@PASSES
 def test_every_collective_but_the_last_has_the_other_sub_batch_beside_it(policy: str, kind: str) -> None:
     """From its start to what reads it, the other one computes something that can hide it."""
     steps = [step for step in ordered(three_layers(policy), kind, across=True) if step]
