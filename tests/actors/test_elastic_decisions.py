@@ -256,11 +256,6 @@ def test_a_slow_node_is_taken_again_where_nothing_else_is_left(clock: SimpleName
     assert (change.degrees.ranks, change.avoid, told) == (2, (), [])
 
 
-def test_limits_in_the_wrong_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"elastic.min_ranks=3 exceeds elastic.max_ranks=2"):
-        parse_config({"elastic": {"min_ranks": 3, "max_ranks": 2}})
-
-
 def test_layouts_are_searched_for_when_something_changes_and_not_at_every_look() -> None:
     """And the best come first: of 1,024 ranks none but the layout that is taken is asked about."""
     asked: list[int] = []

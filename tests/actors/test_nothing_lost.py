@@ -11,7 +11,6 @@ import pytest
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import elastic, interruptions, resizing, restoring
-from braid.actors.controller import group as groups
 from braid.actors.controller.controller import Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
@@ -524,10 +523,6 @@ def test_a_stop_in_a_recovery_says_what_is_lost_and_is_never_complete(tmp_path: 
     assert not finished.report["complete"]
     texts = [event.text for event in events if isinstance(event, Incident)]
     assert texts[-1] == "stopped in a recovery; the newest checkpoint is of step 10, 12 were done"
-
-
-def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
-    assert groups._STEADY.isdisjoint(groups._LONG)
 
 
 # -- checkpoints that are late, lost or elsewhere ------------------------------------------------------------

@@ -131,15 +131,6 @@ def test_prices_follow_from_shapes(tp: int, sequence: int) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 50
 
 
-def test_own_layer_has_half_the_collectives() -> None:
-    sizes = part_sizes(SHAPE, ParallelLayout(tp=2), 1)
-    own, built_in = part_of(REFERENCE, sizes), part_of(None, sizes)
-    for graph, theirs in ((own.forward, built_in.forward), (own.backward, built_in.backward)):
-        count = sum(op.kind.communicates for op in graph.operators)
-        assert count * 2 == sum(op.kind.communicates for op in theirs.operators)
-    assert any(op.kind is Kind.ADD for op in own.backward.operators)
-
-
 def test_files_with_dataclasses(tmp_path: Path) -> None:
     """Annotations that are texts are looked up in their module; files of one name are two modules."""
     head = (

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.controller.json_lines import read_lines
-from tests.end_to_end.command import braid, write_config, write_corpus
+from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +24,6 @@ def _set(overrides: tuple[str, ...]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def losses(folder: Path, name: str) -> list[float]:
-    """The losses of a run, checked to be of the steps 1, 2, 3, ..."""
-    records = read_lines(folder / "runs" / name / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    return [record["loss"] for record in records]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with corpus, configuration and an uninterrupted run of 18 steps on one rank."""
@@ -48,18 +40,18 @@ def test_every_layout_goes_on_from_the_one_before(folder: Path) -> None:
     for number, layout in enumerate(LAYOUTS, start=1):
         outcome = braid(folder, *common, *_set(layout), "--until", str(3 * number), *more)
         assert outcome.code == 0, outcome.errors
-        assert len(losses(folder, "moved")) == 3 * number
+        assert len(losses_of(folder, "moved")) == 3 * number
         assert ("the run has the tokens that were made before" in outcome.output) == bool(more)
         more = ("--set", "data.files=[gone.txt]", "--resume")
-    assert losses(folder, "moved") == pytest.approx(losses(folder, "whole"), rel=1e-9)
+    assert losses_of(folder, "moved") == pytest.approx(losses_of(folder, "whole"), rel=1e-9)
 
 
 def test_a_finished_run_resumes_to_nothing(folder: Path) -> None:
-    before = losses(folder, "whole")
+    before = losses_of(folder, "whole")
     outcome = braid(folder, "train", "run.yaml", "--set", "name=whole", "--resume")
     assert outcome.code == 0, outcome.errors
     assert "nothing left to do" in outcome.output
-    assert losses(folder, "whole") == before
+    assert losses_of(folder, "whole") == before
 
 
 def test_report_has_what_it_promises(folder: Path) -> None:

@@ -23,8 +23,9 @@ from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import prepare_text
 from braid.jobs.benchmarks.overlap_case import OverlapCase
 from braid.jobs.data.tokenizer import tokenizer_of
-from braid.jobs.drill.hosts import HostsError, check_hosts, two_hosts
+from braid.jobs.drill.hosts import two_hosts
 from braid.scheduling.schedule_text import write
+from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import braid, environment, start
 from tests.waiting import within
 
@@ -32,14 +33,6 @@ SMALL = ("--hidden", "64", "--layers", "1", "--tokens", "32", "--micro-batches",
 
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
-
-
-def require_hosts() -> None:
-    """Skip, and say why, where hosts cannot be made."""
-    try:
-        check_hosts()
-    except HostsError as error:
-        pytest.skip(str(error))
 
 
 def namespaces(maker: int) -> set[str]:

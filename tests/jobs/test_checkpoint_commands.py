@@ -26,7 +26,7 @@ from braid.actors.stage import exchange
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.checkpoints import new_directory
 from braid.scheduling.schedule_text import write
-from tests.actors.saved import Marker, digests
+from tests.actors.saved import Marker, digests, flip
 from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
 from tests.foreign_models import opened
 from tests.in_process import Capture, Outcome, called, refused
@@ -62,13 +62,6 @@ def command(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 def step(run: Path, number: int) -> Path:
     return run / "checkpoints" / f"step-{number}"
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def weights(checkpoint: Path) -> Path:

@@ -28,6 +28,14 @@ model: {family: llama, hidden: 64, layers: 4, heads: 4, sequence: 32}
 data: {files: [corpus.txt]}
 train: {steps: 20, global_batch: 8, micro_batch: 2, lr: 1.0e-3}
 """
+NODES_CONFIG = """\
+model: {hidden: 32, layers: 4, heads: 4, sequence: 32}
+data: {files: [corpus.txt]}
+train: {steps: 4, global_batch: 12, micro_batch: 1, deterministic_reduction: true}
+parallel: {dp: 2, zero: 3}
+cluster: {launcher: ray}
+elastic: {max_ranks: 4}
+"""
 CLUSTER = """\
 name: mine
 nodes: 1
@@ -41,6 +49,8 @@ FILES = {
     "first.yaml": FIRST,
     "old.yaml": FIRST.replace("first", "old"),
     "runs/old/config.yaml": "name: old\n",
+    "runs/spoken/logs/rank-0.log": "",
+    "nodes.yaml": NODES_CONFIG,
     "broken.yaml": "train: [unclosed\n",
     "list.yaml": "- a\n- b\n",
     "preset.yaml": "model: {preset: llama3-8b}\n",
@@ -82,6 +92,11 @@ def odd(old: str, new: str, says: str) -> Mistake:
 
 
 MOE = "model.family=moe model.top_k=2"
+NODES, TENSORS = (
+    "drill nodes.yaml --faults",
+    "drill first.yaml --launcher processes --set parallel.tp=2 --faults",
+)
+ON_RAY = "train first.yaml --launcher ray --address"
 LINK = "intra: {kind: x, latency_ns: 1, efficiency: 0.5"
 
 MISTAKES = [
@@ -102,11 +117,7 @@ MISTAKES = [
     Mistake("train auto.yaml --set parallel.tp=2", "parallel is 'auto'|--set 'parallel={tp: 2}'"),
     Mistake("train first.yaml --set train.lr", "--set|train.lr|key=value"),
     # keys and values
-    wrong("train.learning_rate=1e-3", "did you mean 'train.lr'?"),
-    wrong("batch_size=8", "did you mean 'train.global_batch'?"),
-    wrong("trian.lr=1", "did you mean 'train'?"),
     wrong("1=2", "unknown key '1'; known here: name, runs"),
-    wrong("train.lr=true", "train.lr=true: must be a number > 0"),
     wrong("train.lr=.nan", "train.lr|nan"),
     wrong("train.steps=1.5", "train.steps=1.5: must be a whole number"),
     wrong("train.betas=[1.5,0.95]", "train.betas[0]=1.5|at least 0, < 1"),
@@ -197,20 +208,29 @@ MISTAKES = [
     ),
     # schedules and plans
     wrong("overlap.schedule=zigzag", "overlap.schedule|zigzag|megatron"),
-    wrong("overlap.schedule=fsdp", "here that is parallel.zero=3"),
-    wrong("overlap.schedule=dhelx", "did you mean 'dhelix'?"),
     Mistake("train first.yaml --plan absent.yaml", "plan absent.yaml|braid plan --output"),
     # runs
     Mistake("train old.yaml", "runs/old already holds a run|--resume|--overwrite"),
     Mistake("train old.yaml --resume", "there is no checkpoint in|start without --resume"),
     Mistake("train first.yaml --resume", "there is no run in|start it without --resume"),
     Mistake("train first.yaml --resume --overwrite", "--resume|--overwrite"),
+    Mistake(f"{ON_RAY} nowhere", "nowhere|HOST:PORT", torch=True),
+    Mistake(f"{ON_RAY} 127.0.0.1:1", "127.0.0.1:1|does not answer|ray start", torch=True),
     Mistake("train first.yaml --report no/r.json", "--report no/r.json: the folder no does not exist"),
     Mistake("report runs/absent", "runs/absent|give a run's"),
     # other commands
     Mistake("prepare first.yaml --set data.files=[absent.txt]", "data.files|absent.txt|correct the path"),
     Mistake("profile first.yaml --output no/p.json", "--output no/p.json: the folder no does not exist"),
+    Mistake("logs none", "none holds no run; give a directory such as runs/NAME"),
+    Mistake("logs runs/spoken --rank 1", "--rank 1: runs/spoken has logs of ranks 0"),
+    Mistake("logs runs/old", "runs/old/logs holds no logs"),
     Mistake("drill first.yaml --faults kil-save", "did you mean 'kill-save'?"),
+    Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
+    Mistake(f"{TENSORS} cut-reduce", "--faults cut-reduce: |--set parallel.dp=2"),
+    Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray"),
+    Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4"),
+    Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes"),
+    Mistake(f"{NODES} node-lost,kill-host", "drill them one after the other"),
     Mistake("plan llama3-8b", "llama3-8b is neither|did you mean 'llama-3.1-8b'?"),
     Mistake("plan llama-3.1-8b --cluster h100x8", "--cluster 'h100x8' is no preset; did you mean 'h100'?"),
     Mistake("plan llama-3.1-8b --cluster absent.yaml", "--cluster absent.yaml cannot be read"),

@@ -192,16 +192,10 @@ def test_an_open_cluster_is_refused(closed: bool, capsys: pytest.CaptureFixture[
         head.stop(None).wait()
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"])
-def test_loopback(host: str) -> None:
-    assert doors.is_loopback(host)
-
-
-@pytest.mark.parametrize(
-    "host", ["10.0.0.1", BEYOND, "::", "localhost.example.org", "127.0.0.1.example.org", ""]
-)
-def test_no_loopback(host: str) -> None:
-    assert not doors.is_loopback(host)
+def test_loopback() -> None:
+    here = ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"]
+    elsewhere = ("10.0.0.1", BEYOND, "::", "localhost.example.org", "127.0.0.1.example.org", "")
+    assert [host for host in (*here, *elsewhere) if doors.is_loopback(host)] == here
 
 
 def test_list_status_and_logs(server: State, braid: Braid) -> None:
