@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
+from braid.jobs.layers import layer_search
 from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
 from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
@@ -44,6 +45,11 @@ def test_of_many_layouts_the_most_promising() -> None:
     found = fitting_layouts(config_of(), config_of().model.shape(64), 16)
     assert len(found) == MEASURED
     assert {one.layout().ranks for one in found} == {16}
+
+
+def test_layers_are_chosen_within_the_memory_that_a_run_has() -> None:
+    """Which ones then: `tests.scheduling.test_layer_choices`."""
+    assert layer_search(config_of(cluster={"memory_gb": 1.5})).limit_bytes == 1.5e9
 
 
 @pytest.mark.slow

@@ -27,10 +27,8 @@ def test_a_curve_leaves_out_what_is_no_number() -> None:
     assert (curve([]), curve([2.0]), curve([1.0, 8.0])) == ("", "▁", "▁█")
     assert curve([1.0, math.nan, 8.0]) == "▁x█"
     assert curve([math.inf, math.nan]) == "xx"
-
-
-def test_columns_are_means_of_their_numbers() -> None:
-    assert curve([1.0, math.nan, math.inf, 3.0, 2.0, 2.0, 3.0, 3.0], width=4) == "▁█▅█"
+    means = curve([1.0, math.nan, math.inf, 3.0, 2.0, 2.0, 3.0, 3.0], width=4)
+    assert means == "▁█▅█", "columns are means of their numbers"
 
 
 def test_validation_is_told_in_both_units() -> None:

@@ -92,10 +92,8 @@ def odd(old: str, new: str, says: str) -> Mistake:
 
 
 MOE = "model.family=moe model.top_k=2"
-NODES, TENSORS = (
-    "drill nodes.yaml --faults",
-    "drill first.yaml --launcher processes --set parallel.tp=2 --faults",
-)
+NODES = "drill nodes.yaml --faults"
+TENSORS = "drill first.yaml --launcher processes --set parallel.tp=2 --faults"
 ON_RAY = "train first.yaml --launcher ray --address"
 LINK = "intra: {kind: x, latency_ns: 1, efficiency: 0.5"
 
@@ -227,9 +225,9 @@ MISTAKES = [
     Mistake("drill first.yaml --faults kil-save", "did you mean 'kill-save'?"),
     Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
     Mistake(f"{TENSORS} cut-reduce", "--faults cut-reduce: |--set parallel.dp=2"),
-    Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray"),
-    Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4"),
-    Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes"),
+    Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray", torch=True),
+    Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4", torch=True),
+    Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes", torch=True),
     Mistake(f"{NODES} node-lost,kill-host", "drill them one after the other"),
     Mistake("plan llama3-8b", "llama3-8b is neither|did you mean 'llama-3.1-8b'?"),
     Mistake("plan llama-3.1-8b --cluster h100x8", "--cluster 'h100x8' is no preset; did you mean 'h100'?"),
