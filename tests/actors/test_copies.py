@@ -182,14 +182,3 @@ def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, 
         ranks.kill([0, 2])
         assert run.rescue() == []
     assert not run.homes.steps()
-
-
-def test_what_cannot_be_written_is_told(tmp_path: Path, data: Path) -> None:
-    """A survivor that dies, too: the run goes on from the newest checkpoint."""
-    with trained(tmp_path, data, 1, 2, {"tp": 2}, {}) as (ranks, run):
-        ranks.kill([1])
-        (run.directory.path / "checkpoints").write_text("in the way")
-        (told,) = run.rescue()
-    assert isinstance(told, Incident)
-    assert told.kind == "failed"
-    assert "copies in memory could not be written as a checkpoint" in told.text

@@ -540,13 +540,16 @@ def refusing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: int = 13
     monkeypatch.setattr(CheckpointStore, "publish", refuses)
 
 
-def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [MirrorError("no mirror"), NotADirectoryError(20, "Not a directory")])
+def test_a_rescue_that_no_disk_takes_is_told_and_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     config = config_of(tmp_path, checkpoint={"copies_every": 1}, failure={"max_restarts": 0})
-    refusing(monkeypatch, MirrorError("the mirror cannot be written"))
+    refusing(monkeypatch, error)
     with pytest.raises(WorkerError, match=DIED):
         run(config, Once("train_step", 7, died))
+    texts = [line.get("text", "") for line in recorded(config, "events")]
+    assert any(f"copies in memory could not be written as a checkpoint: {error}" in text for text in texts)
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(

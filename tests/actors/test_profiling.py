@@ -206,12 +206,11 @@ def test_what_changes_costs_changes_the_key(tmp_path: Path, sections: Mapping[st
 
 
 def test_machines_links_and_sources_are_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key_of(config_of(tmp_path))
-    assert (
-        key_of(config_of(tmp_path), machine="b") != before != key_of(config_of(tmp_path), stream=Stream.INTER)
-    )
+    config = config_of(tmp_path)
+    before = key_of(config)
+    assert key_of(config, machine="b") != before != key_of(config, stream=Stream.INTER)
     monkeypatch.setattr(profiling, "_own_sources", lambda: "others")
-    assert key_of(config_of(tmp_path)) != before
+    assert key_of(config) != before
     layer = tmp_path / "layer.py"
     digests = set()
     for text in ("class Layer: ...", "class Layer: pass"):

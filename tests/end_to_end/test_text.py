@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from braid.jobs.cli import main
 from tests.end_to_end.command import ROOT, write_config
 from tests.foreign_models import random_model
+from tests.in_process import Capture, called
 from tests.jobs.corpora import train_tokenizer
 
 DOCUMENTS = ["one sheep, two sheep, three sheep sleep", "we count: naïve 語 <stop> and no end"]
@@ -25,18 +25,15 @@ Command = Callable[..., str]
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Command:
     """``braid ARGUMENTS`` in this process and a folder of its own; what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
 
     def call(*arguments: str) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(list(arguments))
-        caught = capsys.readouterr()
-        assert not left.value.code, caught.err
-        return caught.out + caught.err
+        done = called(capsys, *arguments)
+        assert done.code == 0, done.errors
+        return done.output + done.errors
 
     return call
 
