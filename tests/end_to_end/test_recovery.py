@@ -1,4 +1,4 @@
-"""A rank is killed: all start anew from the newest checkpoint, and the run ends as if nothing had been."""
+"""A rank is killed, or a run is stopped: it goes on from the newest checkpoint as if nothing had been."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Incident, StepDone
 from braid.scheduling.trace import KINDS
 from tests.actors.stand_ins import losses
-from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
+from tests.end_to_end.command import braid, left_running, losses_of, start, write_config, write_corpus
 from tests.end_to_end.runs import Run, run_layout, run_plan, small_config
 from tests.spans import read_folder
 
@@ -145,3 +145,40 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     assert "measuring layout" not in alone.output
     theirs = read_lines(tmp_path / "runs" / "same" / "metrics.jsonl")
     assert [line["loss"] for line in theirs] == [line["loss"] for line in lines[:30]]
+
+
+# -- a run that was stopped goes on as if it had not been, in other layouts too; how it stops: `test_signals`
+
+ONE_AFTER_THE_OTHER = (
+    (),
+    ("parallel.tp=2",),
+    ("parallel.pp=2", "overlap.pipeline=folded"),
+    ("parallel.dp=2", "parallel.zero=3"),
+    ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
+    ("parallel.dp=2",),
+)
+"""Of the steps 1 to 3, 4 to 6 and so on."""
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    """Without the corpus, too, whose tokens the run has; and a finished run to nothing."""
+    write_corpus(tmp_path)
+    write_config(tmp_path, train={"steps": 18, "dtype": "fp64", "warmup_steps": 3}, checkpoint={"every": 5})
+
+    def train(name: str, *options: str) -> str:
+        outcome = braid(tmp_path, "train", "run.yaml", "--set", f"name={name}", *options)
+        assert outcome.code == 0, outcome.errors
+        return outcome.output
+
+    train("whole")
+    whole, more = losses_of(tmp_path, "whole"), ()
+    for number, layout in enumerate(ONE_AFTER_THE_OTHER, start=1):
+        options = (word for override in layout for word in ("--set", override))
+        said = train("moved", *options, "--until", str(3 * number), *more)
+        assert len(losses_of(tmp_path, "moved")) == 3 * number
+        assert ("the run has the tokens that were made before" in said) == bool(more)
+        more = ("--set", "data.files=[gone.txt]", "--resume")
+    assert losses_of(tmp_path, "moved") == pytest.approx(whole, rel=1e-9)
+    assert "nothing left to do" in train("whole", "--resume")
+    assert losses_of(tmp_path, "whole") == whole

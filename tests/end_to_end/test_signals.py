@@ -95,17 +95,3 @@ def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str)
     told = [line for line in done.stderr.splitlines() if line.startswith("braid: ")]
     assert told == ["braid: standard output cannot be written (Broken pipe); training goes on without it"]
     assert checkpoints(folder) == ["step-6"]
-
-
-@pytest.mark.thorough
-def test_a_signal_before_the_first_step_leaves_nothing(folder: Path) -> None:
-    """On Ray, while its cluster starts."""
-    command = start(folder, "train", "run.yaml", "--launcher", "ray")
-    time.sleep(3.0)
-    begun = time.monotonic()
-    os.kill(command.pid, signal.SIGTERM)
-    output, errors = command.communicate(timeout=60)
-    assert command.returncode == 130, output + errors
-    assert time.monotonic() - begun < 30
-    assert not (folder / "runs" / "run" / "checkpoints").exists() or checkpoints(folder)
-    assert not left_running(command.pid)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.actors.saved import flip
-from tests.end_to_end.command import ROOT, braid, left_running, start, write_config, write_corpus
+from tests.end_to_end.command import ROOT, braid, write_config, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -78,13 +78,3 @@ def test_other_data_or_model_cannot_resume(folder: Path) -> None:
             example = ROOT / "docs" / "examples" / "parallel_layer.py"
             arguments += ["--set", f"model.layer.own={example}:ParallelLayer"]
         _check(folder, says, *arguments)
-
-
-def test_ray_cluster_too_small(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    write_config(tmp_path, cluster={"launcher": "ray"}, parallel={"dp": 64}, train={"global_batch": 128})
-    process = start(tmp_path, "train", "run.yaml")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert all(text in errors for text in ("64 ranks", "CPUs", "parallel.dp"))
-    assert left_running(process.pid) == []

@@ -135,8 +135,6 @@ MISTAKES = [
     wrong(MOE, "model.family moe|model.experts=0|set model.experts"),
     wrong("'model.pattern=layer wide'", "='layer wide'|'wide'|model.layer.wide|or use layer"),
     wrong("model.layer.wide=m:C", "model.layer.wide='m:C'|model.pattern='layer'|leave it out"),
-    wrong("'model.pattern=layer head'", "model.pattern='layer head'|'head'"),
-    wrong("model.pattern=a+b", "model.pattern='a+b'|letters"),
     wrong("'model.pattern=\" \"'", "model.pattern=' '|'2*layer wide'"),
     wrong("model.layer=[m:C]", "model.layer|file.py:Class"),
     wrong("model.layer=nowhere:Layer", "model.layer|package.module:Class", torch=True),
