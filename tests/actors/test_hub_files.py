@@ -1,7 +1,7 @@
 """Hugging Face directories: what does not fit is refused by name.
 
-That sizes of every kind come from ``config.json`` is in `tests.end_to_end.test_exchange`: a run is given its own
-beside them, and what it exports has the bits and the logits of what it read.
+That sizes of every kind come from `config.json` is in `tests.end_to_end.test_exchange`: a run is given its
+own beside them, and what it exports has the bits and the logits of what it read.
 """
 
 import contextlib

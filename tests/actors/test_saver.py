@@ -380,7 +380,7 @@ def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
     run.save(1, 2, 3, 4)
     assert run.saved == [1, 2, 3, 4]
     (told,) = run.incidents
-    assert "step-1.tmp-old cannot be removed: Device or resource busy" in told.text
+    assert "step-1.tmp-old/.nfs01 cannot be removed: Device or resource busy" in told.text
     assert run.homes.store.steps() == [4]
 
 
