@@ -76,7 +76,7 @@ def test_ranks_meet_though_one_of_them_has_tried_alone(tmp_path: Path, data: Pat
         group.shutdown()
 
 
-# -- which generation is broken off, and what goes before groups do -------------------------------------------
+# -- which generation is broken off, and what goes before groups do ------------------------------------------
 
 
 class Told(Membership):

@@ -306,15 +306,6 @@ def test_a_run_that_a_failure_ends_leaves_what_copies_hold(
     assert losses(run(config, options=RESUME)) == states(12)[9:]
 
 
-def test_there_is_a_budget(tmp_path: Path) -> None:
-    """Each life of the ranks does a step, so that it is not the same try again."""
-    config = config_of(tmp_path, failure={"max_restarts": 1})
-    with pytest.raises(WorkerError, match=DIED):
-        run(config, all_of(Once("train_step", 2, died), Once("train_step", 4, died)))
-    kinds = [line["kind"] for line in recorded(config, "events")]
-    assert kinds == ["started", "restarted", "started", "failed"]
-
-
 # -- whose mistake it is -------------------------------------------------------------------------------------
 
 
