@@ -37,7 +37,7 @@ def pytest_report_header() -> str:
 
 _THOROUGH = (
     "tests/papers/",
-    *(f"tests/jobs/test_{name}" for name in ("bench_overlap", "bench_training", "peers", "expert_peers")),
+    *(f"tests/jobs/test_{name}" for name in ("bench_overlap", "bench_training", "peers")),
 )
 """Beginnings of the names of tests that `make test` leaves out."""
 

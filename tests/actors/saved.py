@@ -1,10 +1,14 @@
 """Files of checkpoints and models: what ranks tell of them, for tests without ranks, and pickles that run."""
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from braid.actors.controller import manifest
 from braid.actors.controller.manifest import CheckpointStore
 
 
@@ -33,6 +37,26 @@ def publish(store: CheckpointStore, step: int, content: bytes | None = None, **f
     folder = written(store, step, content)
     told = {"layout": {}, "data": {}, "shape": {}, **facts}
     return store.publish(folder, digests(folder), step=step, **told)
+
+
+def flip(file: Path, at: int | None = None) -> None:
+    """Change one bit, in the middle unless another place is given."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 4
+    file.write_bytes(content)
+
+
+def keeps(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Folders of these names are not removed whole, as where NFS keeps a file that somebody has open."""
+    remove = manifest.shutil.rmtree
+
+    def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
+        if Path(path).name in names and not named.get("ignore_errors"):
+            (Path(path) / ".metadata").unlink(missing_ok=True)
+            raise OSError(errno.EBUSY, "Device or resource busy", str(Path(path) / ".nfs01"))
+        remove(path, *arguments, **named)
+
+    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
 
 
 class Marker:

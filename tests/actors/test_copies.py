@@ -71,20 +71,6 @@ def test_a_lost_rank_gets_its_state_back(
         assert ranks.all(Probed.digest) == states[again[0] - 1]
 
 
-def test_one_of_four_ranks_holds_all_there_is(tmp_path: Path, data: Path) -> None:
-    """Rank 3 has its own state, which is rank 1's too, and its partner's, rank 2, which is rank 0's too."""
-    sections: dict[str, Any] = {"parallel": {"dp": 2, "tp": 2}}
-    with started(tmp_path, data, wait=True, checkpoint={"copies_every": 1}, **sections) as ranks:
-        ranks.begin(1)
-        states = ranks.train(range(3))
-        held = ranks.lose([0, 1, 2], 1)
-        common = newest_common(held, ranks.layout.mesh, 5)
-        assert common == (3, [3, 3, 3, 3])
-        ranks.all(Rank.restore_copies, *common)
-        assert ranks.all(Probed.digest) == states[2]
-        assert ranks.train([3])[0] not in states
-
-
 def test_an_older_step_is_gone_back_to(tmp_path: Path, data: Path) -> None:
     """Copies of every second step; what came later is forgotten, so that it cannot be mistaken for new."""
     sections: dict[str, Any] = {"parallel": {"tp": 2}}
@@ -196,14 +182,3 @@ def test_without_a_copy_of_every_rank_there_is_nothing_to_write(tmp_path: Path, 
         ranks.kill([0, 2])
         assert run.rescue() == []
     assert not run.homes.steps()
-
-
-def test_what_cannot_be_written_is_told(tmp_path: Path, data: Path) -> None:
-    """A survivor that dies, too: the run goes on from the newest checkpoint."""
-    with trained(tmp_path, data, 1, 2, {"tp": 2}, {}) as (ranks, run):
-        ranks.kill([1])
-        (run.directory.path / "checkpoints").write_text("in the way")
-        (told,) = run.rescue()
-    assert isinstance(told, Incident)
-    assert told.kind == "failed"
-    assert "copies in memory could not be written as a checkpoint" in told.text

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from braid.actors.stage.data import DataIndex, Shard, TokenShards, read_index, sample_ids
 from braid.actors.stage.reading import UnreadableError
+from tests.actors.saved import flip
 from tests.architecture.test_imports import loaded_after
 
 
@@ -204,10 +205,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     write_data(tmp_path, counting(10, 20))
     shards = TokenShards.open(tmp_path, "train", 4)
     shards.verify()
-    path = tmp_path / "train-00001.bin"
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
+    flip(tmp_path / "train-00001.bin")
     with pytest.raises(ValueError, match=r"train-00001.bin has SHA-256 .*prepare it again"):
         TokenShards.open(tmp_path, "train", 4).verify()
 

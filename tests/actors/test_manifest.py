@@ -1,7 +1,6 @@
 """Checkpoints as folders: a crash anywhere leaves a good one, and none is kept or removed by mistake."""
 
 import contextlib
-import errno
 import json
 import os
 import random
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller import manifest
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import (
     MANIFEST,
@@ -25,6 +23,7 @@ from braid.actors.controller.manifest import (
     verify,
 )
 from tests.actors import saved
+from tests.actors.saved import flip, keeps
 from tests.scheduling.cases import LLAMA
 
 _CRASHED = 42
@@ -209,13 +208,6 @@ def test_damaged_ones_beyond_the_newest_good_one_do_not_count(tmp_path: Path) ->
     assert store.steps() == [10]
 
 
-def flip(file: Path, at: int = 3) -> None:
-    """Change one bit."""
-    content = bytearray(file.read_bytes())
-    content[at] ^= 4
-    file.write_bytes(content)
-
-
 @given(st.data())
 def test_any_flipped_byte_and_any_torn_file_is_found(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -284,26 +276,13 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
             homes.newest_of(odd)
 
 
-def refuses(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Folders of these names are not removed whole, as where NFS keeps a file that somebody has open."""
-    remove = manifest.shutil.rmtree
-
-    def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
-        if Path(path).name in names and not named.get("ignore_errors"):
-            (Path(path) / ".metadata").unlink()
-            raise OSError(errno.EBUSY, "Device or resource busy", str(Path(path) / ".nfs01"))
-        remove(path, *arguments, **named)
-
-    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
-
-
 def test_a_checkpoint_is_published_though_an_older_one_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         publish(store, step, f"state {step}")
-    refuses(monkeypatch, "step-1.tmp-old", "step-2.tmp-old")
+    keeps(monkeypatch, "step-1.tmp-old", "step-2.tmp-old")
     store.collect(1, newest=3)
     assert store.steps() == [3], "what is removed half-way has no checkpoint's name"
     told = store.trouble()
@@ -320,7 +299,7 @@ def test_a_step_is_saved_again_though_its_older_save_cannot_be_removed(
 ) -> None:
     store = CheckpointStore(tmp_path)
     publish(store, 4, "before")
-    refuses(monkeypatch, "step-4.tmp-old", "step-4.tmp-old1")
+    keeps(monkeypatch, "step-4.tmp-old", "step-4.tmp-old1")
     publish(store, 4, "after")
     publish(store, 4, "at last")
     assert newest(store) == (4, "at last")

@@ -301,12 +301,6 @@ def test_names_that_lead_outside_are_refused(
     assert not list((tmp_path / "inside").iterdir())
 
 
-@pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "s4://x"])
-def test_a_url_that_nothing_answers_to_names_the_key(wrong: str) -> None:
-    with pytest.raises(ConfigError, match=f"checkpoint.mirror='{wrong}': no file system is called"):
-        mirror_of(wrong)
-
-
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     says = r"^checkpoint.mirror='s3://b/run': .*s3fs.*'braid\[object-stores\]'$"

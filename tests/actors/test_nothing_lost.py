@@ -11,7 +11,6 @@ import pytest
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import elastic, interruptions, resizing, restoring
-from braid.actors.controller import group as groups
 from braid.actors.controller.controller import Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
@@ -307,15 +306,6 @@ def test_a_run_that_a_failure_ends_leaves_what_copies_hold(
     assert losses(run(config, options=RESUME)) == states(12)[9:]
 
 
-def test_there_is_a_budget(tmp_path: Path) -> None:
-    """Each life of the ranks does a step, so that it is not the same try again."""
-    config = config_of(tmp_path, failure={"max_restarts": 1})
-    with pytest.raises(WorkerError, match=DIED):
-        run(config, all_of(Once("train_step", 2, died), Once("train_step", 4, died)))
-    kinds = [line["kind"] for line in recorded(config, "events")]
-    assert kinds == ["started", "restarted", "started", "failed"]
-
-
 # -- whose mistake it is -------------------------------------------------------------------------------------
 
 
@@ -526,10 +516,6 @@ def test_a_stop_in_a_recovery_says_what_is_lost_and_is_never_complete(tmp_path: 
     assert texts[-1] == "stopped in a recovery; the newest checkpoint is of step 10, 12 were done"
 
 
-def test_limits_of_calls_are_those_of_the_rank_s_interface() -> None:
-    assert groups._STEADY.isdisjoint(groups._LONG)
-
-
 # -- checkpoints that are late, lost or elsewhere ------------------------------------------------------------
 
 
@@ -545,13 +531,16 @@ def refusing(monkeypatch: pytest.MonkeyPatch, error: Exception, before: int = 13
     monkeypatch.setattr(CheckpointStore, "publish", refuses)
 
 
-def test_a_rescue_that_no_disk_takes_does_not_hide_why_the_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [MirrorError("no mirror"), NotADirectoryError(20, "Not a directory")])
+def test_a_rescue_that_no_disk_takes_is_told_and_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     config = config_of(tmp_path, checkpoint={"copies_every": 1}, failure={"max_restarts": 0})
-    refusing(monkeypatch, MirrorError("the mirror cannot be written"))
+    refusing(monkeypatch, error)
     with pytest.raises(WorkerError, match=DIED):
         run(config, Once("train_step", 7, died))
+    texts = [line.get("text", "") for line in recorded(config, "events")]
+    assert any(f"copies in memory could not be written as a checkpoint: {error}" in text for text in texts)
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(

@@ -29,13 +29,17 @@ def config_of(**cluster: object) -> Config:
     return parse_config({"name": "x", "data": {"files": ["x"]}, "cluster": cluster})
 
 
-def test_a_lost_peer_does_not_end_the_process() -> None:
+def test_a_lost_peer_does_not_end_the_process_and_the_same_bits_need_the_same_algorithms() -> None:
     found = rank_environment(config_of(threads_per_rank=3), {})
     assert "NCCL_ALGO" not in found
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert found["CUDA_MODULE_LOADING"] == "EAGER"
     names = ("PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS")
     assert [found[name] for name in names] == ["expandable_segments:True", "0", "3"]
+    strict = parse_config({"train": {"deterministic": True}})
+    found = rank_environment(strict, {})
+    assert {"NCCL_ALGO", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"} <= set(found)
+    assert found["NCCL_MIN_NCHANNELS"] == found["NCCL_MAX_NCHANNELS"]
 
 
 def test_users_have_the_last_word() -> None:
@@ -63,14 +67,6 @@ def test_ranks_that_are_processes_inherit_them(monkeypatch: pytest.MonkeyPatch) 
         [processes.Place()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
     )
     assert group._environment["OMP_NUM_THREADS"] == "7"
-
-
-def test_the_same_bits_need_the_same_algorithms() -> None:
-    config = config_of()
-    strict = config.model_copy(update={"train": config.train.model_copy(update={"deterministic": True})})
-    found = rank_environment(strict, {})
-    assert {"NCCL_ALGO", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"} <= set(found)
-    assert found["NCCL_MIN_NCHANNELS"] == found["NCCL_MAX_NCHANNELS"]
 
 
 def driver(folder: Path, count: int) -> Path:

@@ -62,12 +62,3 @@ def test_rows_are_taken_and_put_back(
     lookup.place(whole, part)
     assert torch.equal(lookup.take(whole), part)
     assert whole.count_nonzero() == part.count_nonzero(), "nothing else is touched"
-
-
-def test_a_part_of_what_stages_have_brought() -> None:
-    """Of the own rank's rows of all nodes those of other nodes, which are not gathered twice (figure 5e)."""
-    mesh, own = (3, 2), (1, 0)
-    brought = Region("tp", mesh, (Span.ALL, Span.OWN), (2, 3))
-    x = torch.arange(6.0).view(6, 1)  # two rows of each node
-    others = Rows(brought, Region("tp", mesh, (Span.OTHERS, Span.OWN), (2, 3)), own).take(x)
-    assert others.flatten().tolist() == [0.0, 1.0, 4.0, 5.0]

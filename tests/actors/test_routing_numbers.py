@@ -16,7 +16,7 @@ from braid.actors.controller.reporting import build_report
 from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
 from braid.actors.controller.step_record import read_metrics
 from braid.actors.stage.messages import RoutingSums
-from braid.jobs.display import report_table
+from braid.jobs.display import experts_line, report_table
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from tests.actors.test_records import a_record
 from tests.end_to_end.runs import small_config
@@ -67,6 +67,7 @@ def test_dropped_visits_and_losses_where_the_model_has_them() -> None:
     assert found.z_loss == pytest.approx(2 * 2 * 3.0 / TOKENS)
     assert found.balance_loss is None
     assert found.rank_imbalance is None, "with a capacity all ranks compute as many rows"
+    assert experts_line(asdict(found)).endswith(", 12.5% of visits dropped (last step)")
 
 
 def test_the_fullest_rank_of_ep() -> None:
@@ -80,6 +81,7 @@ def test_the_fullest_rank_of_ep() -> None:
     found = numbers([one if rank in first else other for rank in range(4)], layout=layout)
     assert found.imbalance == 1.0
     assert (found.rank_imbalance, found.worst_rank_imbalance) == (1.5, 2.0)
+    assert experts_line(asdict(found)).endswith(", fullest rank 1.50 x the average (last step)")
 
 
 def test_models_without_experts_leave_no_trace(tmp_path: Path) -> None:

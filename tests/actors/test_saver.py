@@ -1,6 +1,5 @@
 """Saves of a run as the controller drives them: what is waited for, what is due, what is told."""
 
-import errno
 import threading
 import time
 import uuid
@@ -14,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from braid.actors.config import parse_config
-from braid.actors.controller import manifest, saving
+from braid.actors.controller import saving
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import disk_is_full
@@ -25,7 +24,7 @@ from braid.actors.controller.saving import Saver
 from braid.actors.stage import digests as stage_digests
 from braid.actors.stage.messages import Written
 from braid.actors.stage.rank import Rank
-from tests.actors.saved import digests
+from tests.actors.saved import digests, keeps
 from tests.end_to_end.runs import small_config
 
 FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
@@ -377,18 +376,11 @@ def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
 ) -> None:
     """NFS keeps what somebody has open: the new checkpoints are as good as ever."""
     run = start(every=1, keep=1)
-    remove = manifest.shutil.rmtree
-
-    def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
-        if "step-1.tmp-old" in str(path):
-            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-        remove(path, *arguments, **named)
-
-    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
+    keeps(monkeypatch, "step-1.tmp-old")
     run.save(1, 2, 3, 4)
     assert run.saved == [1, 2, 3, 4]
     (told,) = run.incidents
-    assert "step-1.tmp-old cannot be removed: Device or resource busy" in told.text
+    assert "step-1.tmp-old/.nfs01 cannot be removed: Device or resource busy" in told.text
     assert run.homes.store.steps() == [4]
 
 

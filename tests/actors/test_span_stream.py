@@ -4,7 +4,6 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +17,7 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, decode
 from braid.scheduling.trace import Label
 from tests.spans import spans_of
+from tests.waiting import within
 
 LABELS = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20))
 OTHERS = Labels(Label(operator=f"another {n}", stream=Stream.INTER, layer=n) for n in range(4))
@@ -57,14 +57,6 @@ class Taken:
         return sum(len(batch.records) for batch in self.batches)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 20 seconds"
-        time.sleep(0.005)
-
-
 def test_every_step_arrives_in_order_with_its_labels() -> None:
     taken = Taken()
     stream = SpanStream(3, 2, taken, interval_s=0.01, budget=1e9)
@@ -73,7 +65,7 @@ def test_every_step_arrives_in_order_with_its_labels() -> None:
     for step, (labels, records) in enumerate(sent):
         stream.put(labels, records, step)
         if step % 7 == 0:
-            until(lambda: taken.spans > 0)
+            assert within(20, lambda: taken.spans > 0)
     stream.close()
     for step, (batch, (labels, records)) in enumerate(zip(taken.batches, sent, strict=True)):
         assert (batch.rank, batch.generation, batch.sequence, batch.step) == (3, 2, step, step)
@@ -88,7 +80,7 @@ def test_what_the_queue_cannot_hold_is_dropped_and_counted() -> None:
     taken.busy.set()
     stream = SpanStream(0, 1, taken, capacity=1000, interval_s=0.01, budget=1e9)
     stream.put(LABELS, records_of(0, 600), 0)
-    until(lambda: stream._count == 0)  # a batch is in the sender's hands
+    assert within(20, lambda: stream._count == 0)  # a batch is in the sender's hands
     for step, count in enumerate((900, 5000, 200), start=1):
         stream.put(LABELS, records_of(step, count), step)
     assert stream.dropped == 200
@@ -106,7 +98,7 @@ def test_a_sink_that_fails_costs_nothing_but_the_spans(tmp_path: Path, error: Ex
     sink = taken if error else SocketSink(str(tmp_path / "gone"))
     stream = SpanStream(0, 1, sink, interval_s=0.01)
     stream.put(LABELS, records_of(0, 100), 0)
-    until(lambda: stream.dropped == 100)
+    assert within(20, lambda: stream.dropped == 100)
     stream.put(LABELS, records_of(1, 100), 1)
     assert stream.dropped == 200
     stream.close()
@@ -137,7 +129,7 @@ def test_no_step_is_left_out_for_labels_which_are_new_once() -> None:
     stream = SpanStream(0, 1, taken, budget=0.02)
     labels = Labels(Label(operator=f"operator {n}", stream=Stream.COMPUTE, layer=n) for n in range(20_000))
     stream.put(labels, records_of(1, 10), 1)
-    until(lambda: taken.spans == 10)
+    assert within(20, lambda: taken.spans == 10)
     looked = time.monotonic() + 1.6  # it looks at its costs once a second
     while time.monotonic() < looked:
         assert stream.every == 1

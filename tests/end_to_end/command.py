@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from braid.actors.controller.json_lines import read_lines
 from tests.end_to_end.forked import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,13 @@ def write_corpus(folder: Path) -> Path:
     sources = sorted((ROOT / "scheduling").glob("*.py")) + sorted((ROOT / "actors" / "stage").glob("*.py"))
     path.write_text("\n".join(source.read_text(encoding="utf-8") for source in sources), encoding="utf-8")
     return path
+
+
+def losses_of(folder: Path, name: str) -> list[float]:
+    """The losses of a run, checked to be of the steps 1, 2, 3, ..."""
+    lines = read_lines(folder / "runs" / name / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
 
 
 def left_running(session: int, patience: float = 3.0) -> list[str]:

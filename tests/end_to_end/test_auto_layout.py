@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
-from braid.actors.controller.json_lines import read_lines
+from braid.jobs.layers import layer_search
 from braid.jobs.layouts import MEASURED, fitting_layouts
 from braid.scheduling.plan import read_plan
-from tests.end_to_end.command import braid, write_config, write_corpus
+from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
 
 pytestmark = pytest.mark.alone
 
@@ -47,6 +47,11 @@ def test_of_many_layouts_the_most_promising() -> None:
     assert {one.layout().ranks for one in found} == {16}
 
 
+def test_layers_are_chosen_within_the_memory_that_a_run_has() -> None:
+    """Which ones then: `tests.scheduling.test_layer_choices`."""
+    assert layer_search(config_of(cluster={"memory_gb": 1.5})).limit_bytes == 1.5e9
+
+
 @pytest.mark.slow
 def test_a_run_takes_the_fastest_and_its_plan_repeats_it(tmp_path: Path) -> None:
     """On Ray: `test_recovery`."""
@@ -65,8 +70,7 @@ def test_a_run_takes_the_fastest_and_its_plan_repeats_it(tmp_path: Path) -> None
     assert "measuring layout" not in again.output
     other = tmp_path / "runs" / "again"
     assert (other / "schedule.txt").read_text() == (run / "schedule.txt").read_text()
-    losses, theirs = ([line["loss"] for line in read_lines(one / "metrics.jsonl")] for one in (run, other))
-    assert losses == theirs
+    assert losses_of(tmp_path, "run") == losses_of(tmp_path, "again")
 
 
 @pytest.mark.slow
@@ -85,8 +89,4 @@ def test_degrees_and_policies_of_layers_are_chosen_and_then_as_if_given(tmp_path
     options = [option for key, value in given.items() for option in ("--set", f"{key}={value}")]
     second = braid(tmp_path, *common, "--set", "name=given", *options, timeout=240)
     assert second.code == 0, second.errors
-    assert losses(tmp_path, "chosen") == losses(tmp_path, "given")
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return [line["loss"] for line in read_lines(folder / "runs" / name / "metrics.jsonl")]
+    assert losses_of(tmp_path, "chosen") == losses_of(tmp_path, "given")

@@ -1,7 +1,6 @@
 """Fault drills as a user runs them: faults of every sort, and a run that comes out as if nothing had been."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -156,27 +155,9 @@ def test_nodes(tmp_path: Path) -> None:
     assert len(report["held"]) == 2, "as many nodes at the end as at the begin"
 
 
-RAY = ("--launcher", "ray", "--faults")
-TENSORS = ("--launcher", "processes", "--set", "parallel.tp=2", "--faults")
-REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
-    (NODES, ("--launcher", "processes", "--faults", "node-lost"), "need cluster.launcher=ray"),
-    (NODES, (*RAY, "node-lost", "--set", "elastic={}"), "--set elastic.max_ranks=4"),
-    (NODES, (*RAY, "node-lost", "--count", "2"), "lead from 2 to 0 nodes"),
-    (NODES, (*RAY, "node-lost,kill-host"), "drill them one after the other"),
-    ({}, ("--faults", "kill-forwards"), "'kill-forwards' is not known; did you mean 'kill-forward'?"),
-    ({}, (*TENSORS, "cut-gather"), "--faults cut-gather: .*--set parallel.zero=1"),
-    ({}, (*TENSORS, "cut-reduce"), "--faults cut-reduce: .*--set parallel.dp=2"),
-]
-
-
-def test_faults_that_cannot_be(tmp_path: Path) -> None:
+def test_faults_are_listed(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    for sections, options, says in REFUSED:
-        write_config(tmp_path, **sections)
-        outcome = braid(tmp_path, "drill", "run.yaml", *options)
-        assert outcome.code == 2, outcome.errors
-        assert re.search(says, " ".join(outcome.errors.split())), outcome.errors
-        assert not (tmp_path / "runs").exists(), "nothing has started"
+    write_config(tmp_path)
     listed = braid(tmp_path, "drill", "run.yaml", "--list")
     assert listed.code == 0
     assert {"cut-long", "node-drained"} <= {*listed.output.split()}

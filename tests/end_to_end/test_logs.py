@@ -64,21 +64,6 @@ def test_a_rank_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
-def test_wrong_runs_and_ranks(tmp_path: Path) -> None:
-    log_file(tmp_path / "run", 0).parent.mkdir(parents=True)
-    log_file(tmp_path / "run", 0).touch()
-    (tmp_path / "silent").mkdir()
-    (tmp_path / "silent" / "config.yaml").touch()
-    for arguments, message in (
-        (("none",), "none holds no run; give a directory such as runs/NAME"),
-        (("run", "--rank", "1"), "--rank 1: run has logs of ranks 0"),
-        (("silent",), "silent/logs holds no logs"),
-    ):
-        outcome = braid(tmp_path, "logs", *arguments)
-        assert outcome.code == 2
-        assert message in outcome.errors
-
-
 def in_a_process(code: str) -> "subprocess.CompletedProcess[str]":
     """Run code that changes where its process writes to."""
     head = "import os, sys; from pathlib import Path; from braid.actors.stage.log import Logged, write_to\n"

@@ -94,11 +94,3 @@ def test_profile_command_draws_and_keeps(tmp_path: Path) -> None:
     assert trained.code == 0, trained.errors
     report = json.loads((tmp_path / "runs" / "run" / "report.json").read_text())
     assert report["overlap"]["communication_seconds"] == 0, "no spans, no numbers"
-
-
-def test_a_missing_profile_is_named(tmp_path: Path) -> None:
-    prepare(tmp_path, overlap={"schedule": "braid", "profile": "nothing.json"})
-    outcome = braid(tmp_path, "train", "run.yaml")
-    assert outcome.code == 2
-    assert "nothing.json" in outcome.errors
-    assert not (tmp_path / "runs" / "run").exists()

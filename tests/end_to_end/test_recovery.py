@@ -1,4 +1,4 @@
-"""A rank is killed: all start anew from the newest checkpoint, and the run ends as if nothing had been."""
+"""A rank is killed, or a run is stopped: it goes on from the newest checkpoint as if nothing had been."""
 
 import json
 import os
@@ -15,12 +15,10 @@ import torch
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Incident, Saved, StepDone
-from braid.dashboards.metrics import PrometheusSink
-from braid.dashboards.metrics_feed import MetricsFeed
+from braid.actors.controller.records import Incident, StepDone
 from braid.scheduling.trace import KINDS
 from tests.actors.stand_ins import losses
-from tests.end_to_end.command import braid, left_running, start, write_config, write_corpus
+from tests.end_to_end.command import braid, left_running, losses_of, start, write_config, write_corpus
 from tests.end_to_end.runs import Run, run_layout, run_plan, small_config
 from tests.spans import read_folder
 
@@ -33,22 +31,14 @@ LAYOUTS = (
 EXPERTS = {"family": "moe", "experts": 4, "top_k": 2, "balance_loss": 0.02}
 
 
-def killed(
-    path: Path, data: Path, kills: Sequence[int], sink: PrometheusSink | None = None, **overrides: Any
-) -> Run:
-    """A run in which a rank that is drawn is killed after each of some numbers of events.
-
-    sink: takes the run's metrics.
-    """
+def killed(path: Path, data: Path, kills: Sequence[int], **overrides: Any) -> Run:
+    """A run in which a rank that is drawn is killed after each of some numbers of events."""
     config = small_config(path, **overrides)
     plan = run_plan(config, data)
     draw, events = random.Random(str(kills)), []
     left = list(kills)
-    feed = None if sink is None else MetricsFeed(config.run_directory, sink)
     for event in Controller(plan, ProcessLauncher(config), RunOptions()).run():
         events.append(event)
-        if feed is not None:
-            feed.refresh()
         if left and sum(isinstance(e, StepDone) for e in events) == left[0]:
             left.pop(0)
             processes = json.loads((config.run_directory / "cluster.json").read_text())["processes"]
@@ -67,8 +57,7 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
         "checkpoint": {"every": 4, "asynchronous": False},
     }
     # After step 2 (no checkpoint yet: from the beginning) and, counting steps that ran again, after step 6.
-    sink = PrometheusSink()
-    run = killed(tmp_path / "killed", data, [2, 8], sink, **sections)
+    run = killed(tmp_path / "killed", data, [2, 8], **sections)
     whole = run_layout(tmp_path / "whole", data, **sections)
     assert losses(run.events) == whole.losses
     ours, theirs = run.parameters(STEPS), whole.parameters(STEPS)
@@ -86,14 +75,7 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
     logs = "".join(path.read_text() for path in (run.directory / "logs").glob("rank-?.log"))
     assert [logs.count(f"generation {number}, rank") for number in (1, 2, 3)] == [2, 2, 2]
     assert logs.count("Traceback") >= 2, "what the death of a rank was to the other one"
-    executed = [record.tokens for record in run.records]
-    assert len(executed) > STEPS, "some steps ran twice"
-    samples = [sample for family in sink.registry.collect() for sample in family.samples]
-    totals = {sample.name: sample.value for sample in samples if set(sample.labels) == {"run"}}
-    assert totals["braid_tokens_total"] == sum(executed), "each of them counts once"
-    assert totals["braid_step_duration_seconds_count"] == len(executed)
-    assert (totals["braid_restarts_total"], totals["braid_starts_total"]) == (2, 3)
-    assert totals["braid_checkpoints_total"] == sum(isinstance(event, Saved) for event in run.events)
+    assert len(run.records) > STEPS, "some steps ran twice"
 
 
 @pytest.mark.slow
@@ -163,3 +145,40 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     assert "measuring layout" not in alone.output
     theirs = read_lines(tmp_path / "runs" / "same" / "metrics.jsonl")
     assert [line["loss"] for line in theirs] == [line["loss"] for line in lines[:30]]
+
+
+# -- a run that was stopped goes on as if it had not been, in other layouts too; how it stops: `test_signals`
+
+ONE_AFTER_THE_OTHER = (
+    (),
+    ("parallel.tp=2",),
+    ("parallel.pp=2", "overlap.pipeline=folded"),
+    ("parallel.dp=2", "parallel.zero=3"),
+    ("parallel.tp=2", "parallel.tensor_degrees=2 2*1 2"),
+    ("parallel.dp=2",),
+)
+"""Of the steps 1 to 3, 4 to 6 and so on."""
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    """Without the corpus, too, whose tokens the run has; and a finished run to nothing."""
+    write_corpus(tmp_path)
+    write_config(tmp_path, train={"steps": 18, "dtype": "fp64", "warmup_steps": 3}, checkpoint={"every": 5})
+
+    def train(name: str, *options: str) -> str:
+        outcome = braid(tmp_path, "train", "run.yaml", "--set", f"name={name}", *options)
+        assert outcome.code == 0, outcome.errors
+        return outcome.output
+
+    train("whole")
+    whole, more = losses_of(tmp_path, "whole"), ()
+    for number, layout in enumerate(ONE_AFTER_THE_OTHER, start=1):
+        options = (word for override in layout for word in ("--set", override))
+        said = train("moved", *options, "--until", str(3 * number), *more)
+        assert len(losses_of(tmp_path, "moved")) == 3 * number
+        assert ("the run has the tokens that were made before" in said) == bool(more)
+        more = ("--set", "data.files=[gone.txt]", "--resume")
+    assert losses_of(tmp_path, "moved") == pytest.approx(whole, rel=1e-9)
+    assert "nothing left to do" in train("whole", "--resume")
+    assert losses_of(tmp_path, "whole") == whole

@@ -1,7 +1,12 @@
-"""A checkpoint that is written slowly, and badly at first, while training goes on. Refusals: `test_saver`."""
+"""Checkpoints that find no room, or are written slowly and badly: training goes on and keeps what it can.
 
+What is refused: `test_saver`.
+"""
+
+import contextlib
 import errno
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +16,115 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
 from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Incident, Saved, StepDone
+from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
 from braid.actors.stage import checkpoint
 from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import read_tensors
+from braid.actors.stage.faults import FOLDER, fire, fired_at
 from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.messages import Written
 from braid.actors.stage.worker import Worker
-from tests.end_to_end.runs import KeptRanks, run_plan, small_config
+from tests.end_to_end.runs import KeptRanks, run_plan, small_config, trained
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB: room for records, not for a checkpoint of 3 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
+    small_disk: Path, tmp_path: Path, data: Path
+) -> None:
+    """All of them, of the steps they were due at; a run goes on from there."""
+    mirror = tmp_path / "mirror"
+    config = small_config(
+        small_disk / "runs",
+        train={"steps": 12},
+        parallel={"tp": 2},
+        checkpoint={"every": 5, "mirror": mirror.as_uri(), "keep": 3},
+    )
+    plan = run_plan(config, data)
+    events = trained(plan).events
+    assert [event.step for event in events if isinstance(event, Saved)] == [5, 10, 12]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].complete
+    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
+    mark = (config.run_directory / "run-mark").read_text()
+    copies = mirror / config.name / mark
+    assert sorted(path.name for path in copies.glob("step-*")) == ["step-10", "step-12", "step-5"]
+    for name in ("step-10", "step-12"):
+        assert verify(copies / name).run == mark
+    (copies / "step-12" / MANIFEST).unlink()
+    again = trained(plan, resume=True)
+    assert [record.step for record in again.records] == [11, 12]
+    assert again.losses == [event.record.loss for event in events if isinstance(event, StepDone)][10:]
+
+
+def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> None:
+    """There is no room for checkpoints, and after some steps none for spans and records either."""
+    train = {"steps": 400, "validation_samples": 2}
+    config = small_config(small_disk / "runs", train=train, checkpoint={"every": 5})
+    controller = Controller(run_plan(config, data), KeptRanks(config), RunOptions())
+    events: list[Event] = []
+    told: list[str] = []
+
+    def train_on() -> None:
+        for event in controller.run():
+            events.append(event)
+            if isinstance(event, StepDone) and event.record.step == 10:
+                _fill(small_disk / "filler")
+            if isinstance(event, Incident):
+                told.append(event.text)
+                if "No space left on device" in event.text:
+                    controller.stop()
+
+    with pytest.raises(
+        CheckpointError, match=r"is done, but its checkpoint does not fit.*go on with --resume"
+    ):
+        train_on()
+    assert told[0] == "the checkpoint of step 5 does not fit on the disk; training goes on"
+    assert "No space left on device" in told[-1]
+    steps = [event.record.step for event in events if isinstance(event, StepDone)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 10
+    assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
+    lines = read_lines(config.run_directory / "metrics.jsonl")
+    assert [line["step"] for line in lines][:10] == list(range(1, 11))
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_fault_leaves_its_mark_on_a_full_disk(small_disk: Path) -> None:
+    """A drill's next fault may come while the disk is still full."""
+    folder = small_disk / FOLDER
+    assert fire(folder, "000")
+    _fill(small_disk / "filler")
+    before = time.time()
+    assert fire(folder, "001")
+    assert not fire(folder, "001")
+    assert before - 1e-3 <= fired_at(folder, "001") <= time.time()
+
+
+# -- checkpoints that are written slowly, and badly at first -----------------------------------------------
+
 
 GATE = "BRAID_TEST_GATE"
 """A variable of the ranks' environment: the file that their saves wait for."""

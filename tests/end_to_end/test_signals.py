@@ -13,7 +13,6 @@ import pytest
 
 from braid.actors.controller.json_lines import read_lines
 from tests.end_to_end.command import (
-    braid,
     environment,
     left_running,
     processes_mentioning,
@@ -21,6 +20,7 @@ from tests.end_to_end.command import (
     write_config,
     write_corpus,
 )
+from tests.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 def steps_done(folder: Path, least: int) -> None:
     """Wait until so many steps are on record."""
-    deadline = time.monotonic() + 120
-    while len(read_lines(folder / "runs" / "run" / "metrics.jsonl")) < least:
-        assert time.monotonic() < deadline, "no steps are done"
-        time.sleep(0.05)
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    assert within(120, lambda: len(read_lines(metrics)) >= least), "no steps are done"
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -97,28 +95,3 @@ def test_a_run_whose_reader_has_seen_enough_goes_on(folder: Path, launcher: str)
     told = [line for line in done.stderr.splitlines() if line.startswith("braid: ")]
     assert told == ["braid: standard output cannot be written (Broken pipe); training goes on without it"]
     assert checkpoints(folder) == ["step-6"]
-
-
-@pytest.mark.thorough
-def test_a_signal_before_the_first_step_leaves_nothing(folder: Path) -> None:
-    """On Ray, while its cluster starts."""
-    command = start(folder, "train", "run.yaml", "--launcher", "ray")
-    time.sleep(3.0)
-    begun = time.monotonic()
-    os.kill(command.pid, signal.SIGTERM)
-    output, errors = command.communicate(timeout=60)
-    assert command.returncode == 130, output + errors
-    assert time.monotonic() - begun < 30
-    assert not (folder / "runs" / "run" / "checkpoints").exists() or checkpoints(folder)
-    assert not left_running(command.pid)
-
-
-def test_a_fifo_in_place_of_the_tokens_index_is_told_at_once(folder: Path) -> None:
-    """Nobody will ever write to it."""
-    assert braid(folder, "train", "run.yaml", "--set", "train.steps=2").code == 0
-    (index,) = (folder / "runs" / "data").glob("*/index.json")
-    index.unlink()
-    os.mkfifo(index)
-    again = braid(folder, "train", "run.yaml", "--set", "train.steps=3", "--resume", timeout=60)
-    assert again.code == 0, again.errors
-    assert checkpoints(folder) == ["step-2", "step-3"], "the tokens were made again"

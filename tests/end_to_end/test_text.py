@@ -13,43 +13,29 @@ import pyarrow as pa
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from braid.jobs.cli import main
 from tests.end_to_end.command import ROOT, write_config
 from tests.foreign_models import random_model
+from tests.in_process import Capture, called
+from tests.jobs.corpora import train_tokenizer
 
 DOCUMENTS = ["one sheep, two sheep, three sheep sleep", "we count: naïve 語 <stop> and no end"]
 Command = Callable[..., str]
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Command:
     """``braid ARGUMENTS`` in this process and a folder of its own; what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
 
     def call(*arguments: str) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main(list(arguments))
-        caught = capsys.readouterr()
-        assert not left.value.code, caught.err
-        return caught.out + caught.err
+        done = called(capsys, *arguments)
+        assert done.code == 0, done.errors
+        return done.output + done.errors
 
     return call
-
-
-def train_tokenizer(path: Path, special: list[str]) -> Backend:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=261, special_tokens=special, initial_alphabet=alphabet)
-    backend.train_from_iterator(DOCUMENTS, trainer)
-    backend.save(str(path))
-    return backend
 
 
 def write_corpus(path: Path) -> None:
@@ -78,7 +64,8 @@ def test_a_model_of_my_own_text_ends_where_texts_end(
     end, number = "<|endoftext|>", 256
     if tokenizer == "own":
         end, number = "<stop>", 1
-        assert train_tokenizer(tmp_path / "mine.json", ["</s>", end]).token_to_id(end) == number
+        file = train_tokenizer(tmp_path / "mine.json", ["</s>", end], DOCUMENTS, 261)
+        assert Backend.from_file(str(file)).token_to_id(end) == number
         data |= {"tokenizer": "mine.json", "end_token": end}
     write_config(
         tmp_path,
@@ -110,7 +97,7 @@ def test_a_model_of_my_own_text_ends_where_texts_end(
 def test_tokenizer_and_settings_of_imported_weights_come_back(
     end: str | None, command: Command, tmp_path: Path
 ) -> None:
-    backend = train_tokenizer(tmp_path / "t.json", ["<s>", "</s>", "<stop>"])
+    file = train_tokenizer(tmp_path / "t.json", ["<s>", "</s>", "<stop>"], DOCUMENTS, 261)
     write_corpus(tmp_path / "mine.jsonl.zst")
     theirs = tmp_path / "theirs"
     model = random_model("llama", 0)
@@ -118,7 +105,7 @@ def test_tokenizer_and_settings_of_imported_weights_come_back(
     ends: dict[str, Any] = {"eos_token_id": [2], "bos_token_id": 0}
     model.generation_config = GenerationConfig(temperature=0.7, do_sample=True, **ends)
     model.save_pretrained(theirs)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<stop>")
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<s>", eos_token="<stop>")
     fast.save_pretrained(theirs)
     content = {"model": {"initial": "theirs"}, "data": {"files": ["mine.jsonl.zst"], "end_token": end}}
     content["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 2}

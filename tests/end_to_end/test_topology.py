@@ -14,7 +14,7 @@ from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh import MeshShape
 from braid.scheduling.operators import Stream
 from tests.end_to_end.runs import BYTES_VOCABULARY, run_plan, small_config, trained
-from tests.spans import length_ns, read_folder, spans_of
+from tests.spans import read_folder, spans_of
 
 pytestmark = pytest.mark.slow
 
@@ -48,21 +48,6 @@ def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> N
 
 def places(*hosts: str) -> list[Place]:
     return [Place(machine=host) for host in hosts]
-
-
-def test_all_three_lanes_are_busy(tmp_path: Path, data: Path) -> None:
-    """tp 2 inside each of two nodes, dp 2 between them."""
-    config = small_config(
-        tmp_path / "runs", parallel={"tp": 2, "dp": 2}, train={"steps": 2}, overlap={"schedule": "wavelet"}
-    )
-    launcher = ProcessLauncher(config, places("a", "a", "b", "b"))
-    events, traces = run(config, data, launcher)
-    assert not [note for event in events if isinstance(event, Started) for note in event.notes]
-    check_spans(traces, config.layout().mesh, ["a", "a", "b", "b"])
-    for rank in range(4):
-        spans = [span for span in spans_of(traces.step(1)) if span.rank == rank]
-        for stream in Stream:
-            assert length_ns((s.start_ns, s.end_ns) for s in spans if s.stream is stream) > 0
 
 
 def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path, data: Path) -> None:

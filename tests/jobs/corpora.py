@@ -67,13 +67,15 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if ".tmp-" in path.name]
 
 
-def train_tokenizer(path: Path, special: list[str]) -> Path:
+def train_tokenizer(
+    path: Path, special: list[str], documents: Sequence[str] = DOCUMENTS, size: int = 400
+) -> Path:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    backend.train_from_iterator(DOCUMENTS, trainer)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator(documents, trainer)
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     backend.save(str(path))

@@ -28,6 +28,14 @@ model: {family: llama, hidden: 64, layers: 4, heads: 4, sequence: 32}
 data: {files: [corpus.txt]}
 train: {steps: 20, global_batch: 8, micro_batch: 2, lr: 1.0e-3}
 """
+NODES_CONFIG = """\
+model: {hidden: 32, layers: 4, heads: 4, sequence: 32}
+data: {files: [corpus.txt]}
+train: {steps: 4, global_batch: 12, micro_batch: 1, deterministic_reduction: true}
+parallel: {dp: 2, zero: 3}
+cluster: {launcher: ray}
+elastic: {max_ranks: 4}
+"""
 CLUSTER = """\
 name: mine
 nodes: 1
@@ -41,6 +49,8 @@ FILES = {
     "first.yaml": FIRST,
     "old.yaml": FIRST.replace("first", "old"),
     "runs/old/config.yaml": "name: old\n",
+    "runs/spoken/logs/rank-0.log": "",
+    "nodes.yaml": NODES_CONFIG,
     "broken.yaml": "train: [unclosed\n",
     "list.yaml": "- a\n- b\n",
     "preset.yaml": "model: {preset: llama3-8b}\n",
@@ -49,9 +59,8 @@ FILES = {
     "auto.yaml": "parallel: auto\n",
     "forward.txt": f"{SCHEDULE}stage 0\n F0.0\n",
     "newer.txt": "braid schedule 7\nname megatron\n",
-    "mesh.txt": f"{SCHEDULE}partition tp/all_gather mesh 2x4 order 0,1\nstage 0\n F0.0\n"
-    "program F:layer\nprogram B:layer\n",
     "mine.yaml": CLUSTER,
+    "odd.yaml": CLUSTER.replace("nodes: 1", "node: 1"),
     "plan.yaml": "braid_plan: 9\n",
     "bad.json": "{",
     "part.json": '{"source": "measured: x", "solo_ns": {"layer/qkv": 5}}',
@@ -74,15 +83,10 @@ def wrong(keys: str, says: str, torch: bool = False) -> Mistake:
     return Mistake(f"train first.yaml {' '.join(words)}", says, torch)
 
 
-def odd(old: str, new: str, says: str) -> Mistake:
-    """A cluster's file, ``mine.yaml`` with a word changed."""
-    name = f"{new or old}.yaml".replace("\n", " ")
-    FILES[name] = CLUSTER.replace(old, new)
-    return Mistake(f"simulate first.yaml --cluster {shlex.quote(name)} --set parallel.tp=8", says)
-
-
 MOE = "model.family=moe model.top_k=2"
-LINK = "intra: {kind: x, latency_ns: 1, efficiency: 0.5"
+NODES = "drill nodes.yaml --faults"
+TENSORS = "drill first.yaml --launcher processes --set parallel.tp=2 --faults"
+ON_RAY = "train first.yaml --launcher ray --address"
 
 MISTAKES = [
     # commands, options and files
@@ -102,17 +106,12 @@ MISTAKES = [
     Mistake("train auto.yaml --set parallel.tp=2", "parallel is 'auto'|--set 'parallel={tp: 2}'"),
     Mistake("train first.yaml --set train.lr", "--set|train.lr|key=value"),
     # keys and values
-    wrong("train.learning_rate=1e-3", "did you mean 'train.lr'?"),
-    wrong("batch_size=8", "did you mean 'train.global_batch'?"),
-    wrong("trian.lr=1", "did you mean 'train'?"),
     wrong("1=2", "unknown key '1'; known here: name, runs"),
-    wrong("train.lr=true", "train.lr=true: must be a number > 0"),
     wrong("train.lr=.nan", "train.lr|nan"),
     wrong("train.steps=1.5", "train.steps=1.5: must be a whole number"),
     wrong("train.betas=[1.5,0.95]", "train.betas[0]=1.5|at least 0, < 1"),
     wrong("train.dtype=fp16", "train.dtype='fp16'|did you mean 'bf16'?"),
     wrong("train.recompute=some", "train.recompute|some|selective"),
-    wrong("'train.recompute=2*full none'", "='2*full none' has 3 policies|model.layers=4"),
     wrong("train.reduce_dtype=fp16", "train.reduce_dtype='fp16'|must be bf16, or null"),
     wrong("train.reduce_dtype=bf16 train.dtype=fp64", "train.dtype=fp64|train.reduce_dtype to null"),
     wrong(
@@ -131,18 +130,11 @@ MISTAKES = [
     wrong("overlap.schedule_file=absent.txt", "overlap.schedule_file|absent.txt"),
     wrong("overlap.schedule_file=forward.txt", "forward.txt|no backward programs"),
     wrong("overlap.schedule_file=newer.txt", "braid schedule 6|braid schedule 7"),
-    wrong(
-        "overlap.schedule_file=mesh.txt parallel.tp=2",
-        "partition tp/all_gather|mesh=2x4 has 8 ranks|tp has 2",
-    ),
     # models
     wrong("model.heads=5", "model.hidden=64|model.heads=5"),
     wrong(MOE, "model.family moe|model.experts=0|set model.experts"),
     wrong("'model.pattern=layer wide'", "='layer wide'|'wide'|model.layer.wide|or use layer"),
     wrong("model.layer.wide=m:C", "model.layer.wide='m:C'|model.pattern='layer'|leave it out"),
-    wrong("'model.pattern=2*layer wide' model.layer.wide=m:C", "3 layers|model.layers=4|3 or 6"),
-    wrong("'model.pattern=layer head'", "model.pattern='layer head'|'head'"),
-    wrong("model.pattern=a+b", "model.pattern='a+b'|letters"),
     wrong("'model.pattern=\" \"'", "model.pattern=' '|'2*layer wide'"),
     wrong("model.layer=[m:C]", "model.layer|file.py:Class"),
     wrong("model.layer=nowhere:Layer", "model.layer|package.module:Class", torch=True),
@@ -176,7 +168,6 @@ MISTAKES = [
     wrong("parallel.dp=2 parallel.ep=2", "parallel.ep=2|model.experts=0|parallel.ep to 1"),
     wrong(f"parallel.dp=4 parallel.ep=4 {MOE} model.experts=6", "model.experts=6|1, 2, 3, 6"),
     wrong(f"parallel.dp=2 parallel.ep=4 {MOE} model.experts=8", "parallel.dp x parallel.cp = 2 x 1|1, 2"),
-    wrong("parallel.tp=4 'parallel.tensor_degrees=2*4 2*3'", "3 does not divide 4|parallel.tp=4"),
     wrong("parallel.tp=2 'parallel.tensor_degrees=two 3*1'", "'two' must be a degree|12*4 12*2"),
     wrong("parallel.tp=2 parallel.tensor_degrees=[2,1,1]", "has 3 degrees|model.layers=4"),
     wrong(
@@ -197,20 +188,29 @@ MISTAKES = [
     ),
     # schedules and plans
     wrong("overlap.schedule=zigzag", "overlap.schedule|zigzag|megatron"),
-    wrong("overlap.schedule=fsdp", "here that is parallel.zero=3"),
-    wrong("overlap.schedule=dhelx", "did you mean 'dhelix'?"),
     Mistake("train first.yaml --plan absent.yaml", "plan absent.yaml|braid plan --output"),
     # runs
     Mistake("train old.yaml", "runs/old already holds a run|--resume|--overwrite"),
     Mistake("train old.yaml --resume", "there is no checkpoint in|start without --resume"),
     Mistake("train first.yaml --resume", "there is no run in|start it without --resume"),
     Mistake("train first.yaml --resume --overwrite", "--resume|--overwrite"),
+    Mistake(f"{ON_RAY} nowhere", "nowhere|HOST:PORT", torch=True),
+    Mistake(f"{ON_RAY} 127.0.0.1:1", "127.0.0.1:1|does not answer|ray start", torch=True),
     Mistake("train first.yaml --report no/r.json", "--report no/r.json: the folder no does not exist"),
     Mistake("report runs/absent", "runs/absent|give a run's"),
     # other commands
     Mistake("prepare first.yaml --set data.files=[absent.txt]", "data.files|absent.txt|correct the path"),
     Mistake("profile first.yaml --output no/p.json", "--output no/p.json: the folder no does not exist"),
+    Mistake("logs none", "none holds no run; give a directory such as runs/NAME"),
+    Mistake("logs runs/spoken --rank 1", "--rank 1: runs/spoken has logs of ranks 0"),
+    Mistake("logs runs/old", "runs/old/logs holds no logs"),
     Mistake("drill first.yaml --faults kil-save", "did you mean 'kill-save'?"),
+    Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
+    Mistake(f"{TENSORS} cut-reduce", "--faults cut-reduce: |--set parallel.dp=2"),
+    Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray", torch=True),
+    Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4", torch=True),
+    Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes", torch=True),
+    Mistake(f"{NODES} node-lost,kill-host", "drill them one after the other"),
     Mistake("plan llama3-8b", "llama3-8b is neither|did you mean 'llama-3.1-8b'?"),
     Mistake("plan llama-3.1-8b --cluster h100x8", "--cluster 'h100x8' is no preset; did you mean 'h100'?"),
     Mistake("plan llama-3.1-8b --cluster absent.yaml", "--cluster absent.yaml cannot be read"),
@@ -234,22 +234,8 @@ MISTAKES = [
         "simulate first.yaml --cluster mine.yaml --set parallel.tp=4 --set parallel.pp=2 --profile part.json",
         "no cost of operator",
     ),
-    # clusters
-    odd("gpu: A100", "gpu: A200", "gpu 'A200' is no preset; did you mean"),
-    odd("nodes: 1", "nodes: 2", "inter is missing, but nodes=2: give the bandwidth"),
-    odd("nodes: 1", "nodes: 0", "nodes=0 must be greater than zero"),
-    odd("nodes: 1", "nodes: 1.5", "nodes=1.5 must be a whole number"),
-    odd("nodes: 1", "node: 1", "unknown key 'node'; did you mean 'nodes'?"),
-    odd("intra: nvlink-600", "", "intra is missing"),
-    odd("intra: nvlink-600", f"{LINK}, bytes_per_s: .nan}}", "intra.bytes_per_s=nan must be a finite number"),
-    odd("intra: nvlink-600", f"{LINK}, bytes_per_s: 0}}", "bytes_per_s=0.0 must be greater than zero"),
-    odd("intra: nvlink-600", f"{LINK}}}", "intra.bytes_per_s is missing"),
-    odd(
-        "contention: nvlink",
-        "contention: nvlink\nnetwork: {kind: x, gbps_per_node: 0}",
-        "network.gbps_per_node=0 must be a number greater than zero",
-    ),
-    odd("name: mine", "{", "is not valid YAML"),
+    # clusters; what else is wrong with one: `tests.scheduling.test_cluster`
+    Mistake("simulate first.yaml --cluster odd.yaml", "unknown key 'node'; did you mean 'nodes'?"),
 ]
 
 

@@ -179,6 +179,10 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     (tmp_path / "deep/out/train-00000.bin").write_bytes(b"torn")
     assert not again(**own)[0]
     assert again(**own)[0]
+    (tmp_path / "deep/out/index.json").unlink()
+    os.mkfifo(tmp_path / "deep/out/index.json")  # nobody will ever write to it
+    assert not again(**own)[0]
+    assert again(**own)[0]
 
 
 def test_open_data_survives_its_replacement(tmp_path: Path) -> None:

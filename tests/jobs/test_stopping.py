@@ -6,6 +6,8 @@ After a second one, what the save under way has left is removed, and the newest 
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from braid.actors.controller.locks import FileHold
 from braid.jobs import stopping, train
 from braid.jobs.stopping import SecondSignalError, StopSignals
 from braid.jobs.train import _tidied
+from tests.waiting import alive, within
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -125,3 +128,47 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of its own"), _tidied(tmp_path):
         raise ValueError("of its own")
     assert "there is no checkpoint" in stopped(tmp_path / "none")
+
+
+# -- what a command has started for its private cluster ends with it, even if it is killed -------------------
+
+COMMAND = """
+import os, subprocess, sys, time
+from pathlib import Path
+from braid.jobs.guardian import MARK, guarded
+folder = Path(sys.argv[1])
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+own = (folder / "own").open("w")
+with guarded(folder):
+    marked = subprocess.Popen(sleep, env={**os.environ, MARK: str(folder)}, start_new_session=True)
+    with (folder / "log").open("w") as log:
+        logging = subprocess.Popen(sleep, stdout=log, start_new_session=True)
+    other = subprocess.Popen(sleep, start_new_session=True)
+    print(marked.pid, logging.pid, other.pid, flush=True)
+    if sys.argv[2] == "stay":
+        time.sleep(600)
+"""
+
+
+def started(folder: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A command with three children: two of its cluster, and another one."""
+    folder.mkdir()
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(folder), what], stdout=subprocess.PIPE, text=True
+    )
+    assert command.stdout is not None
+    return command, [int(word) for word in command.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("what", ["stay", "end"])
+def test_after_a_kill_and_after_an_end(tmp_path: Path, what: str) -> None:
+    command, (marked, logging, other) = started(tmp_path / "folder", what)
+    try:
+        if what == "stay":
+            assert all(map(alive, (marked, logging, other)))
+            command.kill()
+        assert command.wait(60) == (-signal.SIGKILL if what == "stay" else 0)
+        assert within(60, lambda: not (tmp_path / "folder").exists()), "the folder goes last"
+        assert [alive(process) for process in (marked, logging, other)] == [False, False, True]
+    finally:
+        os.kill(other, signal.SIGKILL)

@@ -1,21 +1,28 @@
-"""A skipped step is no update: whatever a state comes back from, training goes on as if nothing had been."""
+"""States that are kept: a skipped step is no update in any of them; ranks wait for one that writes slowly."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Final
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from braid.actors.stage import checked_files
 from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
 from braid.actors.stage.copies import Copies
+from braid.actors.stage.digests import damage
 from braid.actors.stage.global_state import UPDATES, global_state
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Rendezvous, Rescue
+from braid.actors.stage.messages import Rendezvous, Rescue, Written
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.rescue import held_slices, write_slices
@@ -140,3 +147,83 @@ def test_a_skipped_step_stays_skipped_in_every_state_that_is_kept(tmp_path: Path
     for name in ("saved", "in the background", "of before", "rescued"):
         (tmp_path / name).mkdir()
     run_forked(run_rank, (str(tmp_path), port_here()), nprocs=LAYOUT.ranks)
+
+
+# -- a rank that writes slowly, and ranks that lose touch ----------------------------------------------------
+
+
+SHORT = timedelta(seconds=2)
+SLOW_SECONDS = 2 * SHORT.total_seconds()
+"""In which the slow rank writes."""
+
+
+def slow(write: Callable[..., int], began: float, stream: Any, data: Any) -> int:
+    """A disk that takes a piece at a time, and all of them for longer than the others' limit."""
+    time.sleep(0.2 if time.monotonic() < began + SLOW_SECONDS else 0.0)
+    return write(stream, data)
+
+
+def watched(saves: Saves, save: Callable[[], Written]) -> tuple[Written, list[int]]:
+    """What became of a save, and what the rank told of its progress meanwhile."""
+    told: list[int] = []
+    over = Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            if (progress := saves.awaited) is not None and (count := progress.read()) is not None:
+                told.append(count)
+
+    thread = Thread(target=look)
+    thread.start()
+    try:
+        return save(), told
+    finally:
+        over.set()
+        thread.join()
+
+
+def saved(saves: Saves, folder: Path, asynchronous: bool) -> Written:
+    if not asynchronous:
+        return saves.save(folder)
+    saves.take(1)
+    saves.begin(folder)
+    written = saves.finished(wait=True)
+    assert written is not None
+    return written
+
+
+def run_saving_rank(rank: int, folder: str, port: int, asynchronous: bool, limited: bool) -> None:
+    with met(rank, port):
+        trained = Trained(rank)
+        trained.train(0, 1)
+        dist.barrier()
+        group = dist.new_group(backend="gloo", timeout=SHORT) if limited else save_group(SHORT)
+        saves = Saves(trained.optimizer, group)
+        stream = checked_files._HashedStream
+        write = partial(slow, stream.write, time.monotonic()) if rank == 1 else stream.write
+        with patch.object(stream, "write", lambda *arguments: write(*arguments)):
+            written, told = watched(saves, lambda: saved(saves, Path(folder), asynchronous))
+        if limited:
+            assert written.failure.startswith("ranks lost touch while they saved: ")
+            with pytest.raises(RuntimeError, match="ranks lost touch in the save before"):
+                saved(saves, Path(folder), asynchronous)
+        else:
+            assert written.files
+            assert damage(Path(folder), written.files) is None
+            size = sum(count for count, _ in written.files.values())
+            assert told == sorted(told)
+            assert told[-1] <= 2 * size, "written and read back"
+            if rank == 1:
+                assert len(set(told)) > 5, "it gets on, and that is seen"
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "limited"), [(True, False), (False, True)], ids=["as ranks save", "with a limit"]
+)
+def test_a_rank_may_write_for_longer_than_ranks_wait_for_each_other(
+    tmp_path: Path, asynchronous: bool, limited: bool
+) -> None:
+    run_forked(run_saving_rank, (str(tmp_path), port_here(), asynchronous, limited), nprocs=LAYOUT.ranks)
+    if not limited:
+        assert len(read_tensors(tmp_path)) > 10
