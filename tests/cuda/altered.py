@@ -152,7 +152,7 @@ def call_left_out(name: str, number: int) -> Altered:
             return whole(group, *given)
         end = group.log.event()
         end.record(group.log.current())
-        return Work(group.log, end, [])
+        return Work(group.log, end)
 
     return on_rank_one(ModelGroup, name, call)
 

@@ -52,6 +52,12 @@ class _Order:
         return self.clocks[stream].get(access.stream, 0) >= access.tick
 
 
+def faults_of_logs(machine: Machine) -> list[str]:
+    """All that is wrong, whatever order the devices choose."""
+    of_memory = [fault for log in machine.ranks for fault in faults_of_memory(log)]
+    return of_memory + faults_of_communicators(machine)
+
+
 def faults_of_memory(log: RankLog) -> list[str]:
     """Races and uses after free, in words; empty for a correct rank."""
     return list(dict.fromkeys(_faults(log.entries, f"rank {log.rank}")))

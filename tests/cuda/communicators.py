@@ -25,14 +25,14 @@ Views = tuple[tuple[View, ...], tuple[View, ...]]
 class Work:
     """A kernel under way, with what torch keeps for it."""
 
-    def __init__(self, log: RankLog, end: Event | None, kept: Sequence[Tensor]) -> None:
-        """``end``: None if there is no kernel."""
-        self._log, self._end, self._kept = log, end, list(kept)
+    def __init__(self, accelerator: Any, end: Any = None, kept: Sequence[Tensor] = ()) -> None:
+        """``end``: an event of the accelerator's; None if there is no kernel."""
+        self._accelerator, self._end, self._kept = accelerator, end, list(kept)
 
     def wait(self) -> None:
         """The current stream waits; torch lets go."""
         if self._end is not None:
-            self._log.current().wait_event(self._end)
+            self._accelerator.current().wait_event(self._end)
         self._kept.clear()
 
 
@@ -44,27 +44,22 @@ class Collectives(ABC):
     device = torch.device("cpu")
 
     def rank(self) -> int:
-        """This rank's number."""
         return self.own
 
     @abstractmethod
-    def size(self) -> int:
-        """How many there are."""
+    def size(self) -> int: ...
 
     @abstractmethod
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Any:
         """From x into y."""
 
     def all_gather(self, y: Tensor, x: Tensor) -> Any:
-        """Into y."""
         return self._collective("all_gather", x, y)
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Any:
-        """Into y."""
         return self._collective("reduce_scatter", x, y)
 
     def all_reduce(self, x: Tensor) -> Any:
-        """In place."""
         return self._collective("all_reduce", x, x)
 
 
@@ -80,13 +75,12 @@ class ModelGroup(Collectives):
     pairs: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
 
     def size(self) -> int:
-        """How many there are."""
         return len(self.shared.ranks)
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel; as none if there are none."""
         if not sends and not receives:
-            return Work(self.log, None, [])
+            return Work(self.log)
         peers = [("send", peer) for _, peer in sends] + [("receive", peer) for _, peer in receives]
         reads, writes = [x for x, _ in sends], [x for x, _ in receives]
         return self._issue(partial(self._exchange, peers), reads, writes)

@@ -225,6 +225,11 @@ class Ranked:
             for n, (share, tensor) in enumerate(zip(self.parts.optimizer.shares, tensors, strict=True))
         }
 
+    def left(self) -> dict[tuple[int, str], Any]:
+        """Losses, norms and a copy of the state, by rank and name."""
+        copies = {name: x.detach().cpu().clone() for name, x in self.state().items()}
+        return {(self.log.rank, name): value for name, value in {**self.found, **copies}.items()}
+
 
 def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU) -> Ranked:
     """Set a rank up; ``device``: that of its tensors."""

@@ -37,7 +37,7 @@ from braid.scheduling.planner.space import COARSE
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
-from tests.cuda.checks import faults_of_communicators, faults_of_memory
+from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
 from tests.end_to_end.runs import BYTES_VOCABULARY, PlainRun, run_plain, small_config
@@ -123,13 +123,12 @@ def train(
 
     machine.run(run)
     ranks = sorted(parts)
-    faults = [fault for log in machine.ranks for fault in faults_of_memory(log)]
     return Trained(
         losses=[sum(told[r][step][0] for r in ranks) / (batch * shape.sequence) for step in range(steps)],
         gradient_norms=[told[0][step][1] for step in range(steps)],
         ranks=[parts[rank] for rank in ranks],
         watches=[watches[rank] for rank in ranks],
-        faults=faults + faults_of_communicators(machine),
+        faults=faults_of_logs(machine),
     )
 
 
