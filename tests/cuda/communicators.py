@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.cuda.entries import GARBAGE, Call, Kernel, Target, View, unnoted
+from tests.cuda.entries import Call, Kernel, Target, View, unnoted
 from tests.cuda.log import Event, RankLog, Stream
 
 if TYPE_CHECKING:
@@ -133,14 +133,17 @@ class ModelGroup(Collectives):
         self.calls += 1
         self.log.note(Kernel(self.stream.number, call, *views))
         call.outputs = tuple(map(Target, writes))
-        with unnoted():
-            enter()
+        with unnoted(), self.shared.machine.changed:
+            if self.log.aborted:
+                call.spoil()
+            else:
+                enter()
         self.stream.pending.add(call)
 
 
 @dataclass(eq=False)
 class Shared:
-    """What the members of a communicator share."""
+    """What the members of a communicator share; used under the machine's lock."""
 
     machine: "Machine"
     name: str
@@ -155,36 +158,24 @@ class Shared:
 
     def join(self, member: ModelGroup, call: Call, x: Tensor, y: Tensor) -> None:
         """Give a member's part; the last one to come computes."""
-        with self.machine.changed:
-            if member.log.aborted:
-                call.done = True
-                y.fill_(GARBAGE)
-                return
-            here = self.waiting.setdefault(call.number, {})
-            here[member.own] = call, x.clone(), Target(y)
-            if len(here) == len(self.ranks):
-                del self.waiting[call.number]
-                _compute(call.kind, [here[n] for n in range(len(self.ranks))])
-                for one, _, _ in here.values():
-                    one.done = True
-                self.machine.changed.notify_all()
+        here = self.waiting.setdefault(call.number, {})
+        here[member.own] = call, x.clone(), Target(y)
+        if len(here) == len(self.ranks):
+            del self.waiting[call.number]
+            _compute(call.kind, [here[n] for n in range(len(self.ranks))])
+            for one, _, _ in here.values():
+                one.done = True
+            self.machine.changed.notify_all()
 
     def exchange(self, member: ModelGroup, call: Call, sends: list[Tensor], receives: list[Tensor]) -> None:
         """Give a member's messages; those whose other end is there pass."""
-        with self.machine.changed:
-            if member.log.aborted:
-                call.done = True
-                for x in receives:
-                    x.fill_(GARBAGE)
-                return
-            self.open[call] = len(call.peers)
-            tensors = iter([*sends, *receives])
-            for (way, peer, number), x in zip(call.peers, tensors, strict=True):
-                if way == "send":
-                    self._meet((member.own, peer, number), self.sent, self.received, (call, x.clone()))
-                else:
-                    self._meet((peer, member.own, number), self.received, self.sent, (call, Target(x)))
-            self.machine.changed.notify_all()
+        self.open[call] = len(call.peers)
+        for (way, peer, number), x in zip(call.peers, [*sends, *receives], strict=True):
+            if way == "send":
+                self._meet((member.own, peer, number), self.sent, self.received, (call, x.clone()))
+            else:
+                self._meet((peer, member.own, number), self.received, self.sent, (call, Target(x)))
+        self.machine.changed.notify_all()
 
     def _meet(
         self, key: Any, own: dict[Any, Any], others: dict[Any, Any], mine: tuple[Call, Tensor | Target]

@@ -5,11 +5,11 @@ Each is what somebody could write, or forget. A mutant names the case that shows
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -57,7 +57,7 @@ from tests.cuda.altered import (
 )
 from tests.cuda.communicators import ModelGroup
 from tests.cuda.machine import here
-from tests.cuda.steps import Case
+from tests.cuda.steps import IN_STAGES, Case
 
 PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
 PAIRED = Case(schedule="braid:w", tp=2, micro_batches=2)
@@ -77,14 +77,11 @@ RING = Case(schedule="megatron", cp=4, ring=True, micro_batches=2)
 EXPERTS = Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2)
 CUT = Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=2)
 """The width of experts is cut: ranks of tp bring different numbers of rows."""
-STAGED = replace(
-    SHARDED, dp=4, partitions=("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
-)
+STAGED = replace(SHARDED, dp=4, partitions=IN_STAGES)
 TENSOR = replace(PLAIN, tp=4, partitions=("tp/all_gather mesh 2x2 order 0,1 pieces 2",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A fault and where it shows."""
 
     name: str
@@ -156,11 +153,11 @@ def _attended_at_once(kind: Kind) -> Altered:
 
 
 def _received_where_it_is_sent_from() -> Altered:
-    def shift(own: Communicator, x: Tensor, by: int) -> Launch:
+    def shift(_: Any, own: Communicator, x: Tensor, by: int) -> Launch:
         to, source = (own.rank + by) % own.size, (own.rank - by) % own.size
         return Launch(x, lambda: own.group.messages([(x, to)], [(x, source)]))
 
-    return patch.object(Communicator, "shift", shift)
+    return altered(Communicator, "shift", shift)
 
 
 def _rows_put_where_others_leave() -> Altered:
@@ -227,14 +224,6 @@ def _captured_anew_and_not_given_up() -> Altered:
         patch.object(StepGraph, "_release", lambda own: setattr(own, "_kept", None)),
         altered(step_graph, "_shape", lambda whole, batch: (next(number), whole(batch))),
     )
-
-
-def _groups_given_up_first() -> Altered:
-    def leave(whole: Any, own: Membership) -> None:
-        own._destroy()
-        whole(own)
-
-    return altered(Membership, "leave", leave)
 
 
 def _every_second_wait() -> Altered:
@@ -417,14 +406,12 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "a rank that could not capture goes on without its graph, others with theirs": lambda: (
             _each_for_itself("_capture", lambda _, own, *__: setattr(own, "_wanted", False))
         ),
-        "groups are given up before the graph that refers to them": _groups_given_up_first,
+        "groups are given up before the graph that refers to them": lambda: altered(
+            Membership, "leave", lambda whole, own: (own._destroy(), whole(own))
+        ),
     },
     replace(GRAPH, steps=5): {
         "a graph that is captured anew is not given up": _captured_anew_and_not_given_up,
     },
 }
-MUTANTS = [
-    Mutant(name=name, case=case, apply=apply)
-    for case, faults in _FAULTS.items()
-    for name, apply in faults.items()
-]
+MUTANTS = [Mutant(name, case, apply) for case, faults in _FAULTS.items() for name, apply in faults.items()]

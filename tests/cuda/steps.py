@@ -1,7 +1,10 @@
 """Training steps of the real runtime on the model of the machine: model, executor, gradients, AdamW."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+import braid
 from braid.actors.config import Config, parse_config
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.executor import MicroBatch
@@ -32,6 +36,14 @@ from tests.cuda.machine import Machine, ModelGroups
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, model_for, setting_for
 
 CPU = torch.device("cpu")
+IN_STAGES = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
+OF_TOKENS = (
+    "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+    "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1",
+)
+"""How collectives are partitioned."""
+OWN = os.path.join(os.path.dirname(braid.__file__), "")
+"""Where modules of the project are. Not any path with braid in it: the checkout, too, may be called that."""
 OPTIMIZER = {"lr": 0.01, "min_lr_fraction": 1.0, "warmup_steps": 0, "steps": 10, "clip_norm": 0.5}
 
 
@@ -87,7 +99,6 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the schedule."""
         return self.config.layout()
 
     @property
@@ -103,12 +114,10 @@ class Case:
 
     @property
     def context(self) -> str:
-        """How keys and values travel over cp."""
         return "ring" if self.ring else "all_gather"
 
     @property
     def sizes(self) -> PartSizes:
-        """Of one rank."""
         return part_sizes(
             self.shape, self.layout, MICRO_BATCH, context=self.context, recompute=self.recompute
         )
@@ -134,7 +143,6 @@ class Case:
 
     @property
     def code(self) -> Code:
-        """Linked."""
         layout, shape = self.layout, self.shape
         setting = setting_for(self.schedule, layout, self.micro_batches, model=shape, context=self.context)
         partitions = tuple(map(parse_partition, self.partitions))
@@ -172,17 +180,17 @@ class Ranked:
 
     case: Case
     log: RankLog
-    groups: ModelGroups
     parts: Assembly
     membership: ModelMembership
     checks: bool = True
     """Whether it is asked if communication was broken off."""
-    given: list[list[MicroBatch | None]] = field(default_factory=list)
-    """Micro-batches of every step."""
     copies: list[HostState] = field(default_factory=list)
     device: torch.device = CPU
     found: dict[str, Any] = field(default_factory=dict)
     """Loss and norm of every step."""
+
+    def __post_init__(self) -> None:
+        self.given = [self.batches(step) for step in range(self.case.steps)]
 
     def intact(self) -> None:
         """As a worker's."""
@@ -233,13 +241,12 @@ class Ranked:
 
 def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU) -> Ranked:
     """Set a rank up; ``device``: that of its tensors."""
-    groups = ModelGroups(machine, log)
     hosts = [str(rank // 2) for rank in range(case.layout.ranks)] if case.partitions else ()
-    mesh = join(case.plan, log.rank, hosts, groups)
+    mesh = join(case.plan, log.rank, hosts, ModelGroups(machine, log))
     membership = ModelMembership(log)
     parts = assemble(case.plan, mesh, device, log)
     membership.graph = parts.executor.graph
-    return Ranked(case=case, log=log, groups=groups, parts=parts, membership=membership, device=device)
+    return Ranked(case=case, log=log, parts=parts, membership=membership, device=device)
 
 
 def recorded(
@@ -251,7 +258,6 @@ def recorded(
 
     def run(log: RankLog) -> None:
         rank = ready[log.rank] = made(case, machine, log)
-        rank.given = [rank.batches(step) for step in range(case.steps)]
         log.begin()
         for step in range(case.steps):
             with around(rank):
@@ -261,3 +267,18 @@ def recorded(
     with case.cut():
         machine.run(run)
     return machine, [ready[rank] for rank in sorted(ready)]
+
+
+@contextmanager
+def counting_calls(found: Counter[str], folder: str = OWN) -> Iterator[None]:
+    """Count this thread's calls of the project's own Python functions, by their names."""
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

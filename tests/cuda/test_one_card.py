@@ -54,7 +54,6 @@ def trained(case: Case, seed: int) -> State:
 
     def run(own: CardRank) -> None:
         rank = made(case, cast(Machine, card), cast(RankLog, own), card.device)
-        rank.given = [rank.batches(step) for step in range(case.steps)]
         own.synchronise()
         card.abreast()
         for step in range(case.steps):

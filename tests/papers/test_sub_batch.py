@@ -61,7 +61,7 @@ def test_every_operation_stands_once_with_its_collective_behind_it(kind: SubBatc
 
 @pytest.mark.parametrize("kind", SubBatching)
 def test_only_the_own_sub_batch_is_read(kind: SubBatching) -> None:
-    """Waiting for the other sub-batch is a barrier; only the two schedules that have barriers do it."""
+    """Waiting for the other sub-batch is a barrier; of schedules that have two, one has barriers."""
     schedule = sub_batch_schedule(kind, 3)
     across = any(src.sub_batch != op.sub_batch for op, srcs in schedule.after.items() for src in srcs)
     assert across is (kind is SubBatching.MERAK)
@@ -97,10 +97,6 @@ def test_operations_keep_order_and_dependencies(times: list[BlockTimes], kind: S
         assert all(found[a][1] <= found[b][0] for a, b in pairwise(order))
 
 
-def busy_ns(times: dict[Operation, tuple[int, int]], *, collectives: bool) -> int:
-    return sum(end - begin for op, (begin, end) in times.items() if op.collective is collectives)
-
-
 @given(split_steps())
 def test_megatron_overlaps_nothing(times: list[BlockTimes]) -> None:
     work = sum(2 * sum(block.forward_ns) + sum(block.backward_ns) for block in times)
@@ -108,21 +104,11 @@ def test_megatron_overlaps_nothing(times: list[BlockTimes]) -> None:
     assert total_ns(run(SubBatching.MEGATRON, times)) == work + collectives
 
 
-@given(split_steps(), st.sampled_from(list(SubBatching)), st.booleans())
-def test_one_busy_stream_takes_the_sum(times: list[BlockTimes], kind: SubBatching, computing: bool) -> None:
-    nothing = dict.fromkeys(["collective_ns"] if computing else ["forward_ns", "backward_ns"], (0, 0))
-    alone = [replace(block, **nothing) for block in times]
-    found = run(kind, alone)
-    assert total_ns(found) == busy_ns(found, collectives=not computing)
-
-
 @given(split_steps())
 def test_each_schedule_is_at_least_as_fast_as_the_one_before(times: list[BlockTimes]) -> None:
     """Splitting is free here: the sub-batches take as long as the whole."""
     totals = [total_ns(run(kind, times)) for kind in SubBatching]
     assert totals == sorted(totals, reverse=True)
-    fine = run(SubBatching.FINE, times)
-    assert totals[-1] >= max(busy_ns(fine, collectives=which) for which in (False, True))
 
 
 @pytest.mark.parametrize(("slower", "faster"), list(pairwise(SubBatching)))
