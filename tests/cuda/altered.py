@@ -1,8 +1,9 @@
 """How methods of the real classes are altered within a context: mistakes that somebody could make."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,15 +158,13 @@ def call_left_out(name: str, number: int) -> Altered:
     return on_rank_one(ModelGroup, name, call)
 
 
-def taken_at_once(owner: Any, which: Which) -> Altered:
-    """Some sums of gradients, or gathers of parameters, are taken and not waited for."""
+def unawaited(owner: Any, which: Which) -> Altered:
+    """Some sums of gradients, gathers of parameters or collectives of layers are taken and not waited for."""
 
-    def wait(whole: Any, own: Any, what: Any) -> None:
-        if not which(what):
-            whole(own, what)
-            return
-        for transfer in transfers(own._pending.pop(what, ())):
-            transfer.take()
+    def wait(whole: Any, own: Any, what: Any, *given: Any) -> Any:
+        without = patch.object(own, "_streams", SimpleNamespace(wait=lambda transfer: None))
+        with without if which(what) else nullcontext():
+            return whole(own, what, *given)
 
     return altered(owner, "wait", wait)
 
@@ -177,7 +176,8 @@ def given_back_in_transfer(owner: Any, make: Callable[[Any], object]) -> Altered
         whole(own, what)
         if what.bucket is None:
             return
-        for bucket, transfer in zip(own._of(what), transfers(own._pending[what]), strict=True):
+        for bucket, pending in zip(own._of(what), own._pending[what], strict=True):
+            transfer = pending[1] if isinstance(pending, tuple) else pending  # gathers have labels
             transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
             bucket.release()
 
@@ -187,11 +187,6 @@ def given_back_in_transfer(owner: Any, make: Callable[[Any], object]) -> Altered
         whole(own, what)
 
     return all_of(altered(owner, "start", start), altered(owner, "wait", wait))
-
-
-def transfers(pending: Any) -> list[Any]:
-    """Of sums, and of gathers, which have labels."""
-    return [one[1] if isinstance(one, tuple) else one for one in pending]
 
 
 def swapped(what: Any) -> Any:

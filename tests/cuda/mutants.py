@@ -4,11 +4,9 @@ Each is what somebody could write, or forget. A mutant names the case that shows
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from threading import get_ident
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -32,7 +30,6 @@ from braid.kernels.collectives.primitives import Extents, Launch
 from braid.kernels.operators.expert_rows import ExpertRows
 from braid.kernels.operators.permute import Permute, Regroup
 from braid.scheduling.code import Compute, Release, Start, Wait
-from braid.scheduling.operators import Kind
 from braid.scheduling.schedule import Gather, Reduce
 from tests.cuda.altered import (
     Altered,
@@ -53,7 +50,7 @@ from tests.cuda.altered import (
     relinked,
     starting,
     swapped,
-    taken_at_once,
+    unawaited,
 )
 from tests.cuda.communicators import ModelGroup
 from tests.cuda.machine import here
@@ -117,22 +114,6 @@ def _first_used_in_own_order() -> Altered:
     return altered(Pairs, "warm_up", warm_up)
 
 
-def _share_added_before_its_scatter_has_ended() -> Altered:
-    def wait(whole: Any, own: GradientBuckets, reduce: Any) -> None:
-        if reduce.bucket is None:
-            whole(own, reduce)
-            return
-        for bucket in own._of(reduce):
-            bucket.share.add_(bucket.plan.own(bucket.whole()))
-        for transfer in own._pending.pop(reduce):
-            own._streams.wait(transfer)
-            transfer.take()
-        for bucket in own._of(reduce):
-            bucket.release()
-
-    return altered(GradientBuckets, "wait", wait)
-
-
 def _unfilled() -> Altered:
     def allocate(own: _Gradients) -> None:
         own.buffer = own.share.new_empty(own.plan.elements)
@@ -140,16 +121,6 @@ def _unfilled() -> Altered:
             parameter.gradient = view
 
     return patch.object(_Gradients, "allocate", allocate)
-
-
-def _attended_at_once(kind: Kind) -> Altered:
-    def wait(whole: Any, own: Binder, operation: Any, frame: Any) -> Any:
-        op, without = operation.what.operator, SimpleNamespace(wait=lambda transfer: None)
-        over_cp = (op.kind, op.axis) == (kind, "cp")
-        with patch.object(own, "_streams", without) if over_cp else nullcontext():
-            return whole(own, operation, frame)
-
-    return altered(Binder, "wait", wait)
 
 
 def _received_where_it_is_sent_from() -> Altered:
@@ -231,6 +202,11 @@ def _every_second_wait() -> Altered:
     return left_out(CudaStreams, "wait", lambda *_: next(number) % 2 == 0)
 
 
+def _over_cp(wait: Any) -> bool:
+    """Whether a collective brings keys and values."""
+    return bool(wait.what.operator.axis == "cp")
+
+
 def _not_last(what: Any) -> bool:
     """Whether another stage of a sum or gather follows."""
     return what.move is not None and not what.move.last
@@ -266,7 +242,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "one rank gathers another dtype": lambda: on_rank_one(
             ModelGroup, "all_gather", lambda whole, own, y, x: whole(own, y, x.double())
         ),
-        "the norm is read before its squares are summed": lambda: taken_at_once(
+        "the norm is read before its squares are summed": lambda: unawaited(
             GradientBuckets, lambda what: what.chunk is None
         ),
         "gradients are cleared beside the update": lambda: elsewhere(GradientBuckets, "zero"),
@@ -290,7 +266,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
     RING: {
         "keys are passed on from memory that is given back at once": lambda: from_a_copy("shift"),
-        "keys are attended to before they have come around": lambda: _attended_at_once(Kind.SEND_RECEIVE),
+        "keys are attended to before they have come around": lambda: unawaited(Binder, _over_cp),
         "keys are passed on by a stream that waits for nothing": lambda: elsewhere(ModelGroup, "messages"),
         "keys are received where they are sent from": _received_where_it_is_sent_from,
         "one rank passes keys the other way around": lambda: on_rank_one(
@@ -325,13 +301,13 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "sums of two buckets are swapped on one rank": lambda: on_rank_one(
             GradientBuckets, "_summed", lambda whole, own, what: whole(own, swapped(what))
         ),
-        "a bucket's sum is not awaited": lambda: taken_at_once(
-            GradientBuckets, lambda what: what.bucket == 0
-        ),
+        "a bucket's sum is not awaited": lambda: unawaited(GradientBuckets, lambda what: what.bucket == 0),
     },
     SUMS: {
         "a scatter starts before its bucket is final": lambda: earlier(is_a(Start, Reduce, "dp"), adds),
-        "a share is added before its scatter has ended": _share_added_before_its_scatter_has_ended,
+        "a share is added before its scatter has ended": lambda: unawaited(
+            GradientBuckets, lambda what: what.bucket is not None
+        ),
         "gradients are let go of when their scatter was issued": lambda: given_back_in_transfer(
             GradientBuckets, lambda bucket: bucket.allocate()
         ),
@@ -349,8 +325,8 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     STAGED: {
-        "a stage of a sum begins too early": lambda: taken_at_once(GradientBuckets, _not_last),
-        "a stage of a gather begins too early": lambda: taken_at_once(ShardedWeights, _not_last),
+        "a stage of a sum begins too early": lambda: unawaited(GradientBuckets, _not_last),
+        "a stage of a gather begins too early": lambda: unawaited(ShardedWeights, _not_last),
         "a gathered bucket is put in order too early": lambda: finished_at_once(weights, "gather_stage"),
     },
     SHARDED: {
@@ -383,7 +359,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     Case(schedule="wavelet", cp=2, micro_batches=2): {
-        "keys are attended to before they are gathered": lambda: _attended_at_once(Kind.ALL_GATHER),
+        "keys are attended to before they are gathered": lambda: unawaited(Binder, _over_cp),
     },
     replace(EXPERTS, schedule="wavelet"): {
         "rows are put in order where others are on their way from": _rows_put_where_others_leave,
