@@ -5,6 +5,7 @@ Each is what somebody could write, or forget. A mutant names the case that shows
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ from tests.cuda.altered import (
 )
 from tests.cuda.communicators import ModelGroup
 from tests.cuda.machine import here
-from tests.cuda.steps import IN_STAGES, Case
+from tests.cuda.steps import IN_STAGES, Case, faults, left
 
 PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
 PAIRED = Case(schedule="braid:w", tp=2, micro_batches=2)
@@ -391,3 +392,21 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
 }
 MUTANTS = [Mutant(name, case, apply) for case, faults in _FAULTS.items() for name, apply in faults.items()]
+
+
+@cache
+def left_without_faults(case: Case) -> dict[Any, Any]:
+    """The same of a case that shows a mutant: whole, it has no fault, or every mutant would be found."""
+    wanted = left(case)
+    assert faults(case, 0 if case.graph else 3, wanted) == []
+    return wanted
+
+
+def faults_of_mutant(mutant: Mutant) -> list[str]:
+    """What is said of a mutant; AssertionError where that is no fault of the runtime's."""
+    expected = left_without_faults(mutant.case)
+    with mutant.apply():
+        found = faults(mutant.case, 30, expected)
+    broken = ("TypeError", "AttributeError", "NameError", "AssertionError")
+    assert not any(fault.startswith(broken) for fault in found), f"the mutant itself is broken: {found}"
+    return found

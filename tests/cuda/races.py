@@ -11,9 +11,9 @@ import random
 import sys
 import time
 
-from tests.cuda.mutants import MUTANTS
+from tests.cuda.mutants import MUTANTS, faults_of_mutant
+from tests.cuda.steps import faults
 from tests.cuda.test_machine import CASES
-from tests.cuda.verdict import faults, faults_of_mutant
 
 
 def main() -> int:

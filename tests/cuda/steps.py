@@ -31,8 +31,10 @@ from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
+from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
+from tests.cuda.replay import differences, faults_of_orders
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, model_for, setting_for
 
 CPU = torch.device("cpu")
@@ -160,20 +162,6 @@ class Case:
         return RunPlan(config=self.config, shape=self.shape, schedule=write(self.code.schedule), data="")
 
 
-class ModelMembership(Membership):
-    """A rank's, whose groups are the model's."""
-
-    def __init__(self, log: RankLog) -> None:
-        super().__init__("")
-        self._log = log
-
-    def _abort(self) -> None:
-        self._log.abort()
-
-    def _destroy(self) -> None:
-        self._log.destroy()
-
-
 @dataclass(kw_only=True)
 class Ranked:
     """One rank, ready to run its step."""
@@ -181,9 +169,7 @@ class Ranked:
     case: Case
     log: RankLog
     parts: Assembly
-    membership: ModelMembership
-    checks: bool = True
-    """Whether it is asked if communication was broken off."""
+    membership: Membership
     copies: list[HostState] = field(default_factory=list)
     device: torch.device = CPU
     found: dict[str, Any] = field(default_factory=dict)
@@ -191,11 +177,6 @@ class Ranked:
 
     def __post_init__(self) -> None:
         self.given = [self.batches(step) for step in range(self.case.steps)]
-
-    def intact(self) -> None:
-        """As a worker's."""
-        if self.checks:
-            self.membership.intact()
 
     def batches(self, step: int) -> list[MicroBatch | None]:
         """Random tokens, the same for ranks that share them: those of a stage's tp, and other stages."""
@@ -212,7 +193,7 @@ class Ranked:
 
     def step(self, step: int) -> None:
         """One optimizer step."""
-        update = self.parts.update(step, self.intact)
+        update = self.parts.update(step, self.membership.intact)
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
         loss = self.parts.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm
@@ -243,7 +224,8 @@ def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU)
     """Set a rank up; ``device``: that of its tensors."""
     hosts = [str(rank // 2) for rank in range(case.layout.ranks)] if case.partitions else ()
     mesh = join(case.plan, log.rank, hosts, ModelGroups(machine, log))
-    membership = ModelMembership(log)
+    membership = Membership("")
+    membership._abort, membership._destroy = log.abort, log.destroy  # type: ignore[method-assign]
     parts = assemble(case.plan, mesh, device, log)
     membership.graph = parts.executor.graph
     return Ranked(case=case, log=log, parts=parts, membership=membership, device=device)
@@ -267,6 +249,24 @@ def recorded(
     with case.cut():
         machine.run(run)
     return machine, [ready[rank] for rank in sorted(ready)]
+
+
+def left(case: Case) -> dict[Any, Any]:
+    """Losses, norms and states of all ranks, in the order in which the step is recorded."""
+    return {key: value for rank in recorded(case)[1] for key, value in rank.left().items()}
+
+
+def faults(case: Case, orders: int = 0, expected: dict[Any, Any] | None = None) -> list[str]:
+    """Everything that is wrong with a step: static checks, so many orders, what it should have left."""
+    try:
+        machine, ranks = recorded(case)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    found = faults_of_logs(machine)
+    if expected is not None and not found:
+        left = {key: value for rank in ranks for key, value in rank.left().items()}
+        found += [f"{key} is not what it should be" for key in differences(expected, left)]
+    return found or (faults_of_orders(machine, range(orders)) if orders else [])
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from tests.cuda.clock import Event, TimedDevice
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, here
 from tests.cuda.replay import differences, faults_of_orders
-from tests.cuda.steps import MICRO_BATCH, OWN, Case, Ranked, counting_calls, made, recorded
-from tests.cuda.verdict import faults, left
+from tests.cuda.steps import MICRO_BATCH, OWN, Case, Ranked, counting_calls, faults, left, made, recorded
 
 pytestmark = pytest.mark.alone
 
@@ -98,7 +97,7 @@ def one_rank(
         if case.graph:
             executor.graph = StepGraph(rank.parts.streams, recorder, always=always)
         for step, (scale, recorder.recording) in enumerate(zip(scales, recording, strict=True)):
-            loss = executor.run(rank.given[step], scale, rank.parts.update(step, rank.intact))
+            loss = executor.run(rank.given[step], scale, rank.parts.update(step, rank.membership.intact))
             told.append((loss, recorder.count))
 
     with counted(captures):

@@ -16,10 +16,9 @@ from tests.cuda.checks import faults_of_logs
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
-from tests.cuda.mutants import MUTANTS, Mutant
+from tests.cuda.mutants import MUTANTS, Mutant, faults_of_mutant
 from tests.cuda.replay import Replay, differences
 from tests.cuda.steps import IN_STAGES, OF_TOKENS, Case, made, recorded
-from tests.cuda.verdict import faults_of_mutant
 
 SEED = int(os.environ.get("BRAID_TEST_SEED", "0"))
 LEAST = 4096
@@ -162,7 +161,8 @@ class Survivors:
     def _run(self, log: RankLog) -> None:
         rank = made(self._case, self.machine, log)
         log.interrupt = rank.membership.break_off if self._flag_first else log.abort
-        rank.checks = self._checks
+        if not self._checks:
+            rank.membership.intact = lambda: None
         self.applied[log.rank] = 0
         kept = self.copies[log.rank] = {}
         for step in range(self._case.steps):
@@ -171,7 +171,7 @@ class Survivors:
                 log.dies_at = self._at if log.rank == self.lost else None
             try:
                 rank.step(step)
-                rank.intact()
+                rank.membership.intact()
             except (RuntimeError, ValueError):  # or what garbage leads to: numbers of rows that cannot be
                 if not log.aborted:
                     raise

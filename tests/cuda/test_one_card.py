@@ -12,9 +12,8 @@ from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.one_card import Card, CardRank
 from tests.cuda.replay import differences
-from tests.cuda.steps import Case, made
+from tests.cuda.steps import Case, left, made
 from tests.cuda.test_machine import CASES
-from tests.cuda.verdict import left
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
