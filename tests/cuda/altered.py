@@ -71,31 +71,25 @@ def elsewhere(owner: Any, name: str, *, after: bool = False) -> Altered:
 # -- transfers -----------------------------------------------------------------------------------------------
 
 
-def starting(
-    *,
-    waits_for_compute: bool = True,
-    waits_for_work: bool = True,
-    ends_late: bool = True,
-    keeps: bool = True,
-    own_lane: bool = True,
-) -> Altered:
-    """`CudaStreams.start`, with parts of it left out."""
+def starting(without: str) -> Altered:
+    """`CudaStreams.start`, with a part of it left out."""
 
     def start(own: CudaStreams, stream: Stream, launch: Launch, *, lane: str = "", **_: Any) -> Transfer:
-        key = (stream, lane) if own_lane else (stream, "one for all")
+        key = (stream, "one for all" if without == "own lane" else lane)
         if key not in own._side:
             own._side[key] = own._accelerator.stream(), own._accelerator.event()
         side, _ = own._side[key]
-        if waits_for_compute:
+        if without != "wait for compute":
             side.wait_event(own._record(own._compute))
         begin, early = own._record(side), own._record(side)
         with own._accelerator.on(side):
             work = launch.issue()
-            if waits_for_work:
+            if without != "wait for work":
                 work.wait()
-        own._ends[key] = end = own._record(side) if ends_late else early
-        kept = launch if keeps else Launch(launch.result, nothing, launch.finish)
-        return Transfer(launch=kept, work=work if keeps else None, begin=begin, end=end, arrival=end)
+        own._ends[key] = end = early if without == "late end" else own._record(side)
+        if without == "kept launch":
+            launch, work = Launch(launch.result, nothing, launch.finish), None
+        return Transfer(launch=launch, work=work, begin=begin, end=end, arrival=end)
 
     return patch.object(CudaStreams, "start", start)
 

@@ -219,14 +219,14 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     PLAIN: {
         "compute does not wait for transfers": lambda: left_out(CudaStreams, "wait"),
         "one rank leaves a gather out": lambda: call_left_out("all_gather", 3),
-        "a side stream does not wait for compute": lambda: starting(waits_for_compute=False),
-        "the side stream does not wait for the communicator's": lambda: starting(waits_for_work=False),
-        "the end of a transfer is recorded before it is issued": lambda: starting(ends_late=False),
+        "a side stream does not wait for compute": lambda: starting("wait for compute"),
+        "the side stream does not wait for the communicator's": lambda: starting("wait for work"),
+        "the end of a transfer is recorded before it is issued": lambda: starting("late end"),
         "compute waits for the begin of a transfer": lambda: altered(
             CudaStreams, "wait", lambda _, own, one: own._compute.wait_event(one.begin)
         ),
         "the contiguous copy that is sent lives as long as its launch": lambda: all_of(
-            starting(keeps=False),
+            starting("kept launch"),
             altered(
                 Communicator,
                 "all_gather",
@@ -256,7 +256,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     replace(STAGES, micro_batches=4): {
-        "a message is put behind all others, sends and receives alike": lambda: starting(own_lane=False),
+        "a message is put behind all others, sends and receives alike": lambda: starting("own lane"),
     },
     STAGES: {
         "a message's memory is given back when it is issued": _sent_memory_given_back,
@@ -398,7 +398,7 @@ MUTANTS = [Mutant(name, case, apply) for case, faults in _FAULTS.items() for nam
 def left_without_faults(case: Case) -> dict[Any, Any]:
     """The same of a case that shows a mutant: whole, it has no fault, or every mutant would be found."""
     wanted = left(case)
-    assert faults(case, 0 if case.graph else 3, wanted) == []
+    assert faults(case, range(0 if case.graph else 3), wanted) == []
     return wanted
 
 
@@ -406,7 +406,7 @@ def faults_of_mutant(mutant: Mutant) -> list[str]:
     """What is said of a mutant; AssertionError where that is no fault of the runtime's."""
     expected = left_without_faults(mutant.case)
     with mutant.apply():
-        found = faults(mutant.case, 30, expected)
+        found = faults(mutant.case, range(30), expected)
     broken = ("TypeError", "AttributeError", "NameError", "AssertionError")
     assert not any(fault.startswith(broken) for fault in found), f"the mutant itself is broken: {found}"
     return found

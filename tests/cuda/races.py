@@ -31,7 +31,7 @@ def main() -> int:
     begin = time.perf_counter()
     wrong, missed = [], []
     for case in cases:
-        found = faults(case, options.orders)
+        found = faults(case, range(options.orders))
         wrong += [f"{case.name}: {fault}" for fault in found]
         _tell(f"{case.name}, {options.orders} orders: {len(found) or 'no'} faults")
     for mutant in mutants:

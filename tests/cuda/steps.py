@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -256,8 +256,8 @@ def left(case: Case) -> dict[Any, Any]:
     return {key: value for rank in recorded(case)[1] for key, value in rank.left().items()}
 
 
-def faults(case: Case, orders: int = 0, expected: dict[Any, Any] | None = None) -> list[str]:
-    """Everything that is wrong with a step: static checks, so many orders, what it should have left."""
+def faults(case: Case, orders: Sequence[int] = (), expected: dict[Any, Any] | None = None) -> list[str]:
+    """All that is wrong with a step: static checks, orders by their seeds, what it should have left."""
     try:
         machine, ranks = recorded(case)
     except Exception as error:
@@ -266,7 +266,7 @@ def faults(case: Case, orders: int = 0, expected: dict[Any, Any] | None = None) 
     if expected is not None and not found:
         left = {key: value for rank in ranks for key, value in rank.left().items()}
         found += [f"{key} is not what it should be" for key in differences(expected, left)]
-    return found or (faults_of_orders(machine, range(orders)) if orders else [])
+    return found or (faults_of_orders(machine, orders) if orders else [])
 
 
 @contextmanager

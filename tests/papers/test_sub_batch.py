@@ -1,7 +1,6 @@
 """Schedules in sub-batches: what they hold, what they may never do, and how they compare."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.planner.degree_problem import PassCosts
 from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize
 from tests.papers.sub_batch import (
     BlockTimes,
@@ -117,42 +115,32 @@ def test_the_steps_of_the_ablation_are_real(slower: SubBatching, faster: SubBatc
     assert total_ns(run(faster, times)) < total_ns(run(slower, times))
 
 
-def passes(times: Iterable[BlockTimes], *names: str) -> list[PassCosts]:
-    """What a pass computes in every block, as the sum of some times, and its collectives."""
-    return [
-        PassCosts(
-            compute_ns=tuple(sum(getattr(block, name)[part] for name in names) for part in (0, 1)),
-            collective_ns=block.collective_ns,
-        )
-        for block in times
-    ]
-
-
-def equation_3(nodes: list[PassCosts]) -> int:
-    """The paper's estimate of a pass, term by term."""
-    total = nodes[0].compute_ns[0] + nodes[-1].collective_ns[1]
-    for i, node in enumerate(nodes):
-        total += max(node.compute_ns[1], node.collective_ns[0])
-        if i:
-            total += max(node.compute_ns[0], nodes[i - 1].collective_ns[1])
-    return total
+def equation_3(times: list[BlockTimes], *names: str) -> int:
+    """The paper's estimate of a pass, which computes for the sum of some times of every block."""
+    first, second = ([sum(getattr(one, name)[part] for name in names) for one in times] for part in (0, 1))
+    collectives = [block.collective_ns for block in times]
+    total = first[0] + collectives[-1][1]
+    total += sum(max(compute, own) for compute, (own, _) in zip(second, collectives, strict=True))
+    return total + sum(
+        max(compute, other) for compute, (_, other) in zip(first[1:], collectives, strict=False)
+    )
 
 
 @given(split_steps())
 def test_equation_3_is_the_forward_pass_exactly(times: list[BlockTimes]) -> None:
     found = run(SubBatching.CROSS_PASS, times)
-    estimate = equation_3(passes(times, "forward_ns"))
+    estimate = equation_3(times, "forward_ns")
     assert max(end for op, (_, end) in found.items() if op.phase is Phase.FORWARD) == estimate
 
 
 @given(split_steps())
 def test_equation_3_is_never_below_the_fine_schedule(times: list[BlockTimes]) -> None:
     """It is above it because recomputation need not wait for the gradient, nor for the last forward."""
-    backward = passes(times[::-1], "forward_ns", "backward_ns")
-    estimate = equation_3(passes(times, "forward_ns")) + equation_3(backward)
+    backward = equation_3(times[::-1], "forward_ns", "backward_ns")
+    estimate = equation_3(times, "forward_ns") + backward
     assert total_ns(run(SubBatching.FINE, times)) <= estimate
     no_recomputation = [replace(block, forward_ns=(0, 0)) for block in times]
-    estimate = equation_3(passes(times)) + equation_3(passes(times[::-1], "backward_ns"))
+    estimate = equation_3(times) + equation_3(times[::-1], "backward_ns")
     last = times[-1].collective_ns
     # Without recomputation only the turn from forward to backward is left: the first sub-batch need not
     # wait for the collective of the second.
