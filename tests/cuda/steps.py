@@ -225,7 +225,7 @@ def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU)
     hosts = [str(rank // 2) for rank in range(case.layout.ranks)] if case.partitions else ()
     mesh = join(case.plan, log.rank, hosts, ModelGroups(machine, log))
     membership = Membership("")
-    membership._abort, membership._destroy = log.abort, log.destroy  # type: ignore[method-assign]
+    membership._abort, membership._destroy = lambda: log.abort(), lambda: log.destroy()
     parts = assemble(case.plan, mesh, device, log)
     membership.graph = parts.executor.graph
     return Ranked(case=case, log=log, parts=parts, membership=membership, device=device)
