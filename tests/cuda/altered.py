@@ -1,8 +1,9 @@
 """How methods of the real classes are altered within a context: mistakes that somebody could make."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -70,31 +71,25 @@ def elsewhere(owner: Any, name: str, *, after: bool = False) -> Altered:
 # -- transfers -----------------------------------------------------------------------------------------------
 
 
-def starting(
-    *,
-    waits_for_compute: bool = True,
-    waits_for_work: bool = True,
-    ends_late: bool = True,
-    keeps: bool = True,
-    own_lane: bool = True,
-) -> Altered:
-    """`CudaStreams.start`, with parts of it left out."""
+def starting(without: str) -> Altered:
+    """`CudaStreams.start`, with a part of it left out."""
 
     def start(own: CudaStreams, stream: Stream, launch: Launch, *, lane: str = "", **_: Any) -> Transfer:
-        key = (stream, lane) if own_lane else (stream, "one for all")
+        key = (stream, "one for all" if without == "own lane" else lane)
         if key not in own._side:
             own._side[key] = own._accelerator.stream(), own._accelerator.event()
         side, _ = own._side[key]
-        if waits_for_compute:
+        if without != "wait for compute":
             side.wait_event(own._record(own._compute))
         begin, early = own._record(side), own._record(side)
         with own._accelerator.on(side):
             work = launch.issue()
-            if waits_for_work:
+            if without != "wait for work":
                 work.wait()
-        own._ends[key] = end = own._record(side) if ends_late else early
-        kept = launch if keeps else Launch(launch.result, nothing, launch.finish)
-        return Transfer(launch=kept, work=work if keeps else None, begin=begin, end=end, arrival=end)
+        own._ends[key] = end = early if without == "late end" else own._record(side)
+        if without == "kept launch":
+            launch, work = Launch(launch.result, nothing, launch.finish), None
+        return Transfer(launch=launch, work=work, begin=begin, end=end, arrival=end)
 
     return patch.object(CudaStreams, "start", start)
 
@@ -152,20 +147,18 @@ def call_left_out(name: str, number: int) -> Altered:
             return whole(group, *given)
         end = group.log.event()
         end.record(group.log.current())
-        return Work(group.log, end, [])
+        return Work(group.log, end)
 
     return on_rank_one(ModelGroup, name, call)
 
 
-def taken_at_once(owner: Any, which: Which) -> Altered:
-    """Some sums of gradients, or gathers of parameters, are taken and not waited for."""
+def unawaited(owner: Any, which: Which) -> Altered:
+    """Some sums of gradients, gathers of parameters or collectives of layers are taken and not waited for."""
 
-    def wait(whole: Any, own: Any, what: Any) -> None:
-        if not which(what):
-            whole(own, what)
-            return
-        for transfer in transfers(own._pending.pop(what, ())):
-            transfer.take()
+    def wait(whole: Any, own: Any, what: Any, *given: Any) -> Any:
+        without = patch.object(own, "_streams", SimpleNamespace(wait=lambda transfer: None))
+        with without if which(what) else nullcontext():
+            return whole(own, what, *given)
 
     return altered(owner, "wait", wait)
 
@@ -177,7 +170,8 @@ def given_back_in_transfer(owner: Any, make: Callable[[Any], object]) -> Altered
         whole(own, what)
         if what.bucket is None:
             return
-        for bucket, transfer in zip(own._of(what), transfers(own._pending[what]), strict=True):
+        for bucket, pending in zip(own._of(what), own._pending[what], strict=True):
+            transfer = pending[1] if isinstance(pending, tuple) else pending  # gathers have labels
             transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
             bucket.release()
 
@@ -187,11 +181,6 @@ def given_back_in_transfer(owner: Any, make: Callable[[Any], object]) -> Altered
         whole(own, what)
 
     return all_of(altered(owner, "start", start), altered(owner, "wait", wait))
-
-
-def transfers(pending: Any) -> list[Any]:
-    """Of sums, and of gathers, which have labels."""
-    return [one[1] if isinstance(one, tuple) else one for one in pending]
 
 
 def swapped(what: Any) -> Any:

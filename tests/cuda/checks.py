@@ -10,6 +10,7 @@ went back to, as the next to get it may use it at once.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from tests.cuda.entries import Call, Entry, Freed, HostWaited, Kernel, Made, Operator, Recorded, View, Waited
@@ -52,12 +53,18 @@ class _Order:
         return self.clocks[stream].get(access.stream, 0) >= access.tick
 
 
+def faults_of_logs(machine: Machine) -> list[str]:
+    """All that is wrong, whatever order the devices choose."""
+    of_memory = [fault for log in machine.ranks for fault in faults_of_memory(log)]
+    return of_memory + faults_of_communicators(machine)
+
+
 def faults_of_memory(log: RankLog) -> list[str]:
     """Races and uses after free, in words; empty for a correct rank."""
-    return list(dict.fromkeys(_faults(log.entries, f"rank {log.rank}")))
+    return list(dict.fromkeys(f"rank {log.rank}: {fault}" for fault in _faults(log.entries)))
 
 
-def _faults(entries: Sequence[Entry], rank: str) -> Iterator[str]:
+def _faults(entries: Sequence[Entry]) -> Iterator[str]:
     order = _Order()
     accesses: dict[int, list[_Access]] = {}
     pools: dict[int, int] = {}
@@ -73,7 +80,7 @@ def _faults(entries: Sequence[Entry], rank: str) -> Iterator[str]:
                 order.join(pool, order.clocks[HOST])
                 for access in accesses.pop(memory):
                     if not order.comes_after(pool, access):
-                        yield f"{rank}: {access.name} uses memory that may have been given to others by then"
+                        yield f"{access.name} uses memory that may have been given to others by then"
             case Recorded(event, stream):
                 order.join(stream, order.clocks[HOST])
                 order.events[event] = dict(order.clocks[stream])
@@ -84,20 +91,22 @@ def _faults(entries: Sequence[Entry], rank: str) -> Iterator[str]:
             case Operator() | Kernel():
                 tick = order.tick(entry.stream)
                 if isinstance(entry, Kernel) and entry.call.kind == "messages" and _meet(entry):
-                    yield f"{rank}: {entry.name} receives into memory that it sends from"
+                    yield f"{entry.name} receives into memory that it sends from"
                 for view, writes in _accesses_of(entry):
-                    yield from _races(order, accesses[view.memory], entry, tick, view, writes, rank)
+                    access = _Access(entry.stream, tick, writes, view.extent, entry.name)
+                    yield from _races(order, accesses[view.memory], access)
                 if isinstance(entry, Operator) and entry.host is not None:
                     order.join(HOST, order.clocks[entry.stream])
 
 
 def _meet(entry: Kernel) -> bool:
     """Whether what it reads and what it writes, at once and in no order, lies in the same place."""
-    return any(
-        a.memory == b.memory and a.extent[0] < b.extent[1] and b.extent[0] < a.extent[1]
-        for a in entry.reads
-        for b in entry.writes
-    )
+    pairs = product(entry.reads, entry.writes)
+    return any(a.memory == b.memory and _overlap(a.extent, b.extent) for a, b in pairs)
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def _accesses_of(entry: Operator | Kernel) -> Iterator[tuple[View, bool]]:
@@ -111,26 +120,15 @@ def _accesses_of(entry: Operator | Kernel) -> Iterator[tuple[View, bool]]:
             yield view, False
 
 
-def _races(
-    order: _Order,
-    before: list[_Access],
-    entry: Operator | Kernel,
-    tick: int,
-    view: View,
-    writes: bool,
-    rank: str,
-) -> Iterator[str]:
-    begin, end = view.extent
-    kept = []
+def _races(order: _Order, before: list[_Access], new: _Access) -> Iterator[str]:
+    (begin, end), kept = new.extent, [new]
     for access in before:
-        after = order.comes_after(entry.stream, access)
-        overlaps = begin < access.extent[1] and access.extent[0] < end
-        if overlaps and (writes or access.writes) and not after:
-            yield f"{rank}: {entry.name} and {access.name} touch the same memory in no order"
+        after = order.comes_after(new.stream, access)
+        if _overlap(new.extent, access.extent) and (new.writes or access.writes) and not after:
+            yield f"{new.name} and {access.name} touch the same memory in no order"
         # What a later write comes after, and covers, no later access needs to look at.
-        if not (writes and after and begin <= access.extent[0] and access.extent[1] <= end):
+        if not (new.writes and after and begin <= access.extent[0] and access.extent[1] <= end):
             kept.append(access)
-    kept.append(_Access(entry.stream, tick, writes, (begin, end), entry.name))
     before[:] = kept
 
 

@@ -6,16 +6,14 @@ else: what a profiler measures here is known in advance, to the nanosecond.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from braid.kernels.collectives.communicator import Communicator, Pairs
-from braid.kernels.collectives.primitives import Channel, Line
-from tests.cuda.communicators import Collectives
+from tests.cuda.communicators import Collectives, Work
 
 ISSUE_NS = 10_000
 """Of the host, for an operator, a collective or an event."""
@@ -34,11 +32,9 @@ class Stream:
     """When it will have done all that it was given."""
 
     def wait_event(self, event: "Event") -> None:
-        """What follows comes after the event."""
         self.end = max(self.end, event.time)
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.device.now = max(self.device.now, self.end)
 
     def give(self, ns: float) -> None:
@@ -54,25 +50,26 @@ class Event:
     time: float = 0.0
 
     def record(self, stream: Stream) -> None:
-        """After what the stream was given."""
         self.device.now += ISSUE_NS
         self.time = max(stream.end, self.device.now)
 
     def query(self) -> bool:
-        """Whether it has been passed."""
         return self.time <= self.device.now
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.device.now = max(self.device.now, self.time)
 
     def elapsed_time(self, other: "Event") -> float:
-        """Milliseconds."""
         return (other.time - self.time) / 1e6
 
 
 class TimedDevice(TorchDispatchMode):
-    """What `braid.actors.stage.accelerator.Accelerator` is; active, it gives operators to streams."""
+    """What `braid.actors.stage.accelerator.Accelerator` is; active, it gives operators to streams.
+
+    It also is, for `ModelGroups`, a machine of which one rank alone is there, and that rank's log.
+    """
+
+    rank = 0
 
     def __init__(self, *, spins: bool = True) -> None:
         """``spins``: whether it has a kernel that only takes time."""
@@ -84,27 +81,30 @@ class TimedDevice(TorchDispatchMode):
         self._spins = spins
         self._current = [Stream(self)]
 
+    def group(self, log: object, name: str, ranks: Sequence[int]) -> "TimedGroup":
+        """This rank's end of a communicator."""
+        return TimedGroup(self, len(ranks), list(ranks).index(self.rank))
+
+    def gather(self, log: object, number: int, own: Any) -> list[Any]:
+        """There is nobody else to ask."""
+        return [own]
+
     def current(self) -> Stream:
-        """The stream that operators are given to."""
         return self._current[-1]
 
     def stream(self) -> Stream:
-        """A new one."""
         return Stream(self)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Operators go to a stream."""
         self._current.append(stream)
         yield
         self._current.pop()
 
     def event(self) -> Event:
-        """A new one."""
         return Event(self)
 
     def spin(self, ns: float) -> None:
-        """Occupy the current stream."""
         if self._spins:
             self.now += ISSUE_NS
             self.current().give(ns)
@@ -137,72 +137,31 @@ def kernel_ns(function: Any, args: Any, out: Any) -> float:
     return ns
 
 
-class _Work:
-    def __init__(self, device: TimedDevice, end: Event) -> None:
-        self._device, self._end = device, end
-
-    def wait(self) -> None:
-        self._device.current().wait_event(self._end)
-
-
-@dataclass(eq=False)
 class TimedGroup(Collectives):
     """What `Communicator` asks of a library, where the other members are always there. No numbers move."""
 
-    timed: TimedDevice
-    ranks: int
-    own: int
-    own_stream: Stream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.own_stream = self.timed.stream()
+    def __init__(self, device: TimedDevice, ranks: int, own: int) -> None:
+        self._timed, self._stream, self._ranks, self.own = device, device.stream(), ranks, own
 
     def size(self) -> int:
-        """How many there are."""
-        return self.ranks
+        return self._ranks
 
-    def _collective(self, kind: str, x: Tensor, y: Tensor) -> _Work:
+    def _collective(self, kind: str, x: Tensor, y: Tensor) -> Work:
         return self._kernel(x.nbytes + y.nbytes if kind == "all_reduce" else max(x.nbytes, y.nbytes))
 
-    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> _Work:
+    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel."""
         return self._kernel(sum(x.nbytes for x, _ in (*sends, *receives)))
 
-    def _kernel(self, size: int) -> _Work:
-        ready, end = Event(self.timed), Event(self.timed)
-        ready.record(self.timed.current())
-        self.own_stream.wait_event(ready)
-        self.own_stream.give(group_ns(size))
-        end.record(self.own_stream)
-        return _Work(self.timed, end)
+    def _kernel(self, size: int) -> Work:
+        ready, end = Event(self._timed), Event(self._timed)
+        ready.record(self._timed.current())
+        self._stream.wait_event(ready)
+        self._stream.give(group_ns(size))
+        end.record(self._stream)
+        return Work(self._timed, end)
 
 
 def group_ns(size: int) -> float:
     """What a collective takes the device."""
     return GROUP_NS + size / GROUP_BYTES_PER_NS
-
-
-@dataclass(frozen=True)
-class TimedGroups:
-    """Makes such communicators (`braid.actors.stage.mesh.Groups`)."""
-
-    device: TimedDevice
-    rank: int
-
-    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
-        """That of this rank."""
-        own = next((ranks for ranks in lines if self.rank in ranks), None)
-        return None if own is None else self._communicator(own)
-
-    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
-        """Of pairs."""
-        (own,) = (ranks for ranks in lines if self.rank in ranks)
-        place = own.index(self.rank)
-        return Pairs(place, {n: self._communicator((self.rank, peer)) for n, peer in enumerate(own)})
-
-    def gather(self, own: Any) -> list[Any]:
-        """There is nobody else to ask."""
-        return [own]
-
-    def _communicator(self, ranks: Sequence[int]) -> Communicator:
-        return Communicator(TimedGroup(self.device, len(ranks), sorted(ranks).index(self.rank)))

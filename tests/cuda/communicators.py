@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.cuda.entries import GARBAGE, Call, Kernel, Target, View, unnoted
+from tests.cuda.entries import Call, Kernel, Target, View, unnoted
 from tests.cuda.log import Event, RankLog, Stream
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ Views = tuple[tuple[View, ...], tuple[View, ...]]
 class Work:
     """A kernel under way, with what torch keeps for it."""
 
-    def __init__(self, log: RankLog, end: Event | None, kept: Sequence[Tensor]) -> None:
-        """``end``: None if there is no kernel."""
-        self._log, self._end, self._kept = log, end, list(kept)
+    def __init__(self, accelerator: Any, end: Any = None, kept: Sequence[Tensor] = ()) -> None:
+        """``end``: an event of the accelerator's; None if there is no kernel."""
+        self._accelerator, self._end, self._kept = accelerator, end, list(kept)
 
     def wait(self) -> None:
         """The current stream waits; torch lets go."""
         if self._end is not None:
-            self._log.current().wait_event(self._end)
+            self._accelerator.current().wait_event(self._end)
         self._kept.clear()
 
 
@@ -44,27 +44,22 @@ class Collectives(ABC):
     device = torch.device("cpu")
 
     def rank(self) -> int:
-        """This rank's number."""
         return self.own
 
     @abstractmethod
-    def size(self) -> int:
-        """How many there are."""
+    def size(self) -> int: ...
 
     @abstractmethod
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Any:
         """From x into y."""
 
     def all_gather(self, y: Tensor, x: Tensor) -> Any:
-        """Into y."""
         return self._collective("all_gather", x, y)
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Any:
-        """Into y."""
         return self._collective("reduce_scatter", x, y)
 
     def all_reduce(self, x: Tensor) -> Any:
-        """In place."""
         return self._collective("all_reduce", x, x)
 
 
@@ -80,13 +75,12 @@ class ModelGroup(Collectives):
     pairs: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
 
     def size(self) -> int:
-        """How many there are."""
         return len(self.shared.ranks)
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel; as none if there are none."""
         if not sends and not receives:
-            return Work(self.log, None, [])
+            return Work(self.log)
         peers = [("send", peer) for _, peer in sends] + [("receive", peer) for _, peer in receives]
         reads, writes = [x for x, _ in sends], [x for x, _ in receives]
         return self._issue(partial(self._exchange, peers), reads, writes)
@@ -139,14 +133,17 @@ class ModelGroup(Collectives):
         self.calls += 1
         self.log.note(Kernel(self.stream.number, call, *views))
         call.outputs = tuple(map(Target, writes))
-        with unnoted():
-            enter()
+        with unnoted(), self.shared.machine.changed:
+            if self.log.aborted:
+                call.spoil()
+            else:
+                enter()
         self.stream.pending.add(call)
 
 
 @dataclass(eq=False)
 class Shared:
-    """What the members of a communicator share."""
+    """What the members of a communicator share; used under the machine's lock."""
 
     machine: "Machine"
     name: str
@@ -161,36 +158,24 @@ class Shared:
 
     def join(self, member: ModelGroup, call: Call, x: Tensor, y: Tensor) -> None:
         """Give a member's part; the last one to come computes."""
-        with self.machine.changed:
-            if member.log.aborted:
-                call.done = True
-                y.fill_(GARBAGE)
-                return
-            here = self.waiting.setdefault(call.number, {})
-            here[member.own] = call, x.clone(), Target(y)
-            if len(here) == len(self.ranks):
-                del self.waiting[call.number]
-                _compute(call.kind, [here[n] for n in range(len(self.ranks))])
-                for one, _, _ in here.values():
-                    one.done = True
-                self.machine.changed.notify_all()
+        here = self.waiting.setdefault(call.number, {})
+        here[member.own] = call, x.clone(), Target(y)
+        if len(here) == len(self.ranks):
+            del self.waiting[call.number]
+            _compute(call.kind, [here[n] for n in range(len(self.ranks))])
+            for one, _, _ in here.values():
+                one.done = True
+            self.machine.changed.notify_all()
 
     def exchange(self, member: ModelGroup, call: Call, sends: list[Tensor], receives: list[Tensor]) -> None:
         """Give a member's messages; those whose other end is there pass."""
-        with self.machine.changed:
-            if member.log.aborted:
-                call.done = True
-                for x in receives:
-                    x.fill_(GARBAGE)
-                return
-            self.open[call] = len(call.peers)
-            tensors = iter([*sends, *receives])
-            for (way, peer, number), x in zip(call.peers, tensors, strict=True):
-                if way == "send":
-                    self._meet((member.own, peer, number), self.sent, self.received, (call, x.clone()))
-                else:
-                    self._meet((peer, member.own, number), self.received, self.sent, (call, Target(x)))
-            self.machine.changed.notify_all()
+        self.open[call] = len(call.peers)
+        for (way, peer, number), x in zip(call.peers, [*sends, *receives], strict=True):
+            if way == "send":
+                self._meet((member.own, peer, number), self.sent, self.received, (call, x.clone()))
+            else:
+                self._meet((peer, member.own, number), self.received, self.sent, (call, Target(x)))
+        self.machine.changed.notify_all()
 
     def _meet(
         self, key: Any, own: dict[Any, Any], others: dict[Any, Any], mine: tuple[Call, Tensor | Target]

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.cuda.host_memory import restored
+
 if TYPE_CHECKING:
     from tests.cuda.communicators import Shared
 
@@ -43,6 +45,11 @@ class View:
             return self.offset * item, self.offset * item
         last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.offset * item, (last + 1) * item
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The tensor, where its memory lies in these bytes."""
+        usable = memory[: memory.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return torch.as_strided(usable, self.size, self.stride, usable.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -163,8 +170,7 @@ class Target:
 
     def tensor(self) -> Tensor | None:
         """None if its memory was given back."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
+        if (storage := restored(self._storage)) is None:
             return None
         dtype, offset, shape, stride = self._view
         return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)

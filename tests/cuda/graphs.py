@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tests.cuda.entries import Entry, Freed, Made, Operator, View, unnoted
+from tests.cuda.host_memory import bytes_of
 from tests.cuda.replay_memory import Placement, fresh, placed
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Graph:
         """Memory of outside that is met: its contents will be as they are now."""
         if memory not in self._own and memory not in self._outside:
             with unnoted():
-                whole = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+                whole = bytes_of(x.untyped_storage())
                 self._outside[memory], self._before[memory] = whole, whole.clone()
 
     def kernel(self, group: "ModelGroup", kernel: "MakeKernel", current: "Stream", views: "Views") -> None:
@@ -145,9 +145,8 @@ class Graph:
             if own.get(stream, 0) != clock.get(stream, 0):
                 raise CaptureError("a stream that takes part was not waited for")
         self.undo()
+        self._outside |= {memory: alive[memory] for memory in self._own & alive.keys()}
         with unnoted():
-            for memory in self._own & alive.keys():
-                self._outside[memory] = alive[memory]
             self._placement = Placement(self)
 
     # -- afterwards --
@@ -171,8 +170,6 @@ class Graph:
     def tensor(self, view: View) -> Tensor:
         """A view's tensor, in the graph's memory or outside."""
         if view.memory in self._outside:
-            whole = self._outside[view.memory]
-            usable = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
-            return torch.as_strided(usable, view.size, view.stride, view.offset)
+            return view.within(self._outside[view.memory])
         assert self._placement is not None
         return self._placement.tensor(view)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -19,6 +20,17 @@ HOST: Final = 0
 """The number that stands for a rank's host among its streams."""
 _FACTORIES = (torch.full, torch.empty, torch.zeros, torch.ones, torch.arange, torch.tensor)
 _READS = (Tensor.tolist, Tensor.numpy)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The same memory."""
+    return torch.tensor([], dtype=torch.uint8).set_(storage)
+
+
+def restored(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """None if the memory was given back."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage
 
 
 class HostMemory(TorchFunctionMode):

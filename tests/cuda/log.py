@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.cuda.entries import Call, Entry, Freed, HostWaited, Made, Operator, Recorded, View, Waited, unnoted
 from tests.cuda.graphs import Graph
-from tests.cuda.host_memory import HOST
+from tests.cuda.host_memory import HOST, bytes_of, restored
 
 if TYPE_CHECKING:
     from tests.cuda.machine import Machine
@@ -29,7 +29,7 @@ class LostError(Exception):
 
 @dataclass(eq=False)
 class Stream:
-    """Of one rank."""
+    """Of one rank (`braid.actors.stage.accelerator.Stream`)."""
 
     log: "RankLog"
     number: int
@@ -37,7 +37,6 @@ class Stream:
     """Calls that what it was given comes after, and whose results are not there yet."""
 
     def wait_event(self, event: "Event") -> None:
-        """What follows comes after the event."""
         if self.log.graph is not None:
             self.log.graph.waited(self, event)
             return
@@ -51,14 +50,13 @@ class Stream:
         self.pending |= event.pending
 
     def synchronize(self) -> None:
-        """The host waits."""
         event = Event(self.log)
         event.record(self)
         event.synchronize()
 
 
 class Event:
-    """Of one rank."""
+    """Of one rank (`braid.actors.stage.accelerator.Event`)."""
 
     def __init__(self, log: "RankLog", external: bool = False) -> None:
         """``external``: those of a graph that tell the time; they order nothing."""
@@ -69,7 +67,6 @@ class Event:
         """Whether it was recorded in a graph, to order what is inside; such an event cannot be asked."""
 
     def record(self, stream: Stream) -> None:
-        """After what the stream was given."""
         self.captured = self.log.graph is not None and not self.external
         if self.log.graph is not None:
             self.log.graph.recorded(self, stream)
@@ -86,7 +83,6 @@ class Event:
         return all(call.done for call in self.pending)
 
     def synchronize(self) -> None:
-        """The host waits."""
         if self.captured or self.log.graph is not None:
             raise RuntimeError("the host waits for an event of a graph")
         self.log.note(HostWaited(self.number))
@@ -129,17 +125,14 @@ class RankLog(TorchDispatchMode):
     # -- an accelerator (`braid.actors.stage.accelerator.Accelerator`) --
 
     def current(self) -> Stream:
-        """The stream that operators are given to."""
         return self._current[-1]
 
     def stream(self) -> Stream:
-        """A new one."""
         self.streams.append(Stream(self, self.next_number()))
         return self.streams[-1]
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Operators go to a stream."""
         self._current.append(stream)
         try:
             yield
@@ -147,11 +140,9 @@ class RankLog(TorchDispatchMode):
             self._current.pop()
 
     def event(self) -> Event:
-        """A new one."""
         return Event(self)
 
     def graph_event(self) -> Event:
-        """A new one."""
         return Event(self, external=True)
 
     @contextmanager
@@ -164,7 +155,9 @@ class RankLog(TorchDispatchMode):
             with self.on(stream):
                 yield graph
             self._collect()
-            graph.end({memory: _bytes_of(reference) for reference, memory, _ in self._known.values()})
+            held = {memory: restored(reference) for reference, memory, _ in self._known.values()}
+            with unnoted():
+                graph.end({memory: bytes_of(one) for memory, one in held.items() if one is not None})
             self._graphs.append(graph)
         except BaseException:
             graph.undo()
@@ -285,7 +278,7 @@ class RankLog(TorchDispatchMode):
 
     def _was_there(self, memory: int, storage: torch.UntypedStorage) -> None:
         with unnoted():
-            self.first[memory] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+            self.first[memory] = bytes_of(storage).clone()
         # At the begin: a transfer that is the first to meet it waits for nothing that was noted by now.
         stream = self._host if self._is_hosts(storage) else self.compute
         self.entries.insert(0, Made(memory, stream.number, storage.nbytes()))
@@ -340,14 +333,6 @@ class RankLog(TorchDispatchMode):
         """Let the results be there of what a stream's next work comes after."""
         if any(not call.done for call in stream.pending):
             self.machine.until(lambda: self.aborted or all(call.done for call in stream.pending), self)
-            for call in stream.pending:
-                if not call.done:
-                    call.spoil()
+            for call in [one for one in stream.pending if not one.done]:
+                call.spoil()
         stream.pending.clear()
-
-
-def _bytes_of(reference: StorageWeakRef) -> Tensor:
-    """Memory that is still held by somebody."""
-    with unnoted():
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        return torch.tensor([], dtype=torch.uint8).set_(storage)

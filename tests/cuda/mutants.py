@@ -4,12 +4,11 @@ Each is what somebody could write, or forget. A mutant names the case that shows
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 from itertools import count
 from threading import get_ident
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -32,7 +31,6 @@ from braid.kernels.collectives.primitives import Extents, Launch
 from braid.kernels.operators.expert_rows import ExpertRows
 from braid.kernels.operators.permute import Permute, Regroup
 from braid.scheduling.code import Compute, Release, Start, Wait
-from braid.scheduling.operators import Kind
 from braid.scheduling.schedule import Gather, Reduce
 from tests.cuda.altered import (
     Altered,
@@ -53,11 +51,11 @@ from tests.cuda.altered import (
     relinked,
     starting,
     swapped,
-    taken_at_once,
+    unawaited,
 )
 from tests.cuda.communicators import ModelGroup
 from tests.cuda.machine import here
-from tests.cuda.steps import Case
+from tests.cuda.steps import IN_STAGES, Case, faults, left
 
 PLAIN = Case(schedule="megatron", tp=2, micro_batches=2)
 PAIRED = Case(schedule="braid:w", tp=2, micro_batches=2)
@@ -77,14 +75,11 @@ RING = Case(schedule="megatron", cp=4, ring=True, micro_batches=2)
 EXPERTS = Case(schedule="expert_overlap", dp=2, ep=2, micro_batches=2)
 CUT = Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=2)
 """The width of experts is cut: ranks of tp bring different numbers of rows."""
-STAGED = replace(
-    SHARDED, dp=4, partitions=("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
-)
+STAGED = replace(SHARDED, dp=4, partitions=IN_STAGES)
 TENSOR = replace(PLAIN, tp=4, partitions=("tp/all_gather mesh 2x2 order 0,1 pieces 2",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A fault and where it shows."""
 
     name: str
@@ -120,22 +115,6 @@ def _first_used_in_own_order() -> Altered:
     return altered(Pairs, "warm_up", warm_up)
 
 
-def _share_added_before_its_scatter_has_ended() -> Altered:
-    def wait(whole: Any, own: GradientBuckets, reduce: Any) -> None:
-        if reduce.bucket is None:
-            whole(own, reduce)
-            return
-        for bucket in own._of(reduce):
-            bucket.share.add_(bucket.plan.own(bucket.whole()))
-        for transfer in own._pending.pop(reduce):
-            own._streams.wait(transfer)
-            transfer.take()
-        for bucket in own._of(reduce):
-            bucket.release()
-
-    return altered(GradientBuckets, "wait", wait)
-
-
 def _unfilled() -> Altered:
     def allocate(own: _Gradients) -> None:
         own.buffer = own.share.new_empty(own.plan.elements)
@@ -145,22 +124,12 @@ def _unfilled() -> Altered:
     return patch.object(_Gradients, "allocate", allocate)
 
 
-def _attended_at_once(kind: Kind) -> Altered:
-    def wait(whole: Any, own: Binder, operation: Any, frame: Any) -> Any:
-        op, without = operation.what.operator, SimpleNamespace(wait=lambda transfer: None)
-        over_cp = (op.kind, op.axis) == (kind, "cp")
-        with patch.object(own, "_streams", without) if over_cp else nullcontext():
-            return whole(own, operation, frame)
-
-    return altered(Binder, "wait", wait)
-
-
 def _received_where_it_is_sent_from() -> Altered:
-    def shift(own: Communicator, x: Tensor, by: int) -> Launch:
+    def shift(_: Any, own: Communicator, x: Tensor, by: int) -> Launch:
         to, source = (own.rank + by) % own.size, (own.rank - by) % own.size
         return Launch(x, lambda: own.group.messages([(x, to)], [(x, source)]))
 
-    return patch.object(Communicator, "shift", shift)
+    return altered(Communicator, "shift", shift)
 
 
 def _rows_put_where_others_leave() -> Altered:
@@ -229,17 +198,14 @@ def _captured_anew_and_not_given_up() -> Altered:
     )
 
 
-def _groups_given_up_first() -> Altered:
-    def leave(whole: Any, own: Membership) -> None:
-        own._destroy()
-        whole(own)
-
-    return altered(Membership, "leave", leave)
-
-
 def _every_second_wait() -> Altered:
     number = count()
     return left_out(CudaStreams, "wait", lambda *_: next(number) % 2 == 0)
+
+
+def _over_cp(wait: Any) -> bool:
+    """Whether a collective brings keys and values."""
+    return bool(wait.what.operator.axis == "cp")
 
 
 def _not_last(what: Any) -> bool:
@@ -253,14 +219,14 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     PLAIN: {
         "compute does not wait for transfers": lambda: left_out(CudaStreams, "wait"),
         "one rank leaves a gather out": lambda: call_left_out("all_gather", 3),
-        "a side stream does not wait for compute": lambda: starting(waits_for_compute=False),
-        "the side stream does not wait for the communicator's": lambda: starting(waits_for_work=False),
-        "the end of a transfer is recorded before it is issued": lambda: starting(ends_late=False),
+        "a side stream does not wait for compute": lambda: starting("wait for compute"),
+        "the side stream does not wait for the communicator's": lambda: starting("wait for work"),
+        "the end of a transfer is recorded before it is issued": lambda: starting("late end"),
         "compute waits for the begin of a transfer": lambda: altered(
             CudaStreams, "wait", lambda _, own, one: own._compute.wait_event(one.begin)
         ),
         "the contiguous copy that is sent lives as long as its launch": lambda: all_of(
-            starting(keeps=False),
+            starting("kept launch"),
             altered(
                 Communicator,
                 "all_gather",
@@ -277,7 +243,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "one rank gathers another dtype": lambda: on_rank_one(
             ModelGroup, "all_gather", lambda whole, own, y, x: whole(own, y, x.double())
         ),
-        "the norm is read before its squares are summed": lambda: taken_at_once(
+        "the norm is read before its squares are summed": lambda: unawaited(
             GradientBuckets, lambda what: what.chunk is None
         ),
         "gradients are cleared beside the update": lambda: elsewhere(GradientBuckets, "zero"),
@@ -290,7 +256,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     replace(STAGES, micro_batches=4): {
-        "a message is put behind all others, sends and receives alike": lambda: starting(own_lane=False),
+        "a message is put behind all others, sends and receives alike": lambda: starting("own lane"),
     },
     STAGES: {
         "a message's memory is given back when it is issued": _sent_memory_given_back,
@@ -301,7 +267,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
     RING: {
         "keys are passed on from memory that is given back at once": lambda: from_a_copy("shift"),
-        "keys are attended to before they have come around": lambda: _attended_at_once(Kind.SEND_RECEIVE),
+        "keys are attended to before they have come around": lambda: unawaited(Binder, _over_cp),
         "keys are passed on by a stream that waits for nothing": lambda: elsewhere(ModelGroup, "messages"),
         "keys are received where they are sent from": _received_where_it_is_sent_from,
         "one rank passes keys the other way around": lambda: on_rank_one(
@@ -336,13 +302,13 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "sums of two buckets are swapped on one rank": lambda: on_rank_one(
             GradientBuckets, "_summed", lambda whole, own, what: whole(own, swapped(what))
         ),
-        "a bucket's sum is not awaited": lambda: taken_at_once(
-            GradientBuckets, lambda what: what.bucket == 0
-        ),
+        "a bucket's sum is not awaited": lambda: unawaited(GradientBuckets, lambda what: what.bucket == 0),
     },
     SUMS: {
         "a scatter starts before its bucket is final": lambda: earlier(is_a(Start, Reduce, "dp"), adds),
-        "a share is added before its scatter has ended": _share_added_before_its_scatter_has_ended,
+        "a share is added before its scatter has ended": lambda: unawaited(
+            GradientBuckets, lambda what: what.bucket is not None
+        ),
         "gradients are let go of when their scatter was issued": lambda: given_back_in_transfer(
             GradientBuckets, lambda bucket: bucket.allocate()
         ),
@@ -360,8 +326,8 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     STAGED: {
-        "a stage of a sum begins too early": lambda: taken_at_once(GradientBuckets, _not_last),
-        "a stage of a gather begins too early": lambda: taken_at_once(ShardedWeights, _not_last),
+        "a stage of a sum begins too early": lambda: unawaited(GradientBuckets, _not_last),
+        "a stage of a gather begins too early": lambda: unawaited(ShardedWeights, _not_last),
         "a gathered bucket is put in order too early": lambda: finished_at_once(weights, "gather_stage"),
     },
     SHARDED: {
@@ -394,7 +360,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     Case(schedule="wavelet", cp=2, micro_batches=2): {
-        "keys are attended to before they are gathered": lambda: _attended_at_once(Kind.ALL_GATHER),
+        "keys are attended to before they are gathered": lambda: unawaited(Binder, _over_cp),
     },
     replace(EXPERTS, schedule="wavelet"): {
         "rows are put in order where others are on their way from": _rows_put_where_others_leave,
@@ -417,14 +383,30 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "a rank that could not capture goes on without its graph, others with theirs": lambda: (
             _each_for_itself("_capture", lambda _, own, *__: setattr(own, "_wanted", False))
         ),
-        "groups are given up before the graph that refers to them": _groups_given_up_first,
+        "groups are given up before the graph that refers to them": lambda: altered(
+            Membership, "leave", lambda whole, own: (own._destroy(), whole(own))
+        ),
     },
     replace(GRAPH, steps=5): {
         "a graph that is captured anew is not given up": _captured_anew_and_not_given_up,
     },
 }
-MUTANTS = [
-    Mutant(name=name, case=case, apply=apply)
-    for case, faults in _FAULTS.items()
-    for name, apply in faults.items()
-]
+MUTANTS = [Mutant(name, case, apply) for case, faults in _FAULTS.items() for name, apply in faults.items()]
+
+
+@cache
+def left_without_faults(case: Case) -> dict[Any, Any]:
+    """The same of a case that shows a mutant: whole, it has no fault, or every mutant would be found."""
+    wanted = left(case)
+    assert faults(case, range(0 if case.graph else 3), wanted) == []
+    return wanted
+
+
+def faults_of_mutant(mutant: Mutant) -> list[str]:
+    """What is said of a mutant; AssertionError where that is no fault of the runtime's."""
+    expected = left_without_faults(mutant.case)
+    with mutant.apply():
+        found = faults(mutant.case, range(30), expected)
+    broken = ("TypeError", "AttributeError", "NameError", "AssertionError")
+    assert not any(fault.startswith(broken) for fault in found), f"the mutant itself is broken: {found}"
+    return found

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from braid.actors.stage.accelerator import CudaAccelerator
 from braid.actors.stage.accelerator import Stream as DeviceStream
-from tests.cuda.communicators import Collectives, compute_collective
+from tests.cuda.communicators import Collectives, Work, compute_collective
 
 PATIENCE_SECONDS = 20.0
 _SPREAD_NS = 60_000
@@ -87,19 +87,6 @@ class Shared:
         return self.counters.data_ptr() + 4 * number
 
 
-class Work:
-    """A kernel under way, with what torch keeps for it."""
-
-    def __init__(self, end: torch.cuda.Event | None, kept: Sequence[Tensor]) -> None:
-        self._end, self._kept = end, list(kept)
-
-    def wait(self) -> None:
-        """The current stream waits; torch lets go."""
-        if self._end is not None:
-            torch.cuda.current_stream().wait_event(self._end)
-        self._kept.clear()
-
-
 class CardGroup(Collectives):
     """A communicator as one rank has it."""
 
@@ -111,7 +98,6 @@ class CardGroup(Collectives):
         self._messages: dict[tuple[int, int], int] = defaultdict(int)
 
     def size(self) -> int:
-        """How many there are."""
         return self._shared.size
 
     def _collective(self, kind: str, x: Tensor, y: Tensor) -> Work:
@@ -133,7 +119,7 @@ class CardGroup(Collectives):
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """As one kernel, which ends when all have passed."""
         if not sends and not receives:
-            return Work(None, [])
+            return Work(self._rank)
         shared, driver, alone = self._shared, self._rank.card.driver, self._rank.card.warming
         waits: list[tuple[int, int]] = []
         arriving: list[tuple[Tensor, Tensor]] = []
@@ -176,7 +162,7 @@ class CardGroup(Collectives):
     def _under_way(self, kept: Sequence[Tensor]) -> Work:
         end = torch.cuda.Event()
         end.record(self._stream)
-        return Work(end, kept)
+        return Work(self._rank, end, kept)
 
 
 class CardRank(CudaAccelerator):

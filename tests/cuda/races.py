@@ -11,9 +11,9 @@ import random
 import sys
 import time
 
-from tests.cuda.mutants import MUTANTS
+from tests.cuda.mutants import MUTANTS, faults_of_mutant
+from tests.cuda.steps import faults
 from tests.cuda.test_machine import CASES
-from tests.cuda.verdict import faults, faults_of_mutant
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     begin = time.perf_counter()
     wrong, missed = [], []
     for case in cases:
-        found = faults(case, options.orders)
+        found = faults(case, range(options.orders))
         wrong += [f"{case.name}: {fault}" for fault in found]
         _tell(f"{case.name}, {options.orders} orders: {len(found) or 'no'} faults")
     for mutant in mutants:

@@ -8,7 +8,7 @@ A step that is right in one order only, as it happens to be recorded, ends with 
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda.communicators import compute_collective
-from tests.cuda.entries import Call, Freed, HostWaited, Kernel, Operator, Recorded, Waited
+from tests.cuda.entries import Freed, HostWaited, Kernel, Operator, Recorded, Waited
 from tests.cuda.host_memory import HOST
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
@@ -39,6 +39,16 @@ class Node:
     """Rank and stream."""
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A rank's in a collective or a message."""
+
+    node: Node
+    kind: str
+    gives: Tensor | None = None
+    takes: Tensor | None = None
+
+
 class Replay:
     """A machine's logs, ready to run again."""
 
@@ -46,7 +56,7 @@ class Replay:
         self.nodes: list[Node] = []
         self.read: dict[tuple[int, int], Any] = {}
         """What hosts read in this order: by rank and number."""
-        self._meetings: dict[Any, list[tuple[Node, Call, list[Tensor], list[Tensor]]]] = defaultdict(list)
+        self._meetings: dict[Any, list[_Part]] = defaultdict(list)
         self.placements = [Placement(log) for log in machine.ranks]
         for log, placement in zip(machine.ranks, self.placements, strict=True):
             self._rank(log, placement)
@@ -74,6 +84,13 @@ class Replay:
             last[stream] = node
             return node
 
+        def follows(node: Node, *streams: int) -> None:
+            """The host does not go on before a node, which some streams come after anyway."""
+            nonlocal host, told
+            if host is not None:
+                host.after.append(node)
+            host, told = node, {*streams}
+
         for entry in log.entries:
             match entry:
                 case Freed(memory) if placement.is_own(memory):
@@ -88,66 +105,48 @@ class Replay:
                         node = Node("host", lane=(log.rank, 0))
                         self.nodes.append(node)
                         before.after.append(node)
-                        if host is not None:
-                            host.after.append(node)
-                        host, told = node, set()
-                case Operator():
+                        follows(node)
+                case Operator() if entry.touches and not _unfilled(entry):
                     run = self._operator(entry, placement, (log.rank, len(self.nodes)))
-                    if run is not None:
-                        node = add(entry.stream, entry.name, run)
-                        if entry.host is not None or entry.stream == HOST:
-                            if host is not None:
-                                host.after.append(node)
-                            host, told = node, {entry.stream}
+                    node = add(entry.stream, entry.name, run)
+                    if entry.host is not None or entry.stream == HOST:
+                        follows(node, entry.stream)
                 case Kernel():
-                    node = add(entry.stream, entry.name)
-                    reads, writes = (
-                        [placement.tensor(view) for view in views] for views in (entry.reads, entry.writes)
-                    )
-                    for key in _meeting(entry.call, log.rank):
-                        self._meetings[key].append((node, entry.call, reads, writes))
+                    node, call = add(entry.stream, entry.name), entry.call
+                    reads, writes = ([*map(placement.tensor, side)] for side in (entry.reads, entry.writes))
+                    if call.kind != "messages":
+                        part = _Part(node, call.kind, reads[0], writes[0])
+                        self._meetings[call.of.name, call.number].append(part)
+                        continue
+                    own = call.of.ranks.index(log.rank)
+                    for (way, peer, number), x in zip(call.peers, [*reads, *writes], strict=True):
+                        pair = (own, peer) if way == "send" else (peer, own)
+                        part = _Part(node, call.kind, **{"gives" if way == "send" else "takes": x})
+                        self._meetings[call.of.name, *pair, number].append(part)
 
-    def _operator(
-        self, entry: Operator, placement: Placement, key: tuple[int, int]
-    ) -> Callable[[], object] | None:
-        if _unfilled(entry) or not entry.touches:
-            return None
-        function = entry.function
+    def _operator(self, entry: Operator, placement: Placement, key: tuple[int, int]) -> Callable[[], object]:
         arguments, named = placed(placement, entry.arguments), placed(placement, entry.named)
         results = [placement.tensor(view) for view in entry.results]
-        if entry.host is not None:
 
-            def read() -> None:
-                self.read[key] = function(*arguments, **named)
+        def run() -> None:
+            out = entry.function(*arguments, **named)
+            if entry.host is not None:
+                self.read[key] = out
+            for target, one in zip(results, fresh(out), strict=False):
+                target.copy_(one)
 
-            return read
-        if not results:
-            return lambda: function(*arguments, **named)
-        if len(results) == 1:
-            (target,) = results
-
-            def run_one() -> None:
-                out = function(*arguments, **named)
-                target.copy_(out if isinstance(out, Tensor) else fresh(out)[0])
-
-            return run_one
-
-        def run_all() -> None:
-            for target, out in zip(results, fresh(function(*arguments, **named)), strict=True):
-                target.copy_(out)
-
-        return run_all
+        return run
 
     def _join_kernels(self) -> None:
         """A node for all members of a collective, and for both ends of a message."""
         for key, members in self._meetings.items():
-            joint = Node(members[0][0].name, lane=members[0][0].lane)
-            joint.run = _kernel(key, members)
+            first = members[0].node
+            joint = Node(first.name, _joint(key, members), lane=first.lane)
             self.nodes.append(joint)
-            for node, _, _, _ in members:
+            for member in members:
                 # The member's own node begins, the joint one runs, and what follows comes after that.
-                joint.after += node.after
-                node.after = [joint]
+                joint.after += member.node.after
+                member.node.after = [joint]
 
     # -- orders --
 
@@ -174,46 +173,24 @@ def _unfilled(entry: Operator) -> bool:
     return entry.function.name().partition(".")[0] in _UNFILLED
 
 
-def _meeting(call: Call, rank: int) -> Iterator[Any]:
-    """What a kernel takes part in."""
-    if call.kind != "messages":
-        yield call.of.name, call.number
-        return
-    own = call.of.ranks.index(rank)
-    for way, peer, number in call.peers:
-        source, target = (own, peer) if way == "send" else (peer, own)
-        yield call.of.name, source, target, number
-
-
-def _kernel(key: Any, members: list[tuple[Node, Call, list[Tensor], list[Tensor]]]) -> Callable[[], object]:
-    calls = [call for _, call, _, _ in members]
-    if calls[0].kind == "messages":
-        pairs = [
-            tensor
-            for way in ("send", "receive")
-            for _, call, reads, writes in members
-            for (own, peer, number), tensor in zip(call.peers, [*reads, *writes], strict=True)
-            if own == way and number == key[3] and peer == (key[2] if way == "send" else key[1])
-        ]
-        if len(pairs) != 2:
-            raise RuntimeError(f"message {key} has {len(pairs)} ends")
-        source, target = pairs
-        return lambda: target.copy_(source.view(target.shape))
-    inputs = [reads[0] for _, _, reads, _ in members]
-    outputs = [writes[0] for _, _, _, writes in members]
-    return lambda: compute_collective(calls[0].kind, inputs, outputs)
+def _joint(key: Any, members: list[_Part]) -> Callable[[], object]:
+    """What a collective does, or a message."""
+    given = [one.gives for one in members if one.gives is not None]
+    taken = [one.takes for one in members if one.takes is not None]
+    if members[0].kind != "messages":
+        return lambda: compute_collective(members[0].kind, given, taken)
+    if (len(given), len(taken)) != (1, 1):
+        raise RuntimeError(f"message {key} has {len(members)} ends")
+    return lambda: taken[0].copy_(given[0].view(taken[0].shape))
 
 
 def _order(nodes: list[Node], seed: int | None) -> Iterator[Node]:
     """Nodes along the graph. Some lanes are starved, others go first, as drawn."""
     generator = random.Random(seed)
     weight: dict[tuple[int, int], float] = defaultdict(lambda: generator.choice((0.001, 1.0, 1.0, 1000.0)))
-    ready = []
     for node in nodes:
         node.before = node.needs
-        if not node.needs:
-            ready.append(node)
-    ready.reverse()
+    ready = [node for node in reversed(nodes) if not node.needs]
     while ready:
         at = -1
         if seed is not None and len(ready) > 1:
@@ -228,11 +205,20 @@ def _order(nodes: list[Node], seed: int | None) -> Iterator[Node]:
                 ready.append(later)
 
 
-def same(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
-    """Whether two orders left the same bits."""
-    if first.keys() != second.keys():
-        return False
-    return all(
-        torch.equal(one, second[key]) if isinstance(one, Tensor) else one == second[key]
-        for key, one in first.items()
-    )
+def differences(first: dict[Any, Any], second: dict[Any, Any]) -> list[Any]:
+    """Keys of what one of two orders left and the other did not, to the bit."""
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+    return [key for key in {**first, **second} if not same(first.get(key), second.get(key))]
+
+
+def faults_of_orders(machine: Machine, orders: Iterable[int]) -> list[str]:
+    """Orders, by their seeds, that cannot run, or leave other bits."""
+    try:
+        replay = Replay(machine)
+        first = replay.run(None)
+        return [f"order {seed} leaves other bits" for seed in orders if differences(first, replay.run(seed))]
+    except RuntimeError as error:
+        return [str(error)]

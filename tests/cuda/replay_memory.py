@@ -66,9 +66,7 @@ class Placement:
 
     def tensor(self, view: View) -> Tensor:
         """A view's tensor."""
-        whole = self._bytes[view.memory]
-        usable = whole[: whole.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
-        return torch.as_strided(usable, view.size, view.stride, usable.storage_offset() + view.offset)
+        return view.within(self._bytes[view.memory])
 
     def poison(self, memory: int) -> Callable[[], object]:
         """What happens to freed memory."""

@@ -1,7 +1,10 @@
 """Training steps of the real runtime on the model of the machine: model, executor, gradients, AdamW."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+import braid
 from braid.actors.config import Config, parse_config
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.executor import MicroBatch
@@ -27,11 +31,21 @@ from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.units import unit_parts
 from braid.scheduling.validate import linked
+from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
+from tests.cuda.replay import differences, faults_of_orders
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH, choices_for, model_for, setting_for
 
 CPU = torch.device("cpu")
+IN_STAGES = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
+OF_TOKENS = (
+    "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
+    "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1",
+)
+"""How collectives are partitioned."""
+OWN = os.path.join(os.path.dirname(braid.__file__), "")
+"""Where modules of the project are. Not any path with braid in it: the checkout, too, may be called that."""
 OPTIMIZER = {"lr": 0.01, "min_lr_fraction": 1.0, "warmup_steps": 0, "steps": 10, "clip_norm": 0.5}
 
 
@@ -87,7 +101,6 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the schedule."""
         return self.config.layout()
 
     @property
@@ -103,12 +116,10 @@ class Case:
 
     @property
     def context(self) -> str:
-        """How keys and values travel over cp."""
         return "ring" if self.ring else "all_gather"
 
     @property
     def sizes(self) -> PartSizes:
-        """Of one rank."""
         return part_sizes(
             self.shape, self.layout, MICRO_BATCH, context=self.context, recompute=self.recompute
         )
@@ -134,7 +145,6 @@ class Case:
 
     @property
     def code(self) -> Code:
-        """Linked."""
         layout, shape = self.layout, self.shape
         setting = setting_for(self.schedule, layout, self.micro_batches, model=shape, context=self.context)
         partitions = tuple(map(parse_partition, self.partitions))
@@ -152,42 +162,21 @@ class Case:
         return RunPlan(config=self.config, shape=self.shape, schedule=write(self.code.schedule), data="")
 
 
-class ModelMembership(Membership):
-    """A rank's, whose groups are the model's."""
-
-    def __init__(self, log: RankLog) -> None:
-        super().__init__("")
-        self._log = log
-
-    def _abort(self) -> None:
-        self._log.abort()
-
-    def _destroy(self) -> None:
-        self._log.destroy()
-
-
 @dataclass(kw_only=True)
 class Ranked:
     """One rank, ready to run its step."""
 
     case: Case
     log: RankLog
-    groups: ModelGroups
     parts: Assembly
-    membership: ModelMembership
-    checks: bool = True
-    """Whether it is asked if communication was broken off."""
-    given: list[list[MicroBatch | None]] = field(default_factory=list)
-    """Micro-batches of every step."""
+    membership: Membership
     copies: list[HostState] = field(default_factory=list)
     device: torch.device = CPU
     found: dict[str, Any] = field(default_factory=dict)
     """Loss and norm of every step."""
 
-    def intact(self) -> None:
-        """As a worker's."""
-        if self.checks:
-            self.membership.intact()
+    def __post_init__(self) -> None:
+        self.given = [self.batches(step) for step in range(self.case.steps)]
 
     def batches(self, step: int) -> list[MicroBatch | None]:
         """Random tokens, the same for ranks that share them: those of a stage's tp, and other stages."""
@@ -204,7 +193,7 @@ class Ranked:
 
     def step(self, step: int) -> None:
         """One optimizer step."""
-        update = self.parts.update(step, self.intact)
+        update = self.parts.update(step, self.membership.intact)
         tokens = self.case.micro_batches * self.case.layout.dp * MICRO_BATCH * self.case.shape.sequence
         loss = self.parts.executor.run(self.given[step], 1.0 / tokens, update)
         self.found[f"loss {step}"], self.found[f"norm {step}"] = loss, update.gradient_norm
@@ -225,16 +214,21 @@ class Ranked:
             for n, (share, tensor) in enumerate(zip(self.parts.optimizer.shares, tensors, strict=True))
         }
 
+    def left(self) -> dict[tuple[int, str], Any]:
+        """Losses, norms and a copy of the state, by rank and name."""
+        copies = {name: x.detach().cpu().clone() for name, x in self.state().items()}
+        return {(self.log.rank, name): value for name, value in {**self.found, **copies}.items()}
+
 
 def made(case: Case, machine: Machine, log: RankLog, device: torch.device = CPU) -> Ranked:
     """Set a rank up; ``device``: that of its tensors."""
-    groups = ModelGroups(machine, log)
     hosts = [str(rank // 2) for rank in range(case.layout.ranks)] if case.partitions else ()
-    mesh = join(case.plan, log.rank, hosts, groups)
-    membership = ModelMembership(log)
+    mesh = join(case.plan, log.rank, hosts, ModelGroups(machine, log))
+    membership = Membership("")
+    membership._abort, membership._destroy = lambda: log.abort(), lambda: log.destroy()
     parts = assemble(case.plan, mesh, device, log)
     membership.graph = parts.executor.graph
-    return Ranked(case=case, log=log, groups=groups, parts=parts, membership=membership, device=device)
+    return Ranked(case=case, log=log, parts=parts, membership=membership, device=device)
 
 
 def recorded(
@@ -246,7 +240,6 @@ def recorded(
 
     def run(log: RankLog) -> None:
         rank = ready[log.rank] = made(case, machine, log)
-        rank.given = [rank.batches(step) for step in range(case.steps)]
         log.begin()
         for step in range(case.steps):
             with around(rank):
@@ -256,3 +249,36 @@ def recorded(
     with case.cut():
         machine.run(run)
     return machine, [ready[rank] for rank in sorted(ready)]
+
+
+def left(case: Case) -> dict[Any, Any]:
+    """Losses, norms and states of all ranks, in the order in which the step is recorded."""
+    return {key: value for rank in recorded(case)[1] for key, value in rank.left().items()}
+
+
+def faults(case: Case, orders: Sequence[int] = (), expected: dict[Any, Any] | None = None) -> list[str]:
+    """All that is wrong with a step: static checks, orders by their seeds, what it should have left."""
+    try:
+        machine, ranks = recorded(case)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    found = faults_of_logs(machine)
+    if expected is not None and not found:
+        left = {key: value for rank in ranks for key, value in rank.left().items()}
+        found += [f"{key} is not what it should be" for key in differences(expected, left)]
+    return found or (faults_of_orders(machine, orders) if orders else [])
+
+
+@contextmanager
+def counting_calls(found: Counter[str], folder: str = OWN) -> Iterator[None]:
+    """Count this thread's calls of the project's own Python functions, by their names."""
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -6,29 +6,21 @@ operations as predicted, no race. What does not suit the model is in other tests
 validation, checkpoints.
 """
 
-import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 from functools import cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.lowering.partitions import mega_scale
-from braid.scheduling.planner.decide import Outcome
-from tests.cuda.training import Runs, Trained, assert_predicted, assert_same_bits, short_documents
-from tests.end_to_end.runs import PlainRun
+from tests.cuda.training import SEED, Runs, assert_near, assert_predicted, assert_same_bits, sections
 
 pytestmark = pytest.mark.alone
 
-SEED = int(os.environ["BRAID_TEST_SEED"])
-"""Of weights and text; which cases there are does not depend on it."""
-STEPS, MICRO_BATCHES = 2, 4
 TOLERANCE = {"fp64": 1e-11, "fp32": 5e-5}
 ROUNDED = 3e-2
 """How far losses in bfloat16 may be from those in single precision, relatively."""
@@ -71,21 +63,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
 SEVERAL_STAGES = ("interleaved", "zbv", "dualpipev", "eager_1f1b", "folded", "eager_w/3", "v")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(make_dataclass("Choices", FACTORS, frozen=True, kw_only=True)):  # type: ignore[misc]
     """One choice of every factor."""
-
-    schedule: str
-    pipeline: str
-    layout: str
-    zero: int
-    model: str
-    dtype: str
-    recompute: str
-    partition: str
-    documents: bool
-    degrees: bool
-    context: str
 
     @property
     def name(self) -> str:
@@ -117,58 +96,20 @@ class Case:
         )
 
     @property
-    def plain(self) -> dict[str, dict[str, Any]]:
-        """What a run without parallelism needs to know, by sections of the configuration."""
-        layers = 4 if "pp" in self.layout else 2
-        replicas = 2 if "dp" in self.layout else 1
-        samples = 2 if self.degrees else 1
-        return {
-            "model": {
-                "hidden": 32,
-                "heads": 4,
-                "kv_heads": 4,
-                "sequence": 16,
-                "layers": layers,
-                **MODELS[self.model],
-            },
-            "data": {
-                "document_mask": self.documents,
-                "restart_positions": self.documents and self.model != "gpt",
-            },
-            "train": {
-                "dtype": self.dtype,
-                "steps": STEPS,
-                "micro_batch": samples,
-                "global_batch": MICRO_BATCHES * samples * replicas,
-                "seed": SEED % 1000,
-                "warmup_steps": 0,
-                "eps": 1e-6,  # else AdamW blows up the rounding of gradients that are zero
-            },
-            "telemetry": {"spans": False},
-        }
-
-    @property
-    def sections(self) -> dict[str, dict[str, Any]]:
+    def sections(self) -> dict[str, Any]:
         """The run's configuration."""
         parallel: dict[str, Any] = {**LAYOUTS[self.layout], "zero": self.zero, "context": self.context}
-        layers = self.plain["model"]["layers"]
+        layers = 4 if "pp" in parallel else 2
         if self.model == "moe" and ("dp" in parallel or "cp" in parallel):
             parallel["ep"] = 2
         if self.degrees:
             parallel["tensor_degrees"] = [2, 1] * (layers // 2)
-        overlap = {"schedule": self.schedule} | ({"pipeline": self.pipeline} if self.pipeline else {})
         recompute = " ".join([RECOMPUTE[self.recompute]] * (layers // 2 if self.recompute == "mixed" else 1))
-        return {
-            **self.plain,
-            "train": {**self.plain["train"], "recompute": recompute},
-            "parallel": parallel,
-            "overlap": overlap,
-        }
-
-    @property
-    def serial(self) -> "Case":
-        """The same numbers with nothing beside anything."""
-        return replace(self, schedule="megatron", pipeline="", recompute="none", partition="whole")
+        train = {"dtype": self.dtype, "recompute": recompute, "micro_batch": 2 if self.degrees else 1}
+        restart = self.documents and self.model != "gpt"
+        data = {"document_mask": self.documents, "restart_positions": restart}
+        model = {**MODELS[self.model], "layers": layers}
+        return sections(f"{self.schedule}:{self.pipeline}", parallel, model, train, data=data)
 
 
 # -- the array -----------------------------------------------------------------------------------------------
@@ -238,55 +179,25 @@ def cases() -> tuple[Case, ...]:
 # -- runs ----------------------------------------------------------------------------------------------------
 
 
-class Combined(Runs):
-    """Runs of this module, each done once."""
-
-    def __init__(self, folder: Path, data: Path) -> None:
-        super().__init__(folder, data, STEPS)
-        self._serial: dict[Case, Trained] = {}
-
-    def trained(self, case: Case) -> tuple[Outcome, Trained]:
-        """On the model of the machine."""
-        cut = case.partition == "pieces" and case.schedule != "intra_batch"
-        return self.of(case.sections, **({"partitions": mega_scale(2)} if cut else {}))
-
-    def serial(self, case: Case) -> Trained:
-        """The serial schedule on the same layout."""
-        if case.serial not in self._serial:
-            self._serial[case.serial] = self.trained(case.serial)[1]
-        return self._serial[case.serial]
-
-    def reference(self, case: Case) -> PlainRun:
-        """Plain PyTorch on one rank; in single precision where the case is in bfloat16."""
-        sections = case.plain
-        if case.dtype == "bf16":
-            sections["train"]["dtype"] = "fp32"
-        return self.plain(sections)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Combined:
-    folder = tmp_path_factory.mktemp("combinations")
-    return Combined(folder / "runs", short_documents(folder, SEED))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("combinations"))
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_a_combination(runs: Combined, case: Case) -> None:
-    outcome, run = runs.trained(case)
+def test_a_combination(runs: Runs, case: Case) -> None:
+    content, rounded = case.sections, case.dtype == "bf16"
+    cut = case.partition == "pieces" and case.schedule != "intra_batch"
+    outcome, run = runs.of(content, **({"partitions": mega_scale(2)} if cut else {}))
     assert run.faults == []
     assert_predicted(outcome, run)
-    plain, tolerance = runs.reference(case), TOLERANCE.get(case.dtype, ROUNDED)
-    assert run.losses == pytest.approx(plain.losses, rel=tolerance, abs=0)
-    if case.dtype == "bf16":
+    if rounded:
+        assert_near(run, runs.plain(content, dtype="fp32"), ROUNDED, None)
         return
-    assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=tolerance, abs=0)
-    if case.dtype == "fp64":
-        trained = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
-        found = {name: tensor for name, tensor in run.parameters().items() if name in trained}
-        torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
+    assert_near(run, runs.plain(content), TOLERANCE[case.dtype], TOLERANCE[case.dtype])
     # Gradients in shares are summed more often; the ends of a tied model add to one table as they come.
     if case.zero < 2 and "tied" not in case.model:
-        assert_same_bits(run, runs.serial(case))
+        assert_same_bits(run, runs.serial(content))
 
 
 def test_every_pair_that_can_be_is_there() -> None:

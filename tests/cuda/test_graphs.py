@@ -1,11 +1,10 @@
 """Steps as graphs, on the model of the machine: the bits of steps that are issued one operator at a time."""
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.operators.norm import RMSNorm
 from tests.cuda.altered import Altered, altered
+from tests.cuda.clock import Event, TimedDevice
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, here
-from tests.cuda.replay import Replay, same
-from tests.cuda.steps import MICRO_BATCH, Case, Ranked, made, recorded
-from tests.cuda.verdict import faults, left
+from tests.cuda.replay import differences
+from tests.cuda.steps import MICRO_BATCH, OWN, Case, Ranked, counting_calls, faults, left, made, recorded
 
 pytestmark = pytest.mark.alone
 
@@ -41,10 +40,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+REORDERED = [
+    Case(schedule="braid:w", tp=2, micro_batches=2),
+    Case(schedule="braid:w", dp=2, zero=3, least=4096, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *REORDERED], ids=lambda case: case.name)
 def test_a_graph_changes_no_bit(case: Case) -> None:
-    case = replace(case, steps=STEPS)
-    assert faults(replace(case, graph=True), expected=left(case)) == []
+    """Nor does any order of what is in it, on memory that is given away, inside the graph as outside."""
+    orders, case = range(SEED, SEED + 50 * (case in REORDERED)), replace(case, steps=STEPS)
+    assert faults(replace(case, graph=True), orders, left(case)) == []
 
 
 def test_what_routers_do_in_a_graph_is_added_up_once_a_step() -> None:
@@ -60,20 +66,6 @@ def test_what_routers_do_in_a_graph_is_added_up_once_a_step() -> None:
     assert faults(replace(case, graph=True), expected=expected) == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(schedule="braid:w", tp=2), Case(schedule="braid:w", dp=2, zero=3, least=4096)],
-    ids=lambda case: case.name,
-)
-def test_every_order_of_a_graph_leaves_the_same_bits(case: Case) -> None:
-    """On memory that is given away, inside the graph as outside."""
-    machine, _ = recorded(replace(case, micro_batches=2, steps=3, graph=True))
-    replay = Replay(machine)
-    first = replay.run(None)
-    for order in range(SEED, SEED + 50):
-        assert same(first, replay.run(order)), f"order {order}"
-
-
 def counted(captures: list[CudaStreams]) -> Altered:
     """Streams that begin to capture, kept in a list."""
 
@@ -84,34 +76,29 @@ def counted(captures: list[CudaStreams]) -> Altered:
     return altered(CudaStreams, "capture", capture)
 
 
-@dataclass
-class Steps:
-    """One rank's steps, each with a scale of its losses, with and without spans."""
+def one_rank(
+    case: Case, scales: tuple[float, ...], recording: tuple[bool, ...], always: bool = True
+) -> tuple[dict[str, torch.Tensor], list[tuple[float, int]], int]:
+    """Steps, each with a scale of its losses, with or without spans.
 
-    case: Case
-    scales: tuple[float, ...]
-    recording: tuple[bool, ...]
-    always: bool = True
+    Returns the state, the loss and the number of spans of every step, and how many graphs were captured.
+    """
+    machine, ready, told, captures = Machine(1), [], [], list[CudaStreams]()
 
-    def run(self) -> tuple[Ranked, list[tuple[float, int]], int]:
-        """The rank, the loss and the number of spans of every step, and how many graphs were captured."""
-        machine, ready, told, captures = Machine(1), [], [], list[CudaStreams]()
+    def run(log: RankLog) -> None:
+        rank = made(case, machine, log)
+        ready.append(rank)
+        log.begin()
+        executor, recorder = rank.parts.executor, rank.parts.executor._recorder
+        if case.graph:
+            executor.graph = StepGraph(rank.parts.streams, recorder, always=always)
+        for step, (scale, recorder.recording) in enumerate(zip(scales, recording, strict=True)):
+            loss = executor.run(rank.given[step], scale, rank.parts.update(step, rank.membership.intact))
+            told.append((loss, recorder.count))
 
-        def run(log: RankLog) -> None:
-            rank = made(self.case, machine, log)
-            ready.append(rank)
-            log.begin()
-            executor, recorder = rank.parts.executor, rank.parts.executor._recorder
-            if self.case.graph:
-                executor.graph = StepGraph(rank.parts.streams, recorder, always=self.always)
-            for step, (scale, recording) in enumerate(zip(self.scales, self.recording, strict=True)):
-                recorder.recording = recording
-                loss = executor.run(rank.batches(step), scale, rank.parts.update(step, rank.intact))
-                told.append((loss, recorder.count))
-
-        with counted(captures):
-            machine.run(run)
-        return ready[0], told, len(captures)
+    with counted(captures):
+        machine.run(run)
+    return ready[0].state(), told, len(captures)
 
 
 SINGLE = Case(schedule="megatron", micro_batches=2, steps=8)
@@ -119,13 +106,12 @@ SINGLE = Case(schedule="megatron", micro_batches=2, steps=8)
 
 def test_a_graph_is_captured_again_when_what_it_was_captured_for_changes() -> None:
     scales, recording = (0.5,) * 4 + (0.25,) * 2 + (0.5,) * 2, (False,) * 6 + (True,) * 2
-    eager, wanted, none = Steps(SINGLE, scales, recording).run()
-    rank, found, captures = Steps(replace(SINGLE, graph=True), scales, recording).run()
+    eager, wanted, none = one_rank(SINGLE, scales, recording)
+    state, found, captures = one_rank(replace(SINGLE, graph=True), scales, recording)
     assert (none, captures) == (0, 3)
     assert found == wanted
     assert found[-1][1] > 20, "spans of a graph are those of the operators in it"
-    for name, tensor in eager.state().items():
-        assert torch.equal(rank.state()[name], tensor), name
+    assert differences(eager, state) == []
 
 
 def _host_reads() -> Altered:
@@ -153,91 +139,60 @@ def test_what_cannot_be_captured_is_issued_as_before(
     """Unless graphs were asked for by name."""
     scales, recording = (0.5,) * 5, (True,) * 5
     with within():
-        _, wanted, _ = Steps(case, scales, recording).run()
+        _, wanted, _ = one_rank(case, scales, recording)
         with pytest.warns(UserWarning, match=f"not captured .* rank 0: {why}"):
-            _, found, captures = Steps(replace(case, graph=True), scales, recording, always=False).run()
+            _, found, captures = one_rank(replace(case, graph=True), scales, recording, always=False)
         with pytest.raises(
             RuntimeError, match=rf"overlap\.cuda_graphs=true: rank 0: {why} .*; set it to false"
         ):
-            Steps(replace(case, graph=True), scales, recording).run()
+            one_rank(replace(case, graph=True), scales, recording)
     assert captures == 1, "it is not tried again"
     assert found == wanted
 
 
 def test_what_cuda_refuses_to_capture() -> None:
-    """The model's own rules."""
-
-    def waits_for_outside(log: RankLog) -> None:
-        outside = log.event()
-        outside.record(log.current())
-        with log.capture():
-            log.current().wait_event(outside)
-
-    def strays(log: RankLog) -> None:
-        with log.capture(), log.on(log.stream()):
-            torch.ones(1, device="cpu")
+    """Waits for what is outside, or inside, work that strays, and streams that are not joined."""
 
     def forks(log: RankLog) -> None:
-        other, inside = log.stream(), log.event()
+        point, other = log.event(), log.stream()
+        point.record(log.current())
+        other.wait_event(point)
+        with log.on(other):
+            torch.ones(1, device="cpu")
+
+    def run(log: RankLog) -> None:
+        inside, outside = log.event(), log.event()
+        outside.record(log.current())
+        with pytest.raises(RuntimeError, match="no point in it"), log.capture():
+            log.current().wait_event(outside)
+        with pytest.raises(RuntimeError, match="does not wait"), log.capture(), log.on(log.stream()):
+            torch.ones(1, device="cpu")
+        with pytest.raises(RuntimeError, match="was not waited for"), log.capture():
+            forks(log)
         with log.capture():
             inside.record(log.current())
-            other.wait_event(inside)
-            with log.on(other):
-                torch.ones(1, device="cpu")
+        with pytest.raises(RuntimeError, match="event of inside"):
+            log.current().wait_event(inside)
 
-    def waits_for_inside(log: RankLog) -> None:
-        inside = log.event()
-        with log.capture():
-            inside.record(log.current())
-        log.current().wait_event(inside)
-
-    refusals: list[tuple[Callable[[RankLog], None], str]] = [
-        (waits_for_outside, "no point in it"),
-        (strays, "does not wait"),
-        (forks, "was not waited for"),
-        (waits_for_inside, "event of inside"),
-    ]
-    for does, message in refusals:
-        with pytest.raises(RuntimeError, match=message):
-            Machine(1).run(does)
-
-
-class Timed:
-    """An event that was passed at a time, or not yet."""
-
-    def __init__(self, at: float | None = None) -> None:
-        self.at = at
-
-    def query(self) -> bool:
-        """Whether it was."""
-        return self.at is not None
-
-    def elapsed_time(self, other: "Timed") -> float:
-        """Milliseconds."""
-        assert self.at is not None
-        assert other.at is not None
-        return other.at - self.at
+    Machine(1).run(run)
 
 
 def test_marks_and_transfers_are_passed_once_the_device_has() -> None:
     """Until a replay has passed them, marks of a graph have the times of the replay before: a sign of life
     that tells nothing. Nobody asks for a transfer that is being captured: that would end the capture."""
-    marks = [Timed(at=float(n)) for n in range(3)]
-    machine, made_streams = Machine(1), list[CudaStreams]()
-    machine.run(lambda log: made_streams.append(CudaStreams(log)))
-    (streams,) = made_streams
-    graph: Any = None
-    streams._replaying = Captured(graph=graph, marks=marks, began=Timed(at=10.0))
+    graph, device = None, TimedDevice()
+    streams, device.now = CudaStreams(device), 100.0
+    marks = [Event(device, time) for time in (0.0, 1.0, 2.0)]
+    streams._replaying = Captured(graph=graph, marks=marks, began=Event(device, 10.0))
     before = streams.progress()
-    marks[0].at = 11.0
+    marks[0].time = 11.0
     assert streams.progress() == before + 1
-    marks[1].at = marks[2].at = 12.0
+    marks[1].time = marks[2].time = 12.0
     assert streams.progress() == before + 3
     assert streams.progress() == before + 3
-    end = Timed()
-    transfer = Transfer(launch=None, work=None, begin=Timed(at=1.0), end=end)
+    transfer = Transfer(launch=None, work=None, begin=Event(device, 1.0), end=Event(device, 200.0))
     assert not streams.complete(transfer)
-    end.at = 2.0
+    device.now = 200.0
     assert streams.complete(transfer)
     streams._capturing = Captured(graph=graph)
     assert not streams.complete(transfer)
@@ -248,26 +203,14 @@ def test_a_layer_more_costs_the_host_nothing() -> None:
 
     def calls(layers: int) -> tuple[int, int]:
         case = replace(SINGLE, schedule="braid:w", tp=2, layers=layers, steps=STEPS, graph=True)
-        found: Counter[str] = Counter()
+        found = Counter[str]()
 
-        def count(frame: Any, event: str, argument: object) -> None:
-            if event == "call" and "/braid/actors/stage/" in frame.f_code.co_filename:
-                found[frame.f_code.co_name] += 1
+        def last(rank: Ranked) -> AbstractContextManager[object]:
+            counts = rank.log.rank == 0 and f"loss {STEPS - 2}" in rank.found
+            return counting_calls(found, f"{OWN}actors/stage/") if counts else nullcontext()
 
-        machine = Machine(case.layout.ranks)
-
-        def run(log: RankLog) -> None:
-            rank = made(case, machine, log)
-            rank.given = [rank.batches(step) for step in range(STEPS)]
-            log.begin()
-            for step in range(STEPS):
-                if step == STEPS - 1 and log.rank == 0:
-                    sys.setprofile(count)
-                rank.step(step)
-            sys.setprofile(None)
-
-        machine.run(run)
-        return found["replay"], sum(found.values()) - found["_capture"]
+        recorded(case, last)
+        return found["replay"], found.total() - found["_capture"]
 
     (few, few_calls), (many, many_calls) = calls(2), calls(4)
     assert few == many == 1

@@ -5,24 +5,17 @@ Read the difference before you renew the golden file.
 """
 
 import json
-import os
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import braid
 from tests.cuda.entries import Kernel, Made, Operator, Recorded, Waited
-from tests.cuda.steps import Case, recorded
+from tests.cuda.steps import Case, counting_calls, recorded
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "launches.json"
 MICRO_BATCHES = 4
-OWN = os.path.join(os.path.dirname(braid.__file__), "")
-"""Where modules of the project are. Not any path with braid in it: the checkout, too, may be called that."""
 
 
 def counts(schedule: str) -> dict[str, float]:
@@ -34,8 +27,9 @@ def counts(schedule: str) -> dict[str, float]:
 
 def _step(schedule: str, layers: int) -> Counter[str]:
     case = Case(schedule=schedule, tp=2, micro_batches=MICRO_BATCHES, layers=layers)
-    found: Counter[str] = Counter()
-    machine, _ = recorded(case, lambda rank: _calls(found) if rank.log.rank == 0 else nullcontext())
+    found, calls = Counter[str](), Counter[str]()
+    machine, _ = recorded(case, lambda rank: nullcontext() if rank.log.rank else counting_calls(calls))
+    found["python"] = calls.total()
     kinds = {Recorded: "events", Waited: "waits", Kernel: "collectives", Made: "allocations"}
     for entry in machine.ranks[0].entries:
         if isinstance(entry, Operator):
@@ -43,21 +37,6 @@ def _step(schedule: str, layers: int) -> Counter[str]:
         elif type(entry) in kinds:
             found[kinds[type(entry)]] += 1
     return found
-
-
-@contextmanager
-def _calls(found: Counter[str]) -> Iterator[None]:
-    """Count calls of the project's own Python functions."""
-
-    def count(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OWN):
-            found["python"] += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("schedule", ["megatron", "braid:w"])

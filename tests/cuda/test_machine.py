@@ -4,6 +4,7 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,23 +12,17 @@ import torch
 
 from braid.actors.stage.sharing import passing
 from braid.actors.stage.step_graph import StepGraph
-from tests.cuda.checks import faults_of_communicators, faults_of_memory
+from tests.cuda.checks import faults_of_logs
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
-from tests.cuda.mutants import MUTANTS, Mutant
-from tests.cuda.replay import Replay, same
-from tests.cuda.steps import Case, made, recorded
-from tests.cuda.verdict import faults_of_mutant
+from tests.cuda.mutants import MUTANTS, Mutant, faults_of_mutant
+from tests.cuda.replay import Replay, differences
+from tests.cuda.steps import IN_STAGES, OF_TOKENS, Case, made, recorded
 
 SEED = int(os.environ.get("BRAID_TEST_SEED", "0"))
 LEAST = 4096
 """Parameters of a bucket, so that parts have several."""
-IN_STAGES = ("dp/reduce_scatter mesh 2x2 order 1,0", "dp/all_gather mesh 2x2 order 0,1")
-OF_TOKENS = (
-    "tp/all_gather mesh 2x2 order 1,0,1 delivered of tokens with 2",
-    "tp/reduce_scatter mesh 2x2 order 1,0 pieces 3 of tokens with 1",
-)
 OF_WIDTH = (
     "tp/all_gather mesh 2x2 order 0,1 pieces 2 of width with 1",
     "tp/reduce_scatter pieces 2 of width with 1",
@@ -71,8 +66,7 @@ pytestmark = pytest.mark.alone
 def test_every_order_leaves_the_same_bits(case: Case) -> None:
     """And those of the recording itself, whose memory nobody else used."""
     machine, ranks = recorded(case)
-    assert [fault for log in machine.ranks for fault in faults_of_memory(log)] == []
-    assert faults_of_communicators(machine) == []
+    assert faults_of_logs(machine) == []
     replay = Replay(machine)
     assert all(placement.reused for placement in replay.placements)
     first = replay.run(None)
@@ -82,7 +76,7 @@ def test_every_order_leaves_the_same_bits(case: Case) -> None:
             assert (log.rank, "memory", view.memory) in first
             torch.testing.assert_close(placement.tensor(view), tensor, rtol=1e-6, atol=1e-7, msg=name)
     for order in range(SEED, SEED + ORDERS):
-        assert same(first, replay.run(order)), f"order {order}"
+        assert not differences(first, replay.run(order)), f"order {order}"
 
 
 @pytest.mark.parametrize("least", [Case.least, LEAST])
@@ -116,15 +110,14 @@ def test_what_is_in_shares_changes_rounding_at_most(schedule: str, least: int) -
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda case: case.name)
 def test_rounded_gradients_are_half_the_bytes(case: Case) -> None:
     """Of what communicators of ranks that share parameters are given to sum; squares of the norm stay."""
-    moved = [Counter[tuple[str, torch.dtype]](), Counter[tuple[str, torch.dtype]]()]
-    for rounded, found in zip((False, True), moved, strict=True):
+    whole, halved = Counter[tuple[str, torch.dtype]](), Counter[tuple[str, torch.dtype]]()
+    for rounded, found in ((False, whole), (True, halved)):
         machine, ranks = recorded(replace(case, rounded=rounded))
         for entry in (one for log in machine.ranks for one in log.entries):
             if isinstance(entry, Kernel) and entry.call.kind in ("all_reduce", "reduce_scatter"):
                 dtype, count = entry.call.shape
                 found[entry.call.kind, dtype] += count
         assert all(passing(rank.parts.weights, rank.parts.gradients) == [] for rank in ranks)
-    whole, halved = moved
     kept = {key: count for key, count in halved.items() if key[1] != torch.bfloat16}
     taken = {(kind, torch.float32): n for (kind, dtype), n in halved.items() if dtype == torch.bfloat16}
     assert taken
@@ -148,53 +141,56 @@ def test_every_fault_is_found(mutant: Mutant) -> None:
 class Survivors:
     """A run of two steps, or the case's, in which a rank is lost in the last, and what the others keep."""
 
-    def __init__(self, case: Case, lost: int, at: int, checks: bool = True, flag_first: bool = True) -> None:
-        self.copies: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+    def __init__(
+        self, case: Case, lost: int = -1, at: int = 0, checks: bool = True, flag_first: bool = True
+    ) -> None:
+        """``lost``: None by default."""
+        self.copies: dict[int, dict[int, dict[Any, Any]]] = {}
+        """By rank and step."""
         self.applied: dict[int, int] = {}
         self.referred_to: dict[int, list[str]] = {}
         """By rank, communicators that graphs still refer to when the rank is done: an abort never ends."""
-        self._steps = max(2, case.steps)
-        self._case, self._lost, self._at, self._checks, self._flag_first = case, lost, at, checks, flag_first
+        self._case = replace(case, steps=max(2, case.steps))
+        self.lost, self._at, self._checks, self._flag_first = lost, at, checks, flag_first
         self.machine = Machine(case.layout.ranks)
         with case.cut():
             self.machine.run(self._run)
+        self.kernels = [n for n, one in enumerate(self.machine.ranks[1].entries) if isinstance(one, Kernel)]
+        """Where they are among the entries of rank 1."""
 
     def _run(self, log: RankLog) -> None:
         rank = made(self._case, self.machine, log)
-        rank.given = [rank.batches(step) for step in range(self._steps)]
         log.interrupt = rank.membership.break_off if self._flag_first else log.abort
-        rank.checks = self._checks
+        if not self._checks:
+            rank.membership.intact = lambda: None
         self.applied[log.rank] = 0
         kept = self.copies[log.rank] = {}
-        for step in range(self._steps):
-            if step == self._steps - 1:
+        for step in range(self._case.steps):
+            if step == self._case.steps - 1:
                 log.begin()
-                log.dies_at = self._at if log.rank == self._lost else None
+                log.dies_at = self._at if log.rank == self.lost else None
             try:
                 rank.step(step)
-                rank.intact()
+                rank.membership.intact()
             except (RuntimeError, ValueError):  # or what garbage leads to: numbers of rows that cannot be
                 if not log.aborted:
                     raise
                 self.referred_to[log.rank] = log.referred_to()
                 return
             self.applied[log.rank] += 1
-            kept[step + 1] = {key: tensor.detach().clone() for key, tensor in rank.state().items()}
+            kept[step + 1] = rank.left()
 
-
-def wrong_copies(wanted: dict[int, dict[int, dict[str, torch.Tensor]]], run: Survivors) -> list[str]:
-    """Copies of survivors that are missing, or not what a run without a loss has at that step."""
-    found = []
-    for rank, kept in run.copies.items():
-        if rank == run._lost:
-            continue
-        if run._steps - 1 not in kept:
-            found.append(f"rank {rank} has no copy of step {run._steps - 1}")
-        for step, state in kept.items():
-            for key, tensor in state.items():
-                if not torch.equal(tensor, wanted[rank][step][key]):
-                    found.append(f"rank {rank}: {key} of step {step}")
-    return found
+    def wrong_copies(self, whole: "Survivors") -> list[str]:
+        """Copies of survivors that are missing, or not what a run without a loss has at that step."""
+        found = []
+        for rank in self.copies.keys() - {self.lost}:
+            for step, wanted in whole.copies[rank].items():
+                if step in self.copies[rank]:
+                    wrong = differences(wanted, self.copies[rank][step])
+                    found += [f"step {step}: {key}" for key in wrong]
+                elif step < self._case.steps:
+                    found.append(f"rank {rank} has no copy of step {step}")
+        return found
 
 
 LOSSES = [
@@ -213,18 +209,17 @@ LOSSES = [
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.name)
 def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
     """At some operations, the last kernels among them: what others see of that is which kernels it was in."""
-    whole = Survivors(case, lost=-1, at=0)
-    assert whole.applied == dict.fromkeys(whole.applied, whole._steps)
-    entries = whole.machine.ranks[1].entries
-    kernels = [at for at, entry in enumerate(entries) if isinstance(entry, Kernel)]
+    whole = Survivors(case)
+    assert {*whole.applied.values()} == {max(2, case.steps)}
+    entries, kernels = len(whole.machine.ranks[1].entries), whole.kernels
     assert len(kernels) > 1
     draw = random.Random(SEED)
-    places = {0, len(entries) - 1, *kernels[-3:], *draw.sample(kernels, min(16, len(kernels)))}
-    places |= {*draw.sample(range(len(entries)), 5)}
+    places = {0, entries - 1, *kernels[-3:], *draw.sample(kernels, min(16, len(kernels)))}
+    places |= {*draw.sample(range(entries), 5)}
     for at in draw.sample(sorted(places), 8) if case.graph else sorted(places):
         run = Survivors(case, lost=1, at=at)
-        told = f"lost at entry {at} of {len(entries)}"
-        assert wrong_copies(whole.copies, run) == [], told
+        told = f"lost at entry {at} of {entries}"
+        assert run.wrong_copies(whole) == [], told
         for rank in {*run.copies} - {1}:
             assert run.applied[rank] == max(run.copies[rank]), f"{told}: rank {rank} counts another step"
         assert not any(run.referred_to.values()), f"{told}: its abort waits for graphs"
@@ -232,17 +227,15 @@ def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
 
 @pytest.mark.parametrize("fault", [{"checks": False}, {"flag_first": False}], ids=["unchecked", "late flag"])
 def test_an_abort_that_is_not_noticed_is_found(fault: dict[str, bool]) -> None:
-    case = LOSSES[0]
-    whole = Survivors(case, lost=-1, at=0)
+    whole = Survivors(LOSSES[0])
     entries = len(whole.machine.ranks[1].entries)
     places = range(0, entries, entries // 10)
-    assert any(wrong_copies(whole.copies, Survivors(case, lost=1, at=at, **fault)) for at in places)
+    assert any(Survivors(LOSSES[0], lost=1, at=at, **fault).wrong_copies(whole) for at in places)
 
 
 def test_an_abort_that_waits_for_a_graph_is_found() -> None:
     case = Case(schedule="megatron", tp=2, micro_batches=2, steps=4, graph=True)
-    places = Survivors(case, lost=-1, at=0).machine.ranks[1].entries
-    at = next(n for n, entry in enumerate(places) if isinstance(entry, Kernel))
+    at = Survivors(case).kernels[0]
     assert Survivors(case, lost=1, at=at).referred_to == {0: []}
     with patch.object(StepGraph, "drop", lambda self: None):
         assert Survivors(case, lost=1, at=at).referred_to[0]

@@ -11,9 +11,9 @@ from braid.scheduling.lowering.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.one_card import Card, CardRank
-from tests.cuda.steps import Case, made
+from tests.cuda.replay import differences
+from tests.cuda.steps import Case, left, made
 from tests.cuda.test_machine import CASES
-from tests.cuda.verdict import left
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -53,14 +53,12 @@ def trained(case: Case, seed: int) -> State:
 
     def run(own: CardRank) -> None:
         rank = made(case, cast(Machine, card), cast(RankLog, own), card.device)
-        rank.given = [rank.batches(step) for step in range(case.steps)]
         own.synchronise()
         card.abreast()
         for step in range(case.steps):
             rank.step(step)
         own.synchronise()
-        found.update({(own.rank, key): value for key, value in rank.found.items()})
-        found.update({(own.rank, key): x.detach().cpu() for key, x in rank.state().items()})
+        found.update(rank.left())
         card.abreast()
 
     with case.cut():
@@ -69,16 +67,6 @@ def trained(case: Case, seed: int) -> State:
             pytest.skip(f"{card.streams} streams that may wait, and {QUEUES} hardware queues")
         card.run(run)
     return found
-
-
-def different(first: State, second: State) -> list[str]:
-    """What differs by a bit."""
-
-    def same(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
-
-    assert first.keys() == second.keys()
-    return [f"rank {rank}: {name}" for (rank, name), x in first.items() if not same(x, second[rank, name])]
 
 
 def on_one_card() -> list[Case]:
@@ -93,7 +81,7 @@ def test_every_schedule_leaves_the_same_bits_on_a_gpu(case: Case) -> None:
     """However late streams and ranks are; and losses and moments of a CPU, as far as sums allow."""
     first = trained(case, SEED)
     for run in range(1, RUNS):
-        assert different(first, trained(case, SEED + run)) == [], f"seed {SEED}, run {run}"
+        assert differences(first, trained(case, SEED + run)) == [], f"seed {SEED}, run {run}"
     near = NEAR_ROUNDED if case.rounded else NEAR
     for (rank, name), wanted in left(case).items():
         value = first[rank, name]

@@ -21,7 +21,8 @@ from braid.scheduling.layers import built_in_parts
 from braid.scheduling.operators import Operator
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout
-from tests.cuda.clock import TimedDevice, TimedGroups, group_ns
+from tests.cuda.clock import TimedDevice, group_ns
+from tests.cuda.machine import ModelGroups
 
 LAYOUT = ParallelLayout(tp=2)
 SHAPE = ModelShape(
@@ -60,7 +61,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, device: TimedDevice) -> Measured:
         return run
 
     with device:
-        mesh = build_mesh(LAYOUT, 0, timeout=timedelta(seconds=60), groups=TimedGroups(device, 0))
+        mesh = build_mesh(LAYOUT, 0, timeout=timedelta(seconds=60), groups=ModelGroups(device, device))
         model = StageModel(
             shape=SHAPE,
             layout=LAYOUT,

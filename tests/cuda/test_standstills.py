@@ -75,7 +75,6 @@ def test_forward_passes_alone(name: str) -> None:
         schedule = validation_schedule(case.shape, layout, case.micro_batches, parts.parts)
         code = linked(schedule, layout, parts.sizes.kinds, parts.parts)
         validates = parts.bind(code, recorder=Recorder(parts.streams, recording=False))
-        rank.given = [rank.batches(0)]
         log.begin()
         rank.step(0)
         validates.run(rank.given[0], 0.0, Sharing(parts.weights))

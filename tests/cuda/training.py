@@ -5,6 +5,7 @@ issued is checked for races. Losses and parameters are those of a run with as ma
 """
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,12 +39,15 @@ from braid.scheduling.planner.space import COARSE
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ModelShape
-from tests.cuda.checks import faults_of_communicators, faults_of_memory
+from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups
 from tests.end_to_end.runs import BYTES_VOCABULARY, PlainRun, run_plain, small_config
 from tests.scheduling.plans import cluster
 
+SEED = int(os.environ["BRAID_TEST_SEED"])
+"""Of weights and text."""
+STEPS = 2
 CPU = torch.device("cpu")
 Sections = Mapping[str, Mapping[str, Any]]
 """Of a configuration."""
@@ -93,13 +98,12 @@ def train(
     schedule: Schedule,
     data: Path,
     *,
-    steps: int = 2,
     hosts: Sequence[str] = (),
 ) -> Trained:
-    """Train ``steps`` steps; the last one is watched, operation by operation. hosts: of ranks; empty: one."""
+    """Train `STEPS` steps; the last one is watched, operation by operation. hosts: of ranks; empty: one."""
     plan = RunPlan(config=config, shape=shape, schedule=write(schedule), data=str(data))
     layout, batch = config.layout(), config.train.global_batch
-    batches = [_batches(config, shape, data, rank, steps) for rank in range(layout.ranks)]
+    batches = [_batches(config, shape, data, rank) for rank in range(layout.ranks)]
     machine = Machine(layout.ranks)
     parts: dict[int, Assembly] = {}
     watches: dict[int, Watch] = {}
@@ -114,42 +118,66 @@ def train(
         watch.meter.executor = watched
         told[log.rank] = []
         log.begin()
-        for step in range(steps):
+        for step in range(STEPS):
             update = rank.update(step, lambda: None)
-            executor = rank.executor if step < steps - 1 else watched
+            executor = rank.executor if step < STEPS - 1 else watched
             loss = executor.run(given[step], 1.0 / (batch * shape.sequence), update)
             told[log.rank].append((loss if rank.model.tells_loss else 0.0, update.gradient_norm))
         rank.weights.settle()
 
     machine.run(run)
     ranks = sorted(parts)
-    faults = [fault for log in machine.ranks for fault in faults_of_memory(log)]
     return Trained(
-        losses=[sum(told[r][step][0] for r in ranks) / (batch * shape.sequence) for step in range(steps)],
-        gradient_norms=[told[0][step][1] for step in range(steps)],
+        losses=[sum(told[r][step][0] for r in ranks) / (batch * shape.sequence) for step in range(STEPS)],
+        gradient_norms=[norm for _, norm in told[0]],
         ranks=[parts[rank] for rank in ranks],
         watches=[watches[rank] for rank in ranks],
-        faults=faults + faults_of_communicators(machine),
+        faults=faults_of_logs(machine),
     )
 
 
-def _batches(config: Config, shape: ModelShape, data: Path, rank: int, steps: int) -> list[Batches]:
+def _batches(config: Config, shape: ModelShape, data: Path, rank: int) -> list[Batches]:
     """A rank's micro-batches by step, as its worker would read them."""
     layout = config.layout()
     place = Place.of(layout.mesh, rank)
     chunks = layout.chunks_of(place.position["pp"])
     samples = ReplicaSamples(data, config, shape.sequence, layout, place, chunks, CPU)
-    read = [samples.of_step(step) for step in range(steps)]
+    read = [samples.of_step(step) for step in range(STEPS)]
     samples.close()
     return read
 
 
-class Runs:
-    """Runs on one corpus and their references by plain PyTorch, which are kept."""
+def sections(
+    schedule: str,
+    parallel: Mapping[str, Any],
+    model: Mapping[str, Any] | None = None,
+    train: Mapping[str, Any] | None = None,
+    **more: Mapping[str, Any],
+) -> Sections:
+    """A small run in double precision with four micro-batches a replica."""
+    schedule, _, pipeline = schedule.partition(":")
+    usual = {"hidden": 32, "heads": 4, "kv_heads": 4, "sequence": 16, "layers": 4}
+    given = {"dtype": "fp64", "micro_batch": 1, **(train or {})}
+    batch = 4 * given["micro_batch"] * parallel.get("dp", 1)
+    # With the usual eps AdamW blows up the rounding of gradients that are zero.
+    steps = {"steps": STEPS, "warmup_steps": 0, "eps": 1e-6, "seed": SEED % 1000, "global_batch": batch}
+    return {
+        "model": {**usual, **(model or {})},
+        "train": {**steps, **given},
+        "parallel": parallel,
+        "overlap": {"schedule": schedule, "pipeline": pipeline or None},
+        "telemetry": {"spans": False},
+        **more,
+    }
 
-    def __init__(self, folder: Path, data: Path, steps: int = 2) -> None:
-        self._folder, self.data, self._steps = folder, data, steps
+
+class Runs:
+    """Runs on one corpus of short documents, and those that they are compared with, which are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._data = folder / "runs", short_documents(folder, SEED)
         self._plain: dict[str, PlainRun] = {}
+        self._serial: dict[str, Trained] = {}
 
     def of(
         self, sections: Sections, *, hosts: int = 1, put_off: bool = False, **decided: Any
@@ -174,15 +202,31 @@ class Runs:
             choices, _ = decisions(modelled(spec)(outcome.setting))[-1]
             outcome = replay(outcome.setting, choices, spec)
         names = [str(rank * hosts // ranks) for rank in range(ranks)] if hosts > 1 else []
-        run = train(config, shape, outcome.code.schedule, self.data, steps=self._steps, hosts=names)
-        return outcome, run
+        return outcome, train(config, shape, outcome.code.schedule, self._data, hosts=names)
 
-    def plain(self, sections: Sections, trainer_of: TrainerOf = PlainTrainer) -> PlainRun:
-        """Plain PyTorch in this process."""
-        key = json.dumps([sections, str(trainer_of)])
+    def plain(
+        self, run: Sections, *kept: str, trainer_of: TrainerOf = PlainTrainer, **train: Any
+    ) -> PlainRun:
+        """The same by plain PyTorch in this process, without parallelism.
+
+        kept: degrees on which the numbers themselves depend. train: keys of this section that differ.
+        """
+        parallel = {axis: degree for axis, degree in run["parallel"].items() if axis in kept}
+        train = {**run["train"], "recompute": "none", **train}
+        alone = {**run, "train": train, "overlap": {}, "parallel": parallel}
+        key = json.dumps([alone, str(trainer_of)])
         if key not in self._plain:
-            self._plain[key] = run_plain(small_config(self._folder, **sections), self.data, trainer_of)
+            self._plain[key] = run_plain(small_config(self._folder, **alone), self._data, trainer_of)
         return self._plain[key]
+
+    def serial(self, run: Sections) -> Trained:
+        """The same on the same layout with nothing beside anything, and nothing twice."""
+        train = {**run["train"], "recompute": "none"}
+        given = {**run, "train": train, "overlap": {"schedule": "megatron"}}
+        key = json.dumps(given)
+        if key not in self._serial:
+            self._serial[key] = self.of(given)[1]
+        return self._serial[key]
 
 
 def state_bytes(rank: Assembly) -> tuple[int, int, int]:
@@ -223,6 +267,20 @@ def assert_predicted(outcome: Outcome, run: Trained) -> None:
             assert watch.meter.peak_bytes == memory.activation_bytes
     # A small bucket is updated by some ranks alone; the others hold less.
     assert fullest == predicted
+
+
+def assert_near(run: Trained, plain: PlainRun, losses: float, norms: float | None) -> None:
+    """How far losses and norms may be from those of plain PyTorch, relatively; norms None: anywhere.
+
+    In double precision parameters, too, are as near as sums in another order are.
+    """
+    assert run.losses == pytest.approx(plain.losses, rel=losses, abs=0)
+    if norms is not None:
+        assert run.gradient_norms == pytest.approx(plain.gradient_norms, rel=norms, abs=0)
+    trained = {name: tensor.detach() for name, tensor in plain.model.named_parameters()}
+    if {tensor.dtype for tensor in trained.values()} == {torch.float64}:
+        found = {name: tensor for name, tensor in run.parameters().items() if name in trained}
+        torch.testing.assert_close(found, trained, rtol=1e-7, atol=1e-9)
 
 
 def assert_same_bits(run: Trained, other: Trained) -> None:

@@ -10,9 +10,8 @@ from functools import cache
 from itertools import pairwise
 
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
-from braid.scheduling.planner.tasks import makespan_ns, run_in_order
-from tests.papers.data_parallel import StepResult, schedule_step, step_tasks
-from tests.papers.methods import Matmul, Method, Step, choices, state_bytes, weight
+from tests.papers.data_parallel import StepResult, schedule_step
+from tests.papers.methods import Matmul, Method, Step, state_bytes, weight
 from tests.papers.rows import Figure, Row
 
 SEQUENCE = 2048
@@ -104,32 +103,16 @@ def centauri_rows(small: ClusterSpec, large: ClusterSpec) -> Iterator[Row]:
 
 @cache
 def _run(
-    method: Method, model: Model, batch: int, ranks: int, cluster: ClusterSpec, steps: int = 1
+    method: Method, model: Model, batch: int, ranks: int, cluster: ClusterSpec, steps: int = 1, **how: bool
 ) -> StepResult:
     group = Group(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
-    return schedule_step(method, llama_step(model, batch, group, cluster.gpu), cluster, steps)
+    return schedule_step(method, llama_step(model, batch, group, cluster.gpu), cluster, steps, **how)
 
 
-def _speedup(model: Model, batch: int, ranks: int, cluster: ClusterSpec) -> float:
-    """Of Centauri over ZeRO 3, both with sharded parameters."""
+def _speedup(model: Model, batch: int, ranks: int, cluster: ClusterSpec, **how: bool) -> float:
+    """Of Centauri, perhaps without group partition, over ZeRO 3, both with sharded parameters."""
     base = _run(Method.ZERO3, model, batch, ranks, cluster)
-    return base.total_ns / _run(Method.CENTAURI_FSDP, model, batch, ranks, cluster).total_ns
-
-
-@cache
-def _whole_group_speedup(
-    model: Model, batch: int, ranks: int, cluster: ClusterSpec
-) -> tuple[float, StepResult]:
-    """Of Centauri without group partition over ZeRO 3, and the latter."""
-    base = _run(Method.ZERO3, model, batch, ranks, cluster)
-    group = Group(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
-    step = llama_step(model, batch, group, cluster.gpu)
-    times = (
-        makespan_ns(run_in_order(step_tasks(Method.CENTAURI_FSDP, step, cluster, choice)))
-        for choice in choices(Method.CENTAURI_FSDP, step)
-        if not choice.hierarchical
-    )
-    return base.total_ns / min(times), base
+    return base.total_ns / _run(Method.CENTAURI_FSDP, model, batch, ranks, cluster, **how).total_ns
 
 
 def _listed(values: Iterable[float]) -> str:
@@ -164,7 +147,7 @@ def _sharded_rows(cluster: ClusterSpec) -> Iterator[Row]:
     )
     what = "speed-up grows with the batch (large model; share of neighbours that grow)"
     yield _rising("8", what, table[biggest], note)
-    whole = [_whole_group_speedup(biggest, batch, 16, cluster)[0] for batch in BATCHES]
+    whole = [_speedup(biggest, batch, 16, cluster, whole_groups=True) for batch in BATCHES]
     note = (
         f"batches {BATCHES}: {_listed(whole)}; grows until computation covers communication, as it does "
         f"from batch 8 in the paper (figure 12), and falls from there"
@@ -182,7 +165,8 @@ def _bound_rows(cluster: ClusterSpec) -> Iterator[Row]:
     whole, parted = [], []
     for model in MODELS:
         for batch in BATCHES:
-            speedup, base = _whole_group_speedup(model, batch, 16, cluster)
+            speedup = _speedup(model, batch, 16, cluster, whole_groups=True)
+            base = _run(Method.ZERO3, model, batch, 16, cluster)
             bound = min(1 / base.alpha, 1 / (1 - base.alpha))
             serial = base.serial_ns / base.total_ns
             whole.append(serial * speedup / bound)
@@ -255,8 +239,6 @@ def _scale_row(cluster: ClusterSpec) -> Row:
         f"mean over batches {BATCHES}, big model: {_listed(100 * gain for gain in gains)} %; fits if "
         f"the published gain lies among them"
     )
-    inside, what = (
-        min(gains) <= 0.05 <= max(gains),
-        "gain over ZeRO 3 on 256 GPUs of B (nearly 5 %; batch not given)",
-    )
+    inside = min(gains) <= 0.05 <= max(gains)
+    what = "gain over ZeRO 3 on 256 GPUs of B (nearly 5 %; batch not given)"
     return row("13", what, 0.05, sum(gains) / len(gains), note, fits=inside)

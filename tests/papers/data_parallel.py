@@ -8,7 +8,7 @@ profile's business, and the same for every method.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 
 from braid.scheduling.cluster import ClusterSpec
@@ -22,7 +22,6 @@ from tests.papers.step_builder import StepBuilder, StepTask, Use
 class StepResult:
     """The best schedule of a method, simulated."""
 
-    method: Method
     choice: Choice
     total_ns: int
     """Of all steps together, from the first start to the last end."""
@@ -37,16 +36,18 @@ class StepResult:
         return self.communication_ns / self.serial_ns
 
 
-def schedule_step(method: Method, step: Step, cluster: ClusterSpec, steps: int = 1) -> StepResult:
-    """The fastest schedule among a method's choices."""
+def schedule_step(
+    method: Method, step: Step, cluster: ClusterSpec, steps: int = 1, whole_groups: bool = False
+) -> StepResult:
+    """The fastest schedule among a method's choices, or those without stages of collectives."""
 
     def timed(choice: Choice) -> tuple[int, Choice, tuple[StepTask, ...]]:
         tasks = step_tasks(method, step, cluster, choice, steps)
         return makespan_ns(run_in_order(tasks)), choice, tasks
 
-    total, best, tasks = min(map(timed, choices(method, step)), key=itemgetter(0))
+    left = (choice for choice in choices(method, step) if not (whole_groups and choice.hierarchical))
+    total, best, tasks = min(map(timed, left), key=itemgetter(0))
     return StepResult(
-        method=method,
         choice=best,
         total_ns=total,
         serial_ns=sum(task.ns for task in tasks),
@@ -130,7 +131,7 @@ def _sharded_step(builder: StepBuilder, method: Method, number: int) -> None:
         builder.update(use, sharded=True, after=everything if whole else own)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _ShardedUse:
     """A use of a unit that is gathered for it, unless it is still there."""
 
@@ -148,17 +149,13 @@ def _sharded_uses(builder: StepBuilder, number: int) -> list[_ShardedUse]:
     for micro_batch in range(builder.step.micro_batches):
         forward = builder.uses(number, micro_batch)
         order += [(use, False) for use in forward] + [(use, True) for use in reversed(forward)]
-    uses: list[_ShardedUse] = []
-    last = ""
-    for n, (use, backward) in reversed(list(enumerate(order))):
-
-        def same(other: int, use: Use = use) -> bool:
-            return 0 <= other < len(order) and order[other][0].weight == use.weight
-
-        if not same(n + 1):
-            last = use.task("input_gradient" if backward else "forward", "")
-        uses.append(_ShardedUse(use=use, backward=backward, again=same(n - 1), last=last))
-    return uses[::-1]
+    found: list[_ShardedUse] = []
+    for _, in_a_row in groupby(order, key=lambda one: one[0].weight):
+        own = list(in_a_row)
+        last, backward = own[-1]
+        end = last.task("input_gradient" if backward else "forward", "")
+        found += [_ShardedUse(use, backward, n > 0, end) for n, (use, backward) in enumerate(own)]
+    return found
 
 
 def _gather_part(builder: StepBuilder, sharded: _ShardedUse, c: int, budget: float, whole: bool) -> str:
@@ -232,16 +229,16 @@ def _replicated_backward(
 
 def _gather_updated(builder: StepBuilder, order: Sequence[Use], one_by_one: bool) -> None:
     """All-gather of the updated parameters, and what the next forward pass waits for."""
-    pieces = builder.choice.pieces
-    updates = tuple(use.task("optimizer") for use in order)
-    everything: list[str] = []
-    for use in order:
-        after = (use.task("optimizer"),) if one_by_one else updates
-        names = [
-            builder.collective(use, "gather", Kind.ALL_GATHER, (c, pieces), after) for c in range(pieces)
+    parts = [(c, builder.choice.pieces) for c in range(builder.choice.pieces)]
+    updates = [use.task("optimizer") for use in order]
+    names = {
+        use.weight: [
+            builder.collective(use, "gather", Kind.ALL_GATHER, part, [update] if one_by_one else updates)
+            for part in parts
         ]
-        everything += names
-        if one_by_one:
-            builder.gathered[use.weight] = [(name,) for name in names]
-    if not one_by_one:
-        builder.gathered[order[0].weight] = [tuple(everything)]
+        for use, update in zip(order, updates, strict=True)
+    }
+    if one_by_one:
+        builder.gathered = {key: [(name,) for name in own] for key, own in names.items()}
+    else:
+        builder.gathered[order[0].weight] = [tuple(name for own in names.values() for name in own)]

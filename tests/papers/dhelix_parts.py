@@ -49,18 +49,9 @@ def part_rows(progress: Callable[[str], None]) -> Iterator[Row]:
 # -- table 1 -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """Bytes that a GPU sends in one step."""
-
-    local: float
-    """Tensor parallelism, inside the node."""
-    cross: float
-    """Messages between pipeline stages, and gradients in two bytes, between nodes."""
-
-
-def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> Volumes:
-    """Communication of a step; micro-batches of one sample, means over the pipeline's stages.
+def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> tuple[float, float]:
+    """Bytes that a GPU sends in one step: of tensor parallelism, inside the node; of messages between stages
+    and of gradients, in two bytes, between nodes. Micro-batches of one sample, means over stages.
 
     Gradients are reduced once, those of a rank that holds its share of the layers and of both tables.
     """
@@ -75,27 +66,21 @@ def volumes(model: ModelShape, layout: ParallelLayout, step_tokens: int) -> Volu
     whole = chunk_parameters(parts, ParallelLayout(tp=layout.tp), model.kinds, 0).total
     tables = 2 * -(-model.vocabulary // layout.tp) * model.hidden
     held = (whole - tables) / layout.pp + tables
-    return Volumes(
-        local=tensor * model.layers / layout.pp * samples,
-        cross=messages * samples + sent_bytes(Kind.REDUCE_SCATTER, held * width, layout.dp),
-    )
+    gradients = sent_bytes(Kind.REDUCE_SCATTER, held * width, layout.dp)
+    return tensor * model.layers / layout.pp * samples, messages * samples + gradients
 
 
 def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
     model = model_preset("llama-405b")
     assert cluster.inter is not None
-    links = {"local": cluster.intra.bytes_per_s, "cross": cluster.inter.bytes_per_s}
-    published = (
-        (64, {"local": (441.0, 0.98), "cross": (8.6, 0.17)}),
-        (128, {"local": (220.0, 0.30), "cross": (7.7, 0.15)}),
-    )
-    for dp, levels in published:
+    levels, links = ("local", "cross"), (cluster.intra, cluster.inter)
+    published = (64, ((441.0, 0.98), (8.6, 0.17))), (128, ((220.0, 0.30), (7.7, 0.15)))
+    for dp, figures in published:
         layout = ParallelLayout(dp=dp, tp=8, pp=16)
         found = volumes(model, layout, STEP_TOKENS)
-        for level, (size, seconds) in levels.items():
+        for level, link, sent, (size, seconds) in zip(levels, links, found, figures, strict=True):
             where = f"{layout.ranks} GPUs, {level}-node communication of a GPU and step"
-            gib = getattr(found, level) / 2**30
-            rate = links[level] / 1e9
+            gib, rate = sent / 2**30, link.bytes_per_s / 1e9
             agree = "printed as GB; it is GiB that agree"
             yield number("table 1", where, "GiB", size, gib, FORMULA_TOLERANCE, agree)
             note = f"the printed size over {rate:.0f} GB/s, the data sheet's rate of a GPU and direction"

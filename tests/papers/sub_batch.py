@@ -88,7 +88,7 @@ class BlockTimes:
 def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
     """The schedule of a step: forward through all layers, then recomputation and backward from the last."""
     fine = kind is SubBatching.FINE
-    passes = list(_fine_passes(layers) if fine else _layer_passes(layers, kind.sub_batches))
+    passes = list(_passes(kind, layers))
     compute = [operation for order in passes for operation in order]
     collectives = [op.reduced for op in compute if not (fine and op.phase is Phase.RECOMPUTE)]
     after = {op: tuple(_inputs(op, layers * len(BLOCKS), fine)) for op in compute}
@@ -99,29 +99,23 @@ def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
     return SubBatchSchedule(compute=tuple(compute), communication=tuple(collectives), after=after)
 
 
-def _layer_passes(layers: int, sub_batches: int) -> Iterator[list[Operation]]:
-    """Forward; then a recomputation and a backward pass of every layer. Sub-batches take turns."""
+def _passes(kind: SubBatching, layers: int) -> Iterator[list[Operation]]:
+    """Forward; then a recomputation and a backward pass of every layer, or every block recomputed right
+    before its backward (algorithm 1). Sub-batches take turns."""
 
-    def by_turns(phase: Phase, blocks: Sequence[int]) -> list[Operation]:
-        return [Operation(phase, block, part) for block in blocks for part in range(sub_batches)]
+    def by_turns(phases: Sequence[Phase], blocks: Sequence[int]) -> list[Operation]:
+        parts = range(kind.sub_batches)
+        return [Operation(phase, block, part) for block in blocks for part in parts for phase in phases]
 
-    yield by_turns(Phase.FORWARD, range(layers * len(BLOCKS)))
-    for layer in reversed(range(layers)):
-        blocks = range(layer * len(BLOCKS), (layer + 1) * len(BLOCKS))
-        yield by_turns(Phase.RECOMPUTE, blocks)
-        yield by_turns(Phase.BACKWARD, blocks[::-1])
-
-
-def _fine_passes(layers: int) -> Iterator[list[Operation]]:
-    """Forward; then every block recomputed right before its backward (algorithm 1)."""
-    blocks, parts = range(layers * len(BLOCKS)), range(SubBatching.FINE.sub_batches)
-    yield [Operation(Phase.FORWARD, block, part) for block in blocks for part in parts]
-    yield [
-        Operation(phase, block, part)
-        for block in reversed(blocks)
-        for part in parts
-        for phase in (Phase.RECOMPUTE, Phase.BACKWARD)
-    ]
+    blocks = range(layers * len(BLOCKS))
+    yield by_turns([Phase.FORWARD], blocks)
+    if kind is SubBatching.FINE:
+        yield by_turns([Phase.RECOMPUTE, Phase.BACKWARD], blocks[::-1])
+        return
+    for first in blocks[:: len(BLOCKS)][::-1]:
+        layer = blocks[first : first + len(BLOCKS)]
+        yield by_turns([Phase.RECOMPUTE], layer)
+        yield by_turns([Phase.BACKWARD], layer[::-1])
 
 
 def _inputs(operation: Operation, blocks: int, fine: bool) -> Iterator[Operation]:

@@ -15,10 +15,11 @@ from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.planner.strands import PairProblem
 from braid.scheduling.presets.library import cluster_preset, model_preset
 from braid.scheduling.spec import ParallelLayout
-from tests.papers import centauri, dhelix, dhelix_parts
+from tests.papers import centauri, dhelix, dhelix_parts, pairing
 from tests.papers.dhelix import BATCH_TOKENS, our_rows
 from tests.papers.dhelix_parts import PARTS, restricted, volumes
 from tests.papers.oases import METHODS, PUBLISHED, ablation_rows, strategy_row
+from tests.papers.pairing import LAYERS
 from tests.papers.published import PapersReport, figure_text, run, show
 from tests.papers.rows import POINTS, Row, number, percentages
 from tests.papers.steps import chosen_setting, steps
@@ -77,15 +78,14 @@ def test_report_counts_and_shows_reasons_of_misfits_only() -> None:
 @pytest.mark.parametrize(("dp", "local_gib", "cross_gib"), [(64, 441.0, 8.6), (128, 220.5, 7.7)])
 def test_volumes_of_table_1(dp: int, local_gib: float, cross_gib: float) -> None:
     model, layout = model_preset("llama-405b"), ParallelLayout(dp=dp, tp=8, pp=16)
-    found = volumes(model, layout, 16 * 2**20)
+    local, cross = volumes(model, layout, 16 * 2**20)
     samples, layers, tokens = 2048 // dp, 126 / 16, 8192
     # Four collectives forward and four backward, each of all tokens of which seven eighths are sent.
-    assert found.local == 8 * 7 / 8 * tokens * 16384 * 2 * layers * samples
-    assert found.local / 2**30 == pytest.approx(local_gib)
-    assert found.cross / 2**30 == pytest.approx(cross_gib, rel=0.005)
-    alone = volumes(model, replace(layout, dp=1), 2048 // dp * 8192)
-    messages = 2 * 15 / 16 * tokens * 16384 * 2 / 8 * samples
-    assert alone.cross == pytest.approx(messages)
+    assert local == 8 * 7 / 8 * tokens * 16384 * 2 * layers * samples
+    assert local / 2**30 == pytest.approx(local_gib)
+    assert cross / 2**30 == pytest.approx(cross_gib, rel=0.005)
+    _, messages = volumes(model, replace(layout, dp=1), 2048 // dp * 8192)
+    assert messages == pytest.approx(2 * 15 / 16 * tokens * 16384 * 2 / 8 * samples)
 
 
 def test_layout_of_llama_25b_is_that_of_figure_5() -> None:
@@ -156,6 +156,31 @@ def _moved_weight_gradients(problem: PairProblem, operators: tuple[Operator, ...
         for first, second in pairwise(computes)
         if Pass.WEIGHT_GRADIENT in (operators[first].phase, operators[second].phase)
     )
+
+
+# -- the pairing search beside brute force, in small -----------------------------------------------------
+
+
+def test_pairing_is_found_exact_and_every_comparison_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = LAYERS
+    monkeypatch.setattr(pairing, "LAYERS", {first: LAYERS[first]})
+    found = pairing.run(graphs=25, seed=11, repeats=1)
+    exact, near, layer = found["exactness"], found["nearness"], found["layers"][first]
+    assert exact["equal_to_brute_force"] == exact["graphs"] == 25
+    assert exact["not_worse_than_round_robin"] == exact["not_worse_than_serial"] == 25
+    assert 0 < exact["median_saving"] < 1
+    assert near["equal_to_the_best"] <= near["within_two_percent_of_the_best"] <= near["graphs"] == 25
+    assert layer["operators"] == (14, 18)
+    assert layer["busiest_stream_ns"] <= layer["list_ns"] <= layer["serial_ns"]
+    assert layer["busiest_stream_ns"] <= layer["pair_ns"] <= layer["serial_ns"]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "cp 2" in name])
+def test_layers_with_experts_and_context_parallelism_have_both_links(name: str) -> None:
+    """Tensor parallelism and the ring of two stay in the node, experts of eight ranks cross four nodes."""
+    problem = LAYERS[name]()
+    assert {*problem.forward.streams, *problem.backward.streams} == {0, 1, 2}
+    assert len(problem.backward) > 18
 
 
 # -- Centauri and Oases --------------------------------------------------------------------------------------
