@@ -8,18 +8,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = {"actors": 17200, "dashboards": 2300, "jobs": 11800, "kernels": 4900, "scheduling": 16150}
 TESTS = {
-    "actors": 9350,
+    "actors": 8300,
     "architecture": 250,
-    "cuda": 5250,
-    "dashboards": 3650,
-    "end_to_end": 4800,
-    "gpu": 1250,
-    "jobs": 5900,
-    "kernels": 3100,
-    "measure": 850,
-    "papers": 3650,
-    "recorded": 900,
-    "scheduling": 12800,
+    "cuda": 4800,
+    "dashboards": 3250,
+    "end_to_end": 3950,
+    "gpu": 1200,
+    "jobs": 5100,
+    "kernels": 2750,
+    "measure": 650,
+    "papers": 3150,
+    "recorded": 850,
+    "scheduling": 9900,
 }
 PAGE = 2_300
 ROOM = 150

@@ -127,7 +127,8 @@ class ModelGroup(Collectives):
         captured: bool = False,
     ) -> None:
         """Take part in the next collective or messages, by themselves or as part of a graph."""
-        self.log.settle(current)
+        if reads:  # what only receives holds up the device behind an earlier receive, never the host
+            self.log.settle(current)
         call, enter = kernel(reads, writes)
         call.captured = captured
         self.calls += 1

@@ -29,6 +29,7 @@ from tests.cuda.host_memory import HostMemory
 from tests.cuda.log import LostError, RankLog
 
 PATIENCE_SECONDS = 60.0
+"""Between looks at whether ranks that wait can go on."""
 here = threading.local()
 """``here.log``: that of the rank whose thread asks."""
 
@@ -91,7 +92,7 @@ class Machine:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(PATIENCE_SECONDS)
+                thread.join()
         if errors:
             raise next((e for e in errors if not isinstance(e, DeadlockError)), errors[0])
 

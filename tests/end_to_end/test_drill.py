@@ -58,7 +58,8 @@ def test_ranks_and_controller(tmp_path: Path, kinds: str) -> None:
         if kind == "flipped-byte":
             assert outcome["restored_from"].startswith("checkpoint")
     before, after = report["held"]
-    assert (before["processes"], before["sockets"]) == (after["processes"], after["sockets"])
+    assert after["processes"] == before["processes"]
+    assert after["sockets"] <= before["sockets"], "nothing is left open by what was replaced"
 
 
 UNLIKE: dict[str, dict[str, Any]] = {

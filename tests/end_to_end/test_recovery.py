@@ -79,7 +79,7 @@ def test_a_killed_rank_changes_no_bit(tmp_path: Path, data: Path, parallel: dict
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(900)
 def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> None:
     """From the command line, on a cluster of its own: the fastest layout is taken, a rank is killed, then the
     controller; Ctrl-C ends it with a checkpoint. Processes with the same plan have the same losses."""
@@ -98,10 +98,12 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     metrics = run / "metrics.jsonl"
 
     def until(done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while not done():
-            assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGINT)
+                pytest.fail(f"it does not come to that: {process.communicate(timeout=60)}")
             time.sleep(0.05)
 
     until((run / "checkpoints" / "latest").exists)

@@ -97,7 +97,7 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> N
     ):
         train_on()
     assert told[0] == "the checkpoint of step 5 does not fit on the disk; training goes on"
-    assert "No space left on device" in told[-1]
+    assert any("No space left on device" in text for text in told)
     steps = [event.record.step for event in events if isinstance(event, StepDone)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 10

@@ -219,7 +219,8 @@ def start(folder: Path, pause_s: float) -> subprocess.Popen[str]:
     paths = [str(folder / name) for name in ("script.py", "a.jsonl", "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *paths, str(pause_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}  # an error is the last line
+    return subprocess.Popen(command, text=True, env=environment, **streams)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
