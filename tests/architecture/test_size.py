@@ -10,7 +10,7 @@ PRODUCT = {"actors": 17200, "dashboards": 2300, "jobs": 11800, "kernels": 4900, 
 TESTS = {
     "actors": 8300,
     "architecture": 250,
-    "cuda": 4800,
+    "cuda": 4850,
     "dashboards": 3250,
     "end_to_end": 3950,
     "gpu": 1200,

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from tests.cuda.communicators import Collectives, Work
+from tests.cuda.entries import tensors_of
 
 ISSUE_NS = 10_000
 """Of the host, for an operator, a collective or an event."""
@@ -129,7 +129,7 @@ class TimedDevice(TorchDispatchMode):
 
 def kernel_ns(function: Any, args: Any, out: Any) -> float:
     """What an operator takes the device."""
-    tensors = [x for x in tree_flatten((args, out))[0] if isinstance(x, Tensor)]
+    tensors = tensors_of((args, out))
     ns = KERNEL_NS + sum(x.nbytes for x in tensors) / BYTES_PER_NS
     if function.name().startswith(("aten::mm", "aten::addmm")):
         a, b = (x for x in args if isinstance(x, Tensor)) if "addmm" not in function.name() else args[1:3]

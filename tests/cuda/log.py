@@ -11,14 +11,27 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.cuda.entries import Call, Entry, Freed, HostWaited, Made, Operator, Recorded, View, Waited, unnoted
+from tests.cuda.entries import (
+    Call,
+    Entry,
+    Freed,
+    HostWaited,
+    Made,
+    Operator,
+    Recorded,
+    View,
+    Waited,
+    mapped,
+    tensors_of,
+    unnoted,
+)
 from tests.cuda.graphs import Graph
 from tests.cuda.host_memory import HOST, bytes_of, restored
 
 if TYPE_CHECKING:
     from tests.cuda.machine import Machine
+
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item")
 
@@ -296,24 +309,25 @@ class RankLog(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given, shape = tree_flatten((args, named))
-        stream = self._stream_of(function, [one for one in given if isinstance(one, Tensor)])
+        stream = self._stream_of(function, tensors_of((args, named)))
         self.settle(stream)
         self._collect()
-        views = [self.view(one) if isinstance(one, Tensor) else one for one in given]
+        reads: list[View] = []
+
+        def read(x: Tensor) -> View:
+            reads.append(self.view(x))
+            return reads[-1]
+
+        arguments, keywords = mapped(args, Tensor, read), mapped(named, Tensor, read)
         out = function(*args, **named)
-        arguments, keywords = tree_unflatten(views, shape)
         written = self._written(function, args, named)
-        reads = tuple(one for one in views if isinstance(one, View))
         known = {one.memory for one in reads}
-        results, flat = [], tree_flatten(out)[0]
-        for one in flat:
-            if isinstance(one, Tensor):
-                view = self._view(one, lambda memory, storage: self._made(memory, storage, stream))
-                if view.memory not in known:
-                    results.append(view)
+        made = [self._view(x, lambda key, memory: self._made(key, memory, stream)) for x in tensors_of(out)]
+        results = [view for view in made if view.memory not in known]
         host = out if function.name().partition(".")[0] in HOST_READS else None
-        entry = Operator(stream.number, function, arguments, keywords, reads, written, tuple(results), host)
+        entry = Operator(
+            stream.number, function, arguments, keywords, tuple(reads), written, tuple(results), host
+        )
         if self.graph is not None and stream is not self._host:
             self.graph.operator(stream, entry)
         else:
@@ -326,7 +340,7 @@ class RankLog(TorchDispatchMode):
             if one.alias_info is None or not one.alias_info.is_write:
                 continue
             value = args[place] if place < len(args) else named.get(one.name)
-            found += [self.view(x) for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+            found += map(self.view, tensors_of(value))
         return tuple(found)
 
     def settle(self, stream: Stream) -> None:

@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from tests.cuda.entries import Entry, Freed, Made, View
+from tests.cuda.entries import Entry, Freed, Made, View, mapped
 
 _ALIGNMENT = 64
 _POISON = 0xFF
@@ -87,11 +86,7 @@ class Holder(Protocol):
 
 def placed(holder: Holder, arguments: Any) -> Any:
     """Arguments of an operator, with tensors for views."""
-    return tree_map(
-        lambda one: holder.tensor(one) if isinstance(one, View) else one,
-        arguments,
-        is_leaf=lambda one: isinstance(one, View),
-    )
+    return mapped(arguments, View, holder.tensor)
 
 
 def fresh(out: Any) -> list[Tensor]:

@@ -215,7 +215,8 @@ if __name__ == "__main__":
 
 def start(folder: Path, pause_s: float) -> subprocess.Popen[str]:
     """Another process that prepares a.jsonl with two workers and pauses after every item."""
-    (folder / "script.py").write_text(SCRIPT)
+    if not (folder / "script.py").exists():  # another process may be reading it
+        (folder / "script.py").write_text(SCRIPT)
     paths = [str(folder / name) for name in ("script.py", "a.jsonl", "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *paths, str(pause_s)]
