@@ -64,7 +64,7 @@ class Changing(ProcessLauncher):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("parallel", "layouts", "exact"),
     [
@@ -131,6 +131,7 @@ def test_a_run_with_experts_follows_its_nodes(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_checkpoints_of_experts_are_read_by_other_numbers_of_ranks(tmp_path: Path, data: Path) -> None:
     """ep 2, then ep 4 over dp and cp, then one rank that has all, then ep 2 again with states in shares."""
     own = sections(train={"steps": 20}, checkpoint={"every": 5, "asynchronous": False})

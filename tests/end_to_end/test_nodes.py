@@ -20,7 +20,7 @@ from tests.end_to_end.command import braid, environment, write_config, write_cor
 from tests.end_to_end.runs import small_config
 from tests.end_to_end.test_topology import check_spans, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(1200)]
 
 NODES = 4
 SCRAMBLED = (2, 0, 3, 1, 0, 2, 1, 3)
