@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from braid.actors.stage.accelerator import Accelerator
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.executor import Executor
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.kernel_choice import KernelChoice
 from braid.actors.stage.layers import LayerDefinition, load_layers
 from braid.actors.stage.mesh import Groups, Mesh, build_mesh
@@ -22,7 +22,6 @@ from braid.actors.stage.routing import routing_of
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Streams, streams_on
-from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling.code import Code
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts
@@ -33,8 +32,6 @@ from braid.scheduling.sizes import PartSizes
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import linked
 
-BUCKET_BYTES: Final = 25 << 20
-"""Of a gradient bucket."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -53,21 +50,20 @@ class Assembly:
     model: StageModel
     streams: Streams
     recorder: StepRecorder
-    gradients: GradientBuckets
-    weights: ShardedWeights
+    buckets: RankBuckets
     optimizer: Optimizer
     executor: Executor
     """Runs `code`."""
 
     def bind(self, code: Code, **how: Any) -> Executor:
         """An executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
-        return Executor(code=code, model=self.model, mesh=self.mesh, streams=self.streams, **how)
+        return Executor(
+            code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
+        )
 
-    def update(
-        self, step: int, intact: Callable[[], None] = lambda: None, kind: Callable[..., Update] = Update
-    ) -> Update:
+    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> Update:
         """The end of optimizer step ``step`` (from 0). intact: raises once communication was broken off."""
-        return kind(self.gradients, self.weights, self.optimizer, step, intact)
+        return Update(self.optimizer, step, intact)
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
@@ -157,13 +153,10 @@ def put_together(
     model.initialise(seed)
     streams = streams_on(accelerator)
     recorder = StepRecorder(streams, solo_ns, recording=spans)
-    gradients = GradientBuckets(
-        *(model.parameters, mesh, streams, recorder, BUCKET_BYTES),
-        deterministic=deterministic,
-        reduce_dtype=reduce_dtype,
+    buckets = RankBuckets(
+        *(model.parameters, mesh, streams, recorder), deterministic=deterministic, reduce_dtype=reduce_dtype
     )
-    weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
-    optimizer = Optimizer(gradients, settings, accelerator)
+    optimizer = Optimizer(buckets, settings, accelerator)
     code = code_of(schedule, sizes, parts, layout)
     assert mesh.groups is not None
     executor = Executor(
@@ -171,6 +164,7 @@ def put_together(
         model=model,
         mesh=mesh,
         streams=streams,
+        buckets=buckets,
         recorder=recorder,
         graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
         routing=routing_of(model),
@@ -184,8 +178,7 @@ def put_together(
         model=model,
         streams=streams,
         recorder=recorder,
-        gradients=gradients,
-        weights=weights,
+        buckets=buckets,
         optimizer=optimizer,
         executor=executor,
     )

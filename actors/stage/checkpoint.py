@@ -159,7 +159,7 @@ class Saves:
         self._in_touch()
         with self._waiting(SaveProgress()) as progress:
             updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
-            shards = global_state(self._optimizer.shares, self._optimizer.named_tensors(), updates)
+            shards = global_state(self._optimizer.shards, self._optimizer.named_tensors(), updates)
             return self._outcome(lambda: _write(directory, shards, self._group, progress))
 
     def take(self, step: int) -> None:
@@ -174,9 +174,9 @@ class Saves:
         if self._under_way is not None:
             self._under_way.finished(wait=True)
         assert self._state is not None
-        shares = self._optimizer.shares
-        taken = split(self._state, [share.shape for share in shares])
-        shards = global_state(shares, taken, self._state.updates)
+        own = self._optimizer.shards
+        taken = split(self._state, [shard.shape for shard in own])
+        shards = global_state(own, taken, self._state.updates)
         self._written = None
         self._under_way = _BackgroundSave(directory, shards, self._group)
 
@@ -223,7 +223,7 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     # Refused here, in plain words: torch would only log it and look elsewhere.
     stored = reader.read_metadata().state_dict_metadata
     updates = torch.tensor([step], dtype=torch.float64)
-    shards = global_state(optimizer.shares, optimizer.named_tensors(), updates)
+    shards = global_state(optimizer.shards, optimizer.named_tensors(), updates)
     if UPDATES not in stored:
         del shards[UPDATES]
     with quietly():

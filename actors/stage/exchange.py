@@ -45,8 +45,8 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
         opened = {
             path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
         }
-        for master, share in zip(optimizer.masters, optimizer.shares, strict=True):
-            for piece in share.slices:
+        for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
+            for piece in shard.slices:
                 for expert, box, target in _boxes(piece, master, (piece.source.name, None) not in homes):
                     tensor, row = homes[piece.source.name, expert]
                     stored = hub.stored_name(tensor)

@@ -6,7 +6,7 @@ binds every distinct operation once and calls them in order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,7 +45,9 @@ from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send,
 from braid.scheduling.trace import Label
 
 if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
+    from braid.actors.stage.buckets import RankBuckets
     from braid.actors.stage.messages import RoutingSums
+    from braid.actors.stage.optimizer import Update as StepUpdate
     from braid.actors.stage.routing import Routing
 
 
@@ -62,40 +64,6 @@ class MicroBatch:
     """T booleans: whose loss counts; the others only fill the micro-batch up. None: all."""
 
 
-class Updating(Protocol):
-    """What ranks share: sums of gradients, updated parameters; and what ends a training step."""
-
-    def start(self, transfer: Reduce | Gather) -> None:
-        """Begin to sum gradients, or the squares of the norm, or to gather parameters over an axis."""
-
-    def wait(self, transfer: Reduce | Gather) -> None:
-        """Finish that."""
-
-    def allocate(self, reduce: Reduce) -> None:
-        """Make memory for a bucket's gradients, which are added up next."""
-
-    def release(self, gather: Gather) -> None:
-        """Let go of a bucket's parameters."""
-
-    def norm(self) -> None:
-        """Square and add up this rank's gradients."""
-
-    def step(self) -> None:
-        """Update the parameters."""
-
-    def clip(self) -> None:
-        """Decide the update."""
-
-    def update(self, chunk: int, bucket: int) -> None:
-        """Update a bucket."""
-
-    def prefetch(self, gathers: Sequence[Gather]) -> None:
-        """Begin to gather what is used first, unless the step before has."""
-
-    def settle(self) -> None:
-        """Wait for all gathers that have begun."""
-
-
 _Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
 
 
@@ -110,12 +78,14 @@ class Executor:
         mesh: Mesh,
         streams: Streams,
         recorder: Recorder,
+        buckets: "RankBuckets | None" = None,
         watch: Callable[[Operation], None] | None = None,
         graph: StepGraph | None = None,
         routing: "Routing | None" = None,
     ) -> None:
-        """``watch`` is called after every operation, before it frees what it is the last to touch. ``graph``
-        has what comes before the update captured. ``routing``: adds up what routers do.
+        """``buckets``: parameters and gradients; None for code that neither sums nor gathers. ``watch`` is
+        called after every operation, before it frees what it is the last to touch. ``graph`` has what comes
+        before the update captured. ``routing``: adds up what routers do.
         """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
@@ -124,7 +94,10 @@ class Executor:
         """Called before every instruction with its position: drills break something there."""
         self.ended: Callable[[], None] | None = None
         """Called when all transfers of a step have ended, before the first of the next step begins."""
-        self._update: Updating | None = None
+        self.transfers: Callable[[Reduce | Gather], None] | None = None
+        """Called before every sum of gradients and every gather: drills break something there."""
+        self._buckets = buckets
+        self._update: StepUpdate | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[object, Transfer] = {}
         self._losses: list[Tensor] = []
@@ -158,20 +131,22 @@ class Executor:
         return self._frames[key]
 
     @torch.no_grad()
-    def run(self, batches: Sequence[MicroBatch | None], loss_scale: float, update: Updating | None) -> float:
+    def run(
+        self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
+    ) -> float:
         """Run the code once. Returns the sum of the token losses that count and that this rank saw (or 0.0).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
-        ``loss_scale`` multiplies gradients. ``update`` may be None for code that shares nothing.
+        ``loss_scale`` multiplies gradients. ``update`` ends the step; None: parameters stay as they are.
         """
         self._update = update
         self._recorder.clear()
         if self._routing is not None:
             self._routing.clear()
-        if update is not None and self._prefetched:
-            update.prefetch(self._prefetched)
+        if self._prefetched:
+            self._held.prefetch(self._prefetched)
             if self.graph is not None:
-                update.settle()  # what a graph waits for has to begin in it
+                self._held.settle()  # what a graph waits for has to begin in it
         if self.graph is not None and self.before is None:
             self._losses = self.graph.run(self, batches, loss_scale)
         else:
@@ -280,37 +255,43 @@ class Executor:
             case Wait(what=Message(), writes=(register,)):
                 return lambda frames, passes: self._received(frames[0], register)
             case Start(what=Reduce() | Gather() as shared):
-                return lambda frames, passes: self._updating.start(shared)
+                return lambda frames, passes: self._start(shared)
             case Wait(what=Reduce() | Gather() as shared):
-                return lambda frames, passes: self._updating.wait(shared)
+                return lambda frames, passes: self._held.wait(shared)
             case Allocate(what=reduce):
-                return lambda frames, passes: self._updating.allocate(reduce)
+                return lambda frames, passes: self._held.allocate(reduce)
             case Release(what=gather):
-                return lambda frames, passes: self._updating.release(gather)
+                return lambda frames, passes: self._held.release(gather)
             case Compute(what=Norm() as norm):
-                return self._timed(norm, lambda: self._updating.norm())
+                return self._timed(norm, lambda update: update.norm())
             case Compute(what=Step() as step):
-                return self._timed(step, lambda: self._updating.step())
+                return self._timed(step, lambda update: update.step())
             case Compute(what=Clip() as clip):
-                return self._timed(clip, lambda: self._updating.clip())
-            case Compute(what=Update(chunk, bucket) as update):
-                return self._timed(update, lambda: self._updating.update(chunk, bucket))
+                return self._timed(clip, lambda update: update.clip())
+            case Compute(what=Update(chunk, bucket) as of_bucket):
+                return self._timed(of_bucket, lambda update: update.update(chunk, bucket))
         raise AssertionError(operation)
 
-    def _timed(self, what: Norm | Step | Clip | Update, do: Callable[[], None]) -> Bound:
+    def _timed(self, what: Norm | Step | Clip | Update, do: "Callable[[StepUpdate], None]") -> Bound:
         label = Label(operator=name_of(what), stream=Stream.COMPUTE)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             begin = self._recorder.mark()
-            do()
+            if self._update is not None:
+                do(self._update)
             self._recorder.compute(label, None, begin, self._recorder.mark())
 
         return run
 
     @property
-    def _updating(self) -> Updating:
-        assert self._update is not None
-        return self._update
+    def _held(self) -> "RankBuckets":
+        assert self._buckets is not None, "code that sums or gathers needs buckets"
+        return self._buckets
+
+    def _start(self, what: Reduce | Gather) -> None:
+        if self.transfers is not None and what.chunk is not None:
+            self.transfers(what)
+        self._held.start(what)
 
     def _keep_loss(self, frame: Registers, register: int, frees: Sequence[int]) -> None:
         self._losses.append(frame[register])

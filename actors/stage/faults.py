@@ -9,14 +9,12 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.messages import Fault
-from braid.actors.stage.optimizer import Update
 from braid.scheduling.code import Start, Stretch
 from braid.scheduling.schedule import Direction, Gather, Norm, Reduce, Step, passes_in, sums_in
 
@@ -78,7 +76,7 @@ class Saboteur:
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._places = {fault: _place(fault, stretches) for fault in self._faults}
 
-    def before(self, step: int, gradients: GradientBuckets) -> Callable[[int], None] | None:
+    def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
         """What the executor calls before every instruction of a step, with its position; None: nothing."""
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
         if not due:
@@ -88,23 +86,26 @@ class Saboteur:
             for fault in due:
                 here = position == self._places[fault]
                 if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
-                    self._do(fault, gradients)
+                    self._do(fault, buckets)
 
         return look
 
-    def update(self, step: int) -> Callable[..., Update]:
-        """How to make the update of a step: one in which faults come before transfers of their phases."""
+    def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
+        """What the executor calls before every sum of gradients and every gather of a step; None: nothing."""
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
         if not due:
-            return Update
+            return None
+        begun: Counter[type] = Counter()
 
-        def look(transfer: Reduce | Gather, number: int) -> None:
+        def look(transfer: Reduce | Gather) -> None:
             for fault in due:
                 of_it = isinstance(transfer, _TRANSFERS[fault.phase])
+                number = begun[type(transfer)]
                 if of_it and number == self._places[fault] and fire(self._folder, fault.name):
                     self._do(fault)
+            begun[type(transfer)] += 1
 
-        return partial(_WatchedUpdate, look)
+        return look
 
     def _due(self, step: int) -> list[Fault]:
         """What comes in a step."""
@@ -135,33 +136,17 @@ class Saboteur:
         if fire(self._folder, fault.name):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _do(self, fault: Fault, gradients: GradientBuckets | None = None) -> None:
+    def _do(self, fault: Fault, buckets: RankBuckets | None = None) -> None:
         match fault.kind:
             case "nan" | "skip":
-                assert gradients is not None
-                gradients.buckets[0].share[0] = float("nan")
+                assert buckets is not None
+                buckets.buckets[0].gradients.shard[0] = float("nan")
             case "hold":
                 deadline = time.monotonic() + _HOLD_SECONDS
                 while not _released(self._folder, fault.name).exists() and time.monotonic() < deadline:
                     time.sleep(0.002)
             case _:
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-
-
-class _WatchedUpdate(Update):
-    """An update that asks before its sums of gradients and its gathers, with their number in the step."""
-
-    def __init__(self, look: Callable[[Reduce | Gather, int], None], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._look, self._begun = look, {Reduce: 0, Gather: 0}
-
-    def start(self, transfer: Reduce | Gather) -> None:
-        """Ask, and begin."""
-        if _counts(transfer):
-            kind = type(transfer)
-            self._look(transfer, self._begun[kind])
-            self._begun[kind] += 1
-        super().start(transfer)
 
 
 def _counts(transfer: object) -> bool:

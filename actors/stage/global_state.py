@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from braid.actors.stage.parameters import GlobalParameter, ParameterSlice
-from braid.actors.stage.shares import Share
+from braid.actors.stage.shards import Shard
 
 
 class GlobalSlices:
@@ -83,25 +83,25 @@ _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offset
 
 
 def global_state(
-    shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+    shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
 ) -> GlobalState:
     """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
 
     ``updates``: one element, the number of updates.
     """
     state: GlobalState = {}
-    add_state(state, shares, held, updates)
+    add_state(state, shards, held, updates)
     return state
 
 
 def add_state(
-    state: GlobalState, shares: Sequence[Share], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+    state: GlobalState, shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
 ) -> None:
     """Add what one rank holds. All ranks hold the same number of updates."""
     state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
     for kind, tensors in held:
-        for tensor, share in zip(tensors, shares, strict=True):
-            for piece in (piece for piece in share.slices if 0 not in piece.sizes):
+        for tensor, shard in zip(tensors, shards, strict=True):
+            for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
                 name = f"{kind}.{piece.source.name}"
                 state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
 

@@ -71,7 +71,7 @@ def empty_state(optimizer: Optimizer) -> Tensor:
 
 
 def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
-    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shares."""
+    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
     place, found = 0, []
     for kind in STATE_KINDS:
         pieces = []

@@ -12,8 +12,7 @@ from braid.actors.stage.layers import (
     head_modules,
     load_layers,
 )
-from braid.actors.stage.parameters import OperatorModule, Place, StageParameter
-from braid.actors.stage.shares import main_gradient_dtype
+from braid.actors.stage.parameters import OperatorModule, Place, StageParameter, main_gradient_dtype
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.buckets import Buckets

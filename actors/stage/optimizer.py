@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.accelerator import Accelerator, Event, Stream
-from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.learning_rate import LearningRate
-from braid.actors.stage.shares import Share, main_gradient_dtype
-from braid.actors.stage.sharing import Sharing
-from braid.actors.stage.weights import ShardedWeights
+from braid.actors.stage.parameters import main_gradient_dtype
+from braid.actors.stage.shards import Shard
 from braid.scheduling.buckets import BucketKey
 
 if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
@@ -36,14 +35,14 @@ class OptimizerSettings(LearningRate):
 
 @dataclass
 class _Group:
-    """What is updated at once: all, or a bucket that is in shares."""
+    """What is updated at once: all parameters, or with ZeRO a bucket."""
 
     adamw: torch.optim.AdamW
-    masters: list[tuple[Tensor, Share]]
+    masters: list[tuple[Tensor, Shard]]
     rounded: list[tuple[Tensor, Tensor]]
     """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
-    signed: list[tuple[Tensor, Share, float]]
-    """Those that follow the sign of their gradient instead of AdamW, with their rates."""
+    signed: list[tuple[Tensor, Shard, float]]
+    """Parameters that follow the sign of their gradient instead of AdamW, with their rates."""
 
 
 class Optimizer:
@@ -51,51 +50,42 @@ class Optimizer:
 
     def __init__(
         self,
-        gradients: GradientBuckets,
+        buckets: RankBuckets,
         settings: OptimizerSettings,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``gradients``: of what is updated. ``accelerator``: what that is on; None: the CPU."""
+        """``accelerator``: the device that the buckets are on; None: the CPU."""
         self._accelerator = accelerator
         self._reader: Stream | None = None
         self._reading: list[Event] = []
-        """The ends of what reads the state beside what follows."""
+        """The ends of reads of the state that run beside what follows."""
         self.settings = settings
-        self._gradients = gradients
+        self._buckets = buckets
         self._factor: float | None = None
         """What the step's gradients are multiplied with; None: they are no numbers, and update nothing."""
-        self.shares = shares = gradients.shares
-        """What of its parameters the rank updates."""
+        self.shards = buckets.shards
+        """What the rank updates, in the order of its parameters."""
         self.updates = 0
         """Updates that led to the state, for AdamW's bias correction; a skipped step is no update."""
-        self.masters: list[Tensor] = [_master(share.tensor) for share in shares]
+        self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
-        """Of every master."""
-        in_shares = any(plan.ways > 1 for plan in gradients.plans)
-        keys = {
-            id(share): (plan.chunk, plan.bucket or 0) if in_shares else None
-            for plan in gradients.plans
-            for share in plan.shares
-        }
-        held: dict[BucketKey | None, list[tuple[Tensor, Share]]] = {}
-        for master, share in zip(self.masters, shares, strict=True):
-            held.setdefault(keys[id(share)], []).append((master, share))
-        assert None not in held or len(held) == 1, "all gradients are in shares, or none"
+        """AdamW's state of every master."""
+        keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
+        held: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
+        for master, shard in zip(self.masters, self.shards, strict=True):
+            held.setdefault(keys[id(shard)] if buckets.cut else None, []).append((master, shard))
         self._groups = {key: self._group(own) for key, own in held.items()}
-        buckets = [(plan.chunk, plan.bucket or 0) for plan in gradients.plans]
-        self._keys: list[BucketKey | None] = [*dict.fromkeys(buckets)] if in_shares else [None]
-        """Of all buckets. Other ranks may update a small one whole; its gradients are cleared here, too."""
 
-    def _group(self, masters: list[tuple[Tensor, Share]]) -> _Group:
+    def _group(self, masters: list[tuple[Tensor, Shard]]) -> _Group:
         rounded = []
-        for master, share in masters:
-            if share.gradient.dtype == master.dtype:
-                master.grad = share.gradient
+        for master, shard in masters:
+            if shard.gradient.dtype == master.dtype:
+                master.grad = shard.gradient
             else:
                 master.grad = torch.zeros_like(master)
-                rounded.append((master.grad, share.gradient))
-        signed = [(m, share, rate) for m, share in masters if (rate := share.parameter.sign_rate)]
-        adam = [(master, share.parameter) for master, share in masters if not share.parameter.sign_rate]
+                rounded.append((master.grad, shard.gradient))
+        signed = [(m, shard, rate) for m, shard in masters if (rate := shard.parameter.sign_rate)]
+        adam = [(master, shard.parameter) for master, shard in masters if not shard.parameter.sign_rate]
         decayed = [master for master, parameter in adam if parameter.decays]
         plain = [master for master, parameter in adam if not parameter.decays]
         groups = [
@@ -118,7 +108,7 @@ class Optimizer:
         return _Group(adamw, masters, rounded, signed)
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
-        """What a checkpoint holds, kind by kind, each in the order of the shares."""
+        """What a checkpoint holds, kind by kind, each in the order of the shards."""
         state = [self.states[master] for master in self.masters]
         moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
@@ -160,10 +150,16 @@ class Optimizer:
         for group in self._groups.values():
             _publish(group)
 
+    def square(self) -> None:
+        """Square and add up this rank's gradients."""
+        self._buckets.square()
+
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """`clip` and update everything; returns what `clip` does."""
         norm, lr = self.clip(step, intact)
-        for key in self._keys:
+        # Other ranks may update a small bucket whole; its gradients are cleared here, too.
+        keys = [bucket.key for bucket in self._buckets.buckets] if self._buckets.cut else [None]
+        for key in dict.fromkeys(keys):
             self.update(key)
         return norm, lr
 
@@ -175,11 +171,11 @@ class Optimizer:
         communication was broken off by the time the norm is there: what an abort leaves in the results of
         collectives is garbage, and looks like numbers.
         """
-        norm, lr = float(self._gradients.norm()), self.settings.learning_rate(step)
+        norm, lr = float(self._buckets.norm()), self.settings.learning_rate(step)
         intact()
         if not math.isfinite(norm):
             self._factor = None
-            self._gradients.zero()
+            self._buckets.zero()
             return norm, lr
         self.updates += 1
         limit = self.settings.clip_norm
@@ -192,26 +188,26 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, key: BucketKey | None) -> None:
-        """Update a bucket that is in shares, or (None) what is not, and clear its gradients."""
+        """Update a bucket, or (None, without ZeRO) everything, and clear its gradients."""
         if self._factor is None:
             return
         if (group := self._groups.get(key)) is not None:
             if self._factor != 1.0:
-                self._gradients.scale(self._factor, key)
+                self._buckets.scale(self._factor, key)
             for rounded, gradient in group.rounded:
                 rounded.copy_(gradient)
             group.adamw.step()
-            for master, share, rate in group.signed:
-                master.add_(share.gradient.sign().to(master.dtype), alpha=-rate)
+            for master, shard, rate in group.signed:
+                master.add_(shard.gradient.sign().to(master.dtype), alpha=-rate)
             _publish(group)
-        self._gradients.zero(key)
+        self._buckets.zero(key)
 
 
 def _publish(group: _Group) -> None:
     """Round masters to parameters."""
-    for master, share in group.masters:
-        if master.dtype != share.parameter.tensor.dtype:
-            share.tensor.copy_(master)
+    for master, shard in group.masters:
+        if master.dtype != shard.parameter.tensor.dtype:
+            shard.tensor.copy_(master)
 
 
 def _master(held: Tensor) -> Tensor:
@@ -220,25 +216,18 @@ def _master(held: Tensor) -> Tensor:
     return held.detach().to(torch.float32)
 
 
-class Update(Sharing):
-    """Ends the step of a schedule."""
+class Update:
+    """The update at the end of one step, in the parts that a schedule names."""
 
-    def __init__(
-        self,
-        gradients: GradientBuckets,
-        weights: ShardedWeights,
-        optimizer: Optimizer,
-        step: int,
-        intact: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(weights, gradients)
+    def __init__(self, optimizer: Optimizer, step: int, intact: Callable[[], None] = lambda: None) -> None:
+        """``step``: from 0. ``intact``: see `Optimizer.clip`."""
         self._optimizer, self._step, self._intact = optimizer, step, intact
         self.gradient_norm = self.lr = 0.0
         self.applied = False
 
     def norm(self) -> None:
         """Square and add up this rank's gradients."""
-        self._gradients.square()
+        self._optimizer.square()
 
     def step(self) -> None:
         """Clip and update, if the gradients are numbers."""

@@ -149,6 +149,11 @@ class OperatorModule:
     """Of operators whose names begin with its own, by what those add: attention may be several."""
 
 
+def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of parameters of ``dtype`` are added up and summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 @dataclass(kw_only=True, eq=False)
 class StageParameter:
     """A parameter as one rank holds it.

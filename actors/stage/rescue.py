@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from braid.actors.stage.bucket import buckets_of, shards_in_order
 from braid.actors.stage.checked_files import CheckedWriter
 from braid.actors.stage.checkpoint import quietly
 from braid.actors.stage.copies import Copies
@@ -20,7 +21,6 @@ from braid.actors.stage.host_state import split
 from braid.actors.stage.messages import Rescue
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.mesh import MeshShape
 
 
@@ -44,8 +44,7 @@ def held_slices(
         if source == rank:
             place = Place.of(mesh, target)
             model = model_of(place=place, device=torch.device("meta"))
-            plans = bucket_plans(model.parameters, place)
-            shares = updated_by(plans, model.parameters)
+            shards = shards_in_order(buckets_of(model.parameters, place), model.parameters)
             state = copies.state_of(target, rank, plan.step)
-            add_state(found, shares, split(state, [share.shape for share in shares]), state.updates)
+            add_state(found, shards, split(state, [shard.shape for shard in shards]), state.updates)
     return found

@@ -35,7 +35,6 @@ from braid.actors.stage.rank import Pulse, Rank
 from braid.actors.stage.repeated_routing import ChoicesMade
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, documents_to_measure
-from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.lowering.lower import validation_schedule
@@ -136,11 +135,12 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_step(step)
         batch, discarded = self._config.train.global_batch, 0
-        kind = self._saboteur.update(step)
-        self._parts.executor.before = self._saboteur.before(step, self._parts.gradients)
+        executor = self._parts.executor
+        executor.before = self._saboteur.before(step, self._parts.buckets)
+        executor.transfers = self._saboteur.transfers(step)
         while True:
-            update = self._parts.update(step, self._membership.intact, kind)
-            loss_sum = self._parts.executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
+            update = self._parts.update(step, self._membership.intact)
+            loss_sum = executor.run(batches, 1.0 / (batch * self._shape.sequence), update)
             if update.applied or discarded or self._config.failure.on_nan != "retry":
                 break
             discarded += 1
@@ -174,7 +174,7 @@ class Worker(Logged, Rank):
         assert self._samples is not None
         batches = self._samples.of_validation()
         assert self._evaluator is not None
-        loss_sum = self._evaluator.run(batches, 0.0, Sharing(self._parts.weights))
+        loss_sum = self._evaluator.run(batches, 0.0)
         return loss_sum if self._parts.model.tells_loss else 0.0  # another rank says the same
 
     def data_facts(self) -> dict[str, int | str | None]:
@@ -197,8 +197,8 @@ class Worker(Logged, Rank):
             documents,
             made.choices,
         )
-        samples = profiler.run(rounds, self._parts.gradients.square, lambda: self._parts.optimizer.step(0))
-        self._parts.gradients.zero()
+        samples = profiler.run(rounds, self._parts.buckets.square, lambda: self._parts.optimizer.step(0))
+        self._parts.buckets.zero()
         return samples
 
     def activation_bytes(self, step: int) -> int:
@@ -206,7 +206,7 @@ class Worker(Logged, Rank):
 
         The step runs once more without an update, slowly, as every operator is followed by a count.
         """
-        meter = MemoryMeter(lambda: passing(self._parts.weights, self._parts.gradients))
+        meter = MemoryMeter(lambda: self._parts.buckets.passing)
         self._run_again(step, watch=meter)
         return meter.peak_bytes
 
@@ -216,10 +216,8 @@ class Worker(Logged, Rank):
         if (meter := watching.get("watch")) is not None:
             meter.executor = executor
         tokens = self._config.train.global_batch * self._shape.sequence
-        executor.run(
-            self._samples.of_step(step), 1.0 / tokens, Sharing(self._parts.weights, self._parts.gradients)
-        )
-        self._parts.gradients.zero()
+        executor.run(self._samples.of_step(step), 1.0 / tokens)
+        self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
         """Stream the spans of all further steps to a collector (here: the path of a Unix socket)."""
@@ -252,7 +250,7 @@ class Worker(Logged, Rank):
 
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
         """Go back to a step that all ranks' copies allow; all ranks call this."""
-        self._parts.weights.settle()
+        self._parts.buckets.settle()
         self._copies.restore(self._parts.optimizer, step, sources)
 
     def rescue(self, directory: str, plan: Rescue) -> Written:
@@ -295,24 +293,24 @@ class Worker(Logged, Rank):
 
     def load(self, directory: str, step: int) -> None:
         """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
-        self._parts.weights.settle()
+        self._parts.buckets.settle()
         load_checkpoint(Path(directory), self._parts.optimizer, step)
 
     def load_initial(self, directory: str) -> None:
         """Begin with the weights of a Hugging Face directory instead of random ones."""
-        self._parts.weights.settle()
+        self._parts.buckets.settle()
         load_initial(Path(directory), self._shape, self._parts.optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Global name and local slices of every parameter that this rank updates, for tests and exports."""
-        for share in self._parts.optimizer.shares:
-            for piece in share.slices:
-                yield piece.source.name, piece.of_local(share.tensor)
+        for shard in self._parts.optimizer.shards:
+            for piece in shard.slices:
+                yield piece.source.name, piece.of_local(shard.tensor)
 
     def close(self) -> None:
         """The end: leave the process groups."""
         if self._assembly is not None and not self._membership.broken:
-            self._parts.weights.settle()
+            self._parts.buckets.settle()
         self.leave()
 
     def leave(self) -> None:

@@ -39,7 +39,7 @@ class Probed(Worker):
         """Of master weights and moments, and of the parameters that follow from them, whole and in shares."""
         state = take(self._parts.optimizer, 0).flat
         parts = [state, *(p.tensor.detach() for p in self._parts.model.parameters)]
-        parts += [share.tensor.detach() for share in self._parts.optimizer.shares]
+        parts += [shard.tensor.detach() for shard in self._parts.optimizer.shards]
         return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
 
     def spoil(self) -> None:

@@ -24,10 +24,10 @@ class Counted(Worker):
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)
-        model, gradients, optimizer = self._parts.model, self._parts.gradients, self._parts.optimizer
-        tensors = [one.tensor for one in (*model.parameters, *gradients.shares)]
-        tensors += [bucket.share for bucket in gradients.buckets]
-        tensors += [moment for _, held in optimizer.named_tensors() for moment in held]
+        model, held, optimizer = self._parts.model, self._parts.buckets, self._parts.optimizer
+        tensors = [one.tensor for one in (*model.parameters, *held.shards)]
+        tensors += [bucket.gradients.shard for bucket in held.buckets]
+        tensors += [moment for _, state in optimizer.named_tensors() for moment in state]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self.objects = [weakref.ref(one) for one in (model, self._parts.executor, optimizer)]
 

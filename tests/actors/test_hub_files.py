@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.stage import exchange
+from braid.actors.stage.bucket import buckets_of, shards_in_order
 from braid.actors.stage.hub_files import HubDirectory, check_initial
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.shares import bucket_plans, updated_by
 from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
 from braid.scheduling.presets.library import model_preset
 from braid.scheduling.rotary import RotaryScaling
@@ -399,8 +399,8 @@ def test_a_rank_reads_its_slices_only(
         torch.nn.init.constant_(tensor, torch.nan)
     read: list[int] = []
     monkeypatch.setattr(exchange, "safe_open", counting(read))
-    shares = updated_by(bucket_plans(model.parameters, model.context.place), model.parameters)
-    optimizer: Any = SimpleNamespace(masters=tensors, shares=shares, restored=lambda steps: None)
+    shards = shards_in_order(buckets_of(model.parameters, model.context.place), model.parameters)
+    optimizer: Any = SimpleNamespace(masters=tensors, shards=shards, restored=lambda steps: None)
     exchange.load_initial(stored[kind], shape, optimizer)
     assert sum(read) == sum(tensor.numel() for tensor in tensors) < shape.parameters() / 2
     assert not any(tensor.isnan().any() for tensor in tensors)

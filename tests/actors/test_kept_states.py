@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from braid.actors.stage import checked_files
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.digests import damage
 from braid.actors.stage.global_state import UPDATES, global_state
 from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Rendezvous, Rescue, Written
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
@@ -29,7 +29,7 @@ from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.schedule import Reduce
 from braid.scheduling.spec import ParallelLayout
-from tests.actors.test_shares import SETTINGS, SHAPE, held
+from tests.actors.test_buckets import SETTINGS, SHAPE, held
 from tests.forking import run_forked
 
 LAYOUT: Final = ParallelLayout(tp=2)
@@ -48,19 +48,19 @@ class Trained:
         self.model.initialise(7)
         streams = HostStreams()
         recorder = Recorder(streams)
-        self.gradients = GradientBuckets(self.model.parameters, mesh, streams, recorder, 1 << 20)
-        self.optimizer = Optimizer(self.gradients, OptimizerSettings(**SETTINGS))
+        self.buckets = RankBuckets(self.model.parameters, mesh, streams, recorder)
+        self.optimizer = Optimizer(self.buckets, OptimizerSettings(**SETTINGS))
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            for n, share in enumerate(self.gradients.shares):
+            for n, shard in enumerate(self.buckets.shards):
                 generator = torch.Generator().manual_seed(1000 * step + n)
-                share.gradient.copy_(torch.randn(share.shape, generator=generator))
+                shard.gradient.copy_(torch.randn(shard.shape, generator=generator))
             if step == SKIPPED and self.rank == 1:
-                self.gradients.shares[0].gradient.fill_(float("nan"))
-            self.gradients.square()
-            self.gradients.start(Reduce(None, "tp"))
-            self.gradients.wait(Reduce(None, "tp"))
+                self.buckets.shards[0].gradient.fill_(float("nan"))
+            self.buckets.square()
+            self.buckets.start(Reduce(None, "tp"))
+            self.buckets.wait(Reduce(None, "tp"))
             self.optimizer.step(step)
 
     def state(self) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ def saved_and_restored(rank: int, home: Path) -> None:
     saves.take(SAVED)
     copies.keep(optimizer, SAVED)
     copies.settle()
-    held_now = optimizer.shares, optimizer.named_tensors()
+    held_now = optimizer.shards, optimizer.named_tensors()
     older = {name: one for name, one in global_state(*held_now, torch.zeros(1)).items() if name != UPDATES}
     write_slices(home / "of before", older)
     trained.train(SAVED, STEPS)

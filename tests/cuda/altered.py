@@ -10,6 +10,8 @@ from unittest.mock import patch
 from torch import Tensor
 
 from braid.actors.stage import assembly
+from braid.actors.stage.bucket import Bucket
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.streams import Transfer
 from braid.kernels.collectives.communicator import Communicator
@@ -163,24 +165,23 @@ def unawaited(owner: Any, which: Which) -> Altered:
     return altered(owner, "wait", wait)
 
 
-def given_back_in_transfer(owner: Any, make: Callable[[Any], object]) -> Altered:
+def given_back_in_transfer(kind: type, memory: Callable[[Bucket], Any]) -> Altered:
     """Memory of a bucket is given back when its transfer was issued, and made anew when that is taken."""
 
     def start(whole: Any, own: Any, what: Any) -> None:
         whole(own, what)
-        if what.bucket is None:
+        if not isinstance(what, kind) or what.bucket is None:
             return
-        for bucket, pending in zip(own._of(what), own._pending[what], strict=True):
-            transfer = pending[1] if isinstance(pending, tuple) else pending  # gathers have labels
+        for bucket, (_, transfer) in zip(own._of(what), own._pending[what], strict=True):
             transfer.launch, transfer.work = Launch(transfer.launch.result.new_empty(0), nothing), None
-            bucket.release()
+            memory(bucket).release()
 
     def wait(whole: Any, own: Any, what: Any) -> None:
-        for bucket in own._of(what) if what.bucket is not None else ():
-            make(bucket)
+        for bucket in own._of(what) if isinstance(what, kind) and what.bucket is not None else ():
+            memory(bucket).make(zeros=True)
         whole(own, what)
 
-    return all_of(altered(owner, "start", start), altered(owner, "wait", wait))
+    return all_of(altered(RankBuckets, "start", start), altered(RankBuckets, "wait", wait))
 
 
 def swapped(what: Any) -> Any:

@@ -14,18 +14,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from braid.actors.stage import bindings, step_graph, weights
+from braid.actors.stage import bindings, bucket, step_graph
 from braid.actors.stage.bindings import Binder
+from braid.actors.stage.bucket import Bucket, FlatMemory
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.executor import Executor
-from braid.actors.stage.gradients import GradientBuckets
-from braid.actors.stage.gradients import _Bucket as _Gradients
 from braid.actors.stage.host_state import HostState
 from braid.actors.stage.membership import Membership
 from braid.actors.stage.mesh import Mesh
 from braid.actors.stage.optimizer import Optimizer, Update
 from braid.actors.stage.step_graph import StepGraph
-from braid.actors.stage.weights import ShardedWeights
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Extents, Launch
 from braid.kernels.operators.expert_rows import ExpertRows
@@ -116,12 +115,7 @@ def _first_used_in_own_order() -> Altered:
 
 
 def _unfilled() -> Altered:
-    def allocate(own: _Gradients) -> None:
-        own.buffer = own.share.new_empty(own.plan.elements)
-        for parameter, view in own.plan.lay(own.buffer):
-            parameter.gradient = view
-
-    return patch.object(_Gradients, "allocate", allocate)
+    return altered(FlatMemory, "make", lambda whole, own, zeros=False: whole(own))
 
 
 def _received_where_it_is_sent_from() -> Altered:
@@ -244,9 +238,9 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
             ModelGroup, "all_gather", lambda whole, own, y, x: whole(own, y, x.double())
         ),
         "the norm is read before its squares are summed": lambda: unawaited(
-            GradientBuckets, lambda what: what.chunk is None
+            RankBuckets, lambda what: what.chunk is None
         ),
-        "gradients are cleared beside the update": lambda: elsewhere(GradientBuckets, "zero"),
+        "gradients are cleared beside the update": lambda: elsewhere(RankBuckets, "zero"),
         "the update runs on a stream that waits for nothing": lambda: elsewhere(Update, "step"),
     },
     PAIRED: {
@@ -300,25 +294,25 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
             lambda found: sorted(found, key=lambda one: not is_a(Start, Reduce, "dp")(one))
         ),
         "sums of two buckets are swapped on one rank": lambda: on_rank_one(
-            GradientBuckets, "_summed", lambda whole, own, what: whole(own, swapped(what))
+            RankBuckets, "_launches", lambda whole, own, what, along: whole(own, swapped(what), along)
         ),
-        "a bucket's sum is not awaited": lambda: unawaited(GradientBuckets, lambda what: what.bucket == 0),
+        "a bucket's sum is not awaited": lambda: unawaited(RankBuckets, lambda what: what.bucket == 0),
     },
     SUMS: {
         "a scatter starts before its bucket is final": lambda: earlier(is_a(Start, Reduce, "dp"), adds),
         "a share is added before its scatter has ended": lambda: unawaited(
-            GradientBuckets, lambda what: what.bucket is not None
+            RankBuckets, lambda what: isinstance(what, Reduce) and what.bucket is not None
         ),
         "gradients are let go of when their scatter was issued": lambda: given_back_in_transfer(
-            GradientBuckets, lambda bucket: bucket.allocate()
+            Reduce, lambda bucket: bucket.gradients
         ),
         "gradients begin with what was in their memory": _unfilled,
     },
     replace(SUMS, rounded=True): {
-        "rounded gradients are put back early": lambda: finished_at_once(GradientBuckets, "_launch_rounded"),
+        "rounded gradients are put back early": lambda: finished_at_once(Bucket, "sum"),
     },
     replace(REPLICAS, rounded=True): {
-        "gradients are rounded on a stream apart": lambda: elsewhere(GradientBuckets, "_launch_rounded"),
+        "gradients are rounded on a stream apart": lambda: elsewhere(Bucket, "sum"),
     },
     Case(schedule="ddp", dp=4, zero=2, shards=2, micro_batches=2): {
         "shares are summed over replicas before they are there": lambda: earlier(
@@ -326,25 +320,29 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         ),
     },
     STAGED: {
-        "a stage of a sum begins too early": lambda: unawaited(GradientBuckets, _not_last),
-        "a stage of a gather begins too early": lambda: unawaited(ShardedWeights, _not_last),
-        "a gathered bucket is put in order too early": lambda: finished_at_once(weights, "gather_stage"),
+        "a stage of a sum begins too early": lambda: unawaited(
+            RankBuckets, lambda what: isinstance(what, Reduce) and _not_last(what)
+        ),
+        "a stage of a gather begins too early": lambda: unawaited(
+            RankBuckets, lambda what: isinstance(what, Gather) and _not_last(what)
+        ),
+        "a gathered bucket is put in order too early": lambda: finished_at_once(bucket, "gather_stage"),
     },
     SHARDED: {
         "parameters are used too early": lambda: relinked(
             lambda found: sorted(found, key=is_a(Wait, Gather))
         ),
         "two buckets are gathered in another order on one rank": lambda: on_rank_one(
-            ShardedWeights, "start", lambda whole, own, what: whole(own, swapped(what))
+            RankBuckets, "_launches", lambda whole, own, what, along: whole(own, swapped(what), along)
         ),
     },
     PASSING: {
         "a bucket is let go of before its last reader": lambda: earlier(is_a(Release), is_a(Compute)),
         "a gather is waited for behind its first reader": lambda: later(is_a(Wait, Gather), is_a(Compute)),
         "a bucket's memory is given back while it is gathered": lambda: given_back_in_transfer(
-            ShardedWeights, lambda bucket: bucket.make()
+            Gather, lambda bucket: bucket.parameters
         ),
-        "what is gathered lies in another stream's memory": lambda: elsewhere(ShardedWeights, "start"),
+        "what is gathered lies in another stream's memory": lambda: elsewhere(Bucket, "gather"),
     },
     TENSOR: {
         "rows of a stage are put in order too early": lambda: finished_at_once(bindings, "gather_stage"),

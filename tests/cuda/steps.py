@@ -209,9 +209,9 @@ class Ranked:
         """Everything that training leaves, by name."""
         named = dict(self.parts.optimizer.named_tensors())
         return {
-            f"{kind} {n} {share.slices[0].source.name}": tensor
+            f"{kind} {n} {shard.slices[0].source.name}": tensor
             for kind, tensors in named.items()
-            for n, (share, tensor) in enumerate(zip(self.parts.optimizer.shares, tensors, strict=True))
+            for n, (shard, tensor) in enumerate(zip(self.parts.optimizer.shards, tensors, strict=True))
         }
 
     def left(self) -> dict[tuple[int, str], Any]:

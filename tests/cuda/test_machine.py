@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from braid.actors.stage.sharing import passing
 from braid.actors.stage.step_graph import StepGraph
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.entries import Kernel
@@ -97,13 +96,13 @@ def test_what_is_in_shares_changes_rounding_at_most(schedule: str, least: int) -
             wanted = values
         torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
         for rank in ranks:
-            weights = rank.parts.weights
-            begun = {(gather.chunk, gather.bucket) for gather in weights._pending}
-            assert begun == (set(weights._buckets) if zero in (1, 2) else set())
+            buckets = rank.parts.buckets
+            begun = {(gather.chunk, gather.bucket) for gather in buckets._pending}
+            assert begun == ({one.key for one in buckets.buckets} if zero in (1, 2) else set())
             held = {one.tensor.untyped_storage().nbytes() for one in rank.parts.model.parameters}
             assert (held == {0}) == (zero == 3)
             if zero > 1:
-                assert passing(weights, rank.parts.gradients) == []
+                assert buckets.passing == []
     assert losses[2] == losses[3]
 
 
@@ -117,7 +116,7 @@ def test_rounded_gradients_are_half_the_bytes(case: Case) -> None:
             if isinstance(entry, Kernel) and entry.call.kind in ("all_reduce", "reduce_scatter"):
                 dtype, count = entry.call.shape
                 found[entry.call.kind, dtype] += count
-        assert all(passing(rank.parts.weights, rank.parts.gradients) == [] for rank in ranks)
+        assert all(rank.parts.buckets.passing == [] for rank in ranks)
     kept = {key: count for key, count in halved.items() if key[1] != torch.bfloat16}
     taken = {(kind, torch.float32): n for (kind, dtype), n in halved.items() if dtype == torch.bfloat16}
     assert taken

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from braid.actors.stage import profiling
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.mesh import build_mesh
 from braid.actors.stage.messages import COMPUTE, Samples
 from braid.actors.stage.model import StageModel
@@ -72,7 +72,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, device: TimedDevice) -> Measured:
         )
         model.initialise(0)
         streams = CudaStreams(device)
-        GradientBuckets(model.parameters, mesh, streams, Recorder(streams, recording=False), 1 << 20)
+        RankBuckets(model.parameters, mesh, streams, Recorder(streams, recording=False))
         monkeypatch.setattr(profiling, "method_of", watched)
         monkeypatch.setattr(VocabularyShard, "_check", lambda self, tokens: None)  # on CPU alone
         profiler = Profiler(built_in_parts(sizes), model, mesh, streams)

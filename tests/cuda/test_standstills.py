@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.sharing import Sharing
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.schedule import Schedule
@@ -77,7 +76,7 @@ def test_forward_passes_alone(name: str) -> None:
         validates = parts.bind(code, recorder=Recorder(parts.streams, recording=False))
         log.begin()
         rank.step(0)
-        validates.run(rank.given[0], 0.0, Sharing(parts.weights))
+        validates.run(rank.given[0], 0.0)
 
     machine.run(run)
     assert_sound(machine)

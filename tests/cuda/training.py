@@ -24,7 +24,6 @@ from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.samples import Batches, ReplicaSamples
-from braid.actors.stage.sharing import passing
 from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
 from braid.jobs.data.corpus import Corpus
@@ -84,8 +83,8 @@ class Trained:
         """Master weights of the whole model by global name."""
         found: dict[str, Tensor] = {}
         for rank in self.ranks:
-            for share, master in zip(rank.optimizer.shares, rank.optimizer.masters, strict=True):
-                for piece in share.slices:
+            for shard, master in zip(rank.optimizer.shards, rank.optimizer.masters, strict=True):
+                for piece in shard.slices:
                     name, shape = piece.source.name, piece.source.shape
                     whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=master.dtype))
                     piece.of_global(whole).copy_(piece.of_local(master.detach()))
@@ -113,7 +112,7 @@ def train(
         mesh = join(plan, log.rank, hosts, ModelGroups(machine, log))
         rank = parts[log.rank] = assemble(plan, mesh, CPU, log)
         given = batches[log.rank]
-        watch = watches[log.rank] = Watch(MemoryMeter(lambda: passing(rank.weights, rank.gradients)))
+        watch = watches[log.rank] = Watch(MemoryMeter(lambda: rank.buckets.passing))
         watched = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
         watch.meter.executor = watched
         told[log.rank] = []
@@ -123,7 +122,7 @@ def train(
             executor = rank.executor if step < STEPS - 1 else watched
             loss = executor.run(given[step], 1.0 / (batch * shape.sequence), update)
             told[log.rank].append((loss if rank.model.tells_loss else 0.0, update.gradient_norm))
-        rank.weights.settle()
+        rank.buckets.settle()
 
     machine.run(run)
     ranks = sorted(parts)
@@ -232,12 +231,13 @@ class Runs:
 def state_bytes(rank: Assembly) -> tuple[int, int, int]:
     """What a rank holds between steps, in bytes: parameters, gradients, optimizer states."""
     optimizer = rank.optimizer
-    weights = [p.tensor for p in rank.model.parameters] + [share.tensor for share in optimizer.shares]
-    buffers = [b.buffer if b.buffer is not None else b.share for b in rank.gradients.buckets]
+    weights = [p.tensor for p in rank.model.parameters] + [shard.tensor for shard in optimizer.shards]
+    gradients = [bucket.gradients for bucket in rank.buckets.buckets]
+    sums = [memory.shard if memory.whole is None else memory.whole for memory in gradients]
     states = [optimizer.states[master] for master in optimizer.masters]
     moments = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
     held = held_bytes(weights)
-    return held, held_bytes(buffers), held_bytes(weights, optimizer.masters, moments) - held
+    return held, held_bytes(sums), held_bytes(weights, optimizer.masters, moments) - held
 
 
 def assert_predicted(outcome: Outcome, run: Trained) -> None:

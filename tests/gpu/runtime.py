@@ -177,18 +177,18 @@ class LocalRank:
     def reset(self) -> None:
         """Begin training anew."""
         self.parts.model.initialise(0)
-        for master, share in zip(self.optimizer.masters, self.optimizer.shares, strict=True):
-            master.copy_(share.tensor)
+        for master, shard in zip(self.optimizer.masters, self.optimizer.shards, strict=True):
+            master.copy_(shard.tensor)
         for kind, tensors in self.optimizer.named_tensors():
             for tensor in tensors if kind != "parameter" else ():
                 tensor.zero_()
         self.optimizer.restored(0)
-        self.parts.gradients.zero()
+        self.parts.buckets.zero()
 
     def profile(self, rounds: int) -> Samples:
         """Time operators alone and together, as all ranks do at once; training begins anew afterwards."""
         profiler = Profiler(self.job.graphs, self.parts.model, self.mesh, self.streams)
-        samples = profiler.run(rounds, self.parts.gradients.square, lambda: self.optimizer.step(0))
+        samples = profiler.run(rounds, self.parts.buckets.square, lambda: self.optimizer.step(0))
         self.reset()
         return samples
 
@@ -202,7 +202,7 @@ class LocalRank:
 
     def named(self) -> dict[str, Tensor]:
         """A copy of every parameter that this rank updates, on the host, by global name."""
-        pieces = [(one, share.tensor) for share in self.optimizer.shares for one in share.slices]
+        pieces = [(one, shard.tensor) for shard in self.optimizer.shards for one in shard.slices]
         return {one.source.name: one.of_local(tensor).detach().cpu().clone() for one, tensor in pieces}
 
 

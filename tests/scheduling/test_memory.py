@@ -19,17 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.executor import Executor, MicroBatch
 from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.gradients import GradientBuckets
 from braid.actors.stage.layers import LayerDefinition, load_layers
 from braid.actors.stage.memory_meter import held_bytes
 from braid.actors.stage.mesh import Mesh, build_mesh
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.sharing import Sharing, passing
 from braid.actors.stage.telemetry import Recorder
-from braid.actors.stage.weights import ShardedWeights
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.code import Code, Operation, Release, Wait
@@ -53,7 +51,6 @@ from braid.scheduling.sweep import Sweep
 from braid.scheduling.units import members_of
 from braid.scheduling.validate import ScheduleError, check_memory, linked
 from tests.end_to_end.command import ROOT
-from tests.no_update import NoUpdate
 from tests.scheduling.cases import (
     GPT,
     LLAMA,
@@ -174,22 +171,19 @@ def held_for_real(
         streams = HostStreams()
         recorder = Recorder(streams)
         rounds = DTYPES[reduce_dtype] if reduce_dtype else None
-        gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20, reduce_dtype=rounds)
-        weights = ShardedWeights(gradients.plans, mesh, streams, recorder)
+        buckets = RankBuckets(model.parameters, mesh, streams, recorder, reduce_dtype=rounds)
         executor = Executor(
             code=code,
             model=model,
             mesh=mesh,
             streams=streams,
             recorder=recorder,
-            watch=lambda operation: held.append(
-                (operation, held_bytes(executor.held(), passing(weights, gradients)))
-            ),
+            buckets=buckets,
+            watch=lambda operation: held.append((operation, held_bytes(executor.held(), buckets.passing))),
         )
         tokens = torch.zeros(TOKENS // layout.cp, dtype=torch.int64)
-        update = Sharing(weights, gradients) if layout.zero or rounds else NoUpdate()
         batch = MicroBatch(tokens, tokens)
-        executor.run([batch] * code.schedule.micro_batches, 1.0, update)
+        executor.run([batch] * code.schedule.micro_batches, 1.0)
         streams.close()
     return held
 

@@ -1,4 +1,4 @@
-"""Shares of parameters: boxes of flat ranges, buckets cut over ranks."""
+"""Buckets and shards: boxes of flat ranges, buckets that are cut over ranks, their memory."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.stage.gradients import GradientBuckets
+from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.shares import boxes_of_range
-from braid.actors.stage.weights import ShardedWeights
+from braid.actors.stage.shards import boxes_of_range
 from braid.scheduling import buckets
 from braid.scheduling.buckets import ALIGNED, share_elements
 from braid.scheduling.sizes import part_sizes
@@ -44,7 +43,7 @@ def test_boxes_are_the_elements_of_a_range_in_order(sizes: list[int], data: st.D
 
 
 @given(elements=st.integers(1, 10_000), ways=st.integers(1, 16))
-def test_shares_are_equal_and_hold_everything(elements: int, ways: int) -> None:
+def test_shards_are_equal_and_hold_everything(elements: int, ways: int) -> None:
     share = share_elements(elements, ways)
     assert elements <= ways * share < elements + ways * ALIGNED
     assert ways == 1 or share % ALIGNED == 0
@@ -73,15 +72,13 @@ MANY = [buckets.LEAST_ELEMENTS, 2048]
 """Parts of one bucket, and of several."""
 
 
-def sharded(model: StageModel, rank: int, layout: ParallelLayout) -> tuple[ShardedWeights, GradientBuckets]:
+def held_buckets(model: StageModel, layout: ParallelLayout) -> RankBuckets:
     """As a rank sets them up, without communication."""
-    streams: Any = None
     mesh: Any = SimpleNamespace(
         layout=layout, place=model.context.place, position=model.context.place.position, groups=Gathers()
     )
-    recorder: Any = None
-    gradients = GradientBuckets(model.parameters, mesh, streams, recorder, 1 << 20)
-    return ShardedWeights(gradients.plans, mesh, streams, recorder), gradients
+    streams: Any = None
+    return RankBuckets(model.parameters, mesh, streams, streams)
 
 
 class Gathers:
@@ -92,23 +89,23 @@ class Gathers:
 
 
 @pytest.mark.parametrize("least", MANY)
-def test_a_buckets_gradients_are_one_behind_the_other(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is summed early is the bucket's, also where the model has a shared expert behind the router."""
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_buckets_gradients_are_one_behind_the_other(
+    least: int, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model has a shared expert behind the router."""
     monkeypatch.setattr(buckets, "LEAST_ELEMENTS", least)
-    layout = ParallelLayout(dp=4, ep=2)
+    layout = ParallelLayout(dp=4, ep=2, zero=zero)
     mixture = replace(SHAPE, family="moe", experts=4, top_k=2, shared_experts=1)
-    _, gradients = sharded(held(layout, mixture, 0), 0, layout)
-    for bucket in gradients.buckets:
-        found = dict.fromkeys(bucket.parts, 0)
-        for parameter in bucket.plan.members:
-            part, own = bucket.parts[parameter.bucket], parameter.gradient
-            assert own is not None
-            assert 0 <= own.storage_offset() - part.storage_offset() <= part.numel() - own.numel()
-            found[parameter.bucket] += own.numel()
-        assert found == {n: part.numel() for n, part in bucket.parts.items()}
+    for bucket in held_buckets(held(layout, mixture, 0), layout).buckets:
+        whole = bucket.gradients.make()
+        for member, begin in zip(bucket.members, bucket.offsets, strict=False):
+            assert (member.chunk, member.bucket) == bucket.key
+            assert member.gradient.data_ptr() == whole[begin:].data_ptr()
+        assert 0 <= whole.numel() - bucket.offsets[-1] < bucket.ways * ALIGNED
 
 
-@pytest.mark.parametrize(("least", "tied"), zip(MANY, (False, True), strict=True))
+@pytest.mark.parametrize(("least", "tied"), [(MANY[0], False), (MANY[1], True)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
 def test_ranks_update_every_element_of_the_model_once(
     layout: ParallelLayout, tied: bool, least: int, monkeypatch: pytest.MonkeyPatch
@@ -121,14 +118,12 @@ def test_ranks_update_every_element_of_the_model_once(
     for rank in range(layout.ranks):
         model = held(layout, shape, rank)
         model.initialise(7)
-        weights, gradients = sharded(model, rank, layout)
-        shares = gradients.shares
-        assert sum(len(plan.members) for plan in gradients.plans) == len(model.parameters)
-        assert len(weights.buckets) == sum(plan.ways > 1 for plan in gradients.plans)
-        for share in shares:
-            assert share.tensor.shape == share.gradient.shape == share.shape
-            for piece in share.slices:
-                local = piece.of_local(share.tensor)
+        rank_buckets = held_buckets(model, layout)
+        assert sum(len(bucket.members) for bucket in rank_buckets.buckets) == len(model.parameters)
+        for shard in rank_buckets.shards:
+            assert shard.tensor.shape == shard.gradient.shape == shard.shape
+            for piece in shard.slices:
+                local = piece.of_local(shard.tensor)
                 assert torch.equal(local, piece.of_global(piece.source.initial(7)))
                 if (key := (piece.source.name, piece.offsets, piece.sizes)) not in seen:
                     seen.add(key)
@@ -149,58 +144,61 @@ def test_whole_buckets_are_there_between_start_and_release(
     model = held(layout, SHAPE, 1)
     model.initialise(7)
     initial = {id(one): one.tensor.detach().clone() for one in model.parameters}
-    weights, gradients = sharded(model, 1, layout)
-    for bucket in weights.buckets:
-        plan, own = bucket.plan, bucket.own.clone()
-        assert bucket.passes == (bucket.whole is None) == (zero == 3)
-        places = [share.tensor.data_ptr() for share in plan.shares]
-        whole = bucket.make()
-        assert whole is bucket.make()
-        assert (plan.own(whole).data_ptr() == bucket.own.data_ptr()) == (zero < 3), "a share apart"
-        for member, (begin, end) in zip(plan.members, pairwise(plan.offsets), strict=True):
+    for bucket in held_buckets(model, layout).buckets:
+        parameters, gradients = bucket.parameters, bucket.gradients
+        assert parameters is not None
+        shard = parameters.shard.clone()
+        assert parameters.lasting == (parameters.whole is not None) == (zero < 3)
+        places = [one.tensor.data_ptr() for one in bucket.shards]
+        whole = parameters.make()
+        assert whole is parameters.make()
+        assert (bucket.part_of_rank(whole).data_ptr() == parameters.shard.data_ptr()) == (zero < 3)
+        for member, (begin, end) in zip(bucket.members, pairwise(bucket.offsets), strict=True):
             whole[begin:end].copy_(initial[id(member)].view(-1))
             assert torch.equal(member.tensor, initial[id(member)])
             assert member.tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert bucket.passing == ([] if zero < 3 else [whole])
         if zero == 3:
-            bucket.release()
-            assert bucket.whole is None
-            assert all(one.tensor.untyped_storage().nbytes() == 0 for one in plan.members)
-        assert [share.tensor.data_ptr() for share in plan.shares] == places
-        assert torch.equal(bucket.own, own)
-    for sums in gradients.buckets:
-        assert sums.lasting == (zero == 1)
-        if not sums.lasting:
-            assert sums.buffer is None
-            assert not sums.share.any()
-            sums.allocate()
-            for member in sums.plan.members:
+            parameters.release()
+            assert bucket.passing == []
+            assert all(one.tensor.untyped_storage().nbytes() == 0 for one in bucket.members)
+        assert [one.tensor.data_ptr() for one in bucket.shards] == places
+        assert torch.equal(parameters.shard, shard)
+        assert gradients.lasting == (gradients.whole is not None) == (zero == 1)
+        if not gradients.lasting:
+            added = gradients.make(zeros=True)
+            for member in bucket.members:
                 assert member.gradient.shape == member.shape
                 member.gradient.add_(1)
-            assert sums.whole().sum() == sums.plan.offsets[-1]
-            assert not sums.share.any(), "a share is added to when the scatter has ended"
-            sums.release()
-            assert sums.buffer is None
+            assert added.sum() == bucket.offsets[-1]
+            assert not gradients.shard.any(), "a shard is added to when the sum has arrived"
+            bucket.keep_sums()
+            assert torch.equal(gradients.shard, bucket.part_of_rank(added))
+            assert gradients.whole is None
             with pytest.raises(AssertionError, match="no gradient is kept"):
-                _ = sums.plan.members[0].gradient
+                _ = bucket.members[0].gradient
+        bucket.clear()
+        assert not gradients.shard.any()
 
 
 @pytest.mark.parametrize(("zero", "dtype"), [(1, torch.float32), (3, torch.bfloat16)])
-def test_masters_are_in_shares(zero: int, dtype: torch.dtype) -> None:
+def test_masters_are_shards(zero: int, dtype: torch.dtype) -> None:
     """And in the memory that gathers read, where parameters are no narrower."""
     layout = ParallelLayout(dp=2, zero=zero)
     model = held(layout, SHAPE, 0, dtype)
     model.initialise(7)
-    weights, gradients = sharded(model, 0, layout)
-    optimizer = Optimizer(gradients, OptimizerSettings(**SETTINGS))
-    apart = {one.own.untyped_storage().data_ptr() for one in weights.buckets}
-    for master, share in zip(optimizer.masters, optimizer.shares, strict=True):
-        assert master.shape == share.shape
-        assert torch.equal(master, share.tensor.to(torch.float32))
-        assert share.tensor.untyped_storage().data_ptr() in apart
-        assert (master.data_ptr() == share.tensor.data_ptr()) == (dtype is torch.float32)
+    rank_buckets = held_buckets(model, layout)
+    optimizer = Optimizer(rank_buckets, OptimizerSettings(**SETTINGS))
+    memories = [bucket.parameters.shard for bucket in rank_buckets.buckets if bucket.parameters is not None]
+    storages = {memory.untyped_storage().data_ptr() for memory in memories}
+    for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
+        assert master.shape == shard.shape
+        assert torch.equal(master, shard.tensor.to(torch.float32))
+        assert shard.tensor.untyped_storage().data_ptr() in storages
+        assert (master.data_ptr() == shard.tensor.data_ptr()) == (dtype is torch.float32)
         assert master.grad is not None
-        assert master.grad.data_ptr() == share.gradient.data_ptr()
-    assert sum(one.numel() for one in optimizer.masters) <= sum(one.own.numel() for one in weights.buckets)
+        assert master.grad.data_ptr() == shard.gradient.data_ptr()
+    assert sum(one.numel() for one in optimizer.masters) <= sum(memory.numel() for memory in memories)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
