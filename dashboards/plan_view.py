@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from braid.dashboards.run_files import NotReadableError, read_text
 from braid.scheduling.effectiveness import effectiveness
+from braid.scheduling.operations import Compute, PassKind, Start, Wait
 from braid.scheduling.profile import Profile, parse_profile
-from braid.scheduling.schedule import Barrier, PassKind, Program, Schedule, Sides, Start, Wait
+from braid.scheduling.schedule import Program, Schedule, Sides
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.units import measured_key
 
@@ -65,20 +66,19 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
     solo = {} if profile is None else profile.solo_ns
     made: list[dict[str, Any]] = []
     for action in program[:_MOST_ACTIONS]:
-        if isinstance(action, Barrier):
+        if not isinstance(action, Compute | Start | Wait):
             made.append({"verb": "barrier"})
             continue
-        side = sides[action.turn]
-        verb = "start" if isinstance(action, Start) else "wait" if isinstance(action, Wait) else "compute"
+        side, operator = sides[action.turn], str(action.what)
         made.append(
             {
-                "verb": verb,
-                "operator": action.operator,
+                "verb": type(action).__name__.lower(),
+                "operator": operator,
                 "turn": action.turn,
                 "side": side.kind.value,
-                "stream": action.stream.value if isinstance(action, Start) else None,
+                "stream": action.stream.value if isinstance(action, Start) and action.stream else None,
                 "left": side.kind is PassKind.END,
-                "ns": solo.get(measured_key(side.unit, action.operator)),
+                "ns": solo.get(measured_key(side.unit, operator)),
             }
         )
     return made

@@ -11,22 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from braid.scheduling.buckets import Buckets
-from braid.scheduling.operators import Operator, Parameters, Part, Value
-from braid.scheduling.schedule import (
-    Await,
-    Direction,
-    Gather,
-    Instruction,
-    Norm,
-    Pass,
-    PassKind,
-    Prefetch,
-    Reduce,
-    Schedule,
-    Step,
-    Transfer,
-    passes_in,
-)
+from braid.scheduling.operations import Compute, Gather, Norm, Operation, Pass, PassKind, Start, Step
+from braid.scheduling.operators import Parameters, Part, Value
+from braid.scheduling.schedule import Instruction, Prefetch, Schedule, passes_in
 from braid.scheduling.spec import ParallelLayout
 
 
@@ -97,139 +84,6 @@ class Frame:
         return tuple(masks)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Node:
-    """An operator at its place in a chunk."""
-
-    operator: Operator
-    unit: str
-    """Of parts, whose graph the operator is of."""
-    place: int
-    """Of the unit in the chunk, in the order of the forward pass."""
-    part: int
-    """Of the chunk, in the order of the forward pass."""
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    """Registers; of a piece also the one of the whole value that has its rows."""
-    bit: int
-    needs: int
-    """Bits of what has to be done before it begins."""
-    others: int = 0
-    """Of the last piece, which completes the whole value: bits of the others."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """An input on its way to another stage. Which one it is stands in the stretch: all share their bodies."""
-
-    direction: Direction
-    sent: bool
-    """Else received."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Decide the update: whether it is one, the learning rate, and what gradients are multiplied with."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """Update a bucket's parameters, and clear their gradients."""
-
-    chunk: int
-    bucket: int
-
-
-What = Node | Message | Reduce | Gather | Norm | Step | Clip | Update
-"""What runs or travels."""
-
-
-def name_of(what: What) -> str:
-    """The name of an operation: in traces, profiles, tables, pages and errors."""
-    match what:
-        case Node():
-            return what.operator.own_name
-        case Message(direction, sent):
-            return f"{'send' if sent else 'receive'} {direction.value}"
-        case Reduce(chunk, axis, _, move):
-            along = axis if move is None else move.factor
-            return f"norm {axis}" if chunk is None else f"gradients.{chunk} {along}"
-        case Gather(chunk, axis, _, move):
-            return f"parameters.{chunk} {axis if move is None else move.factor}"
-        case Norm():
-            return "norm"
-        case Step() | Update():
-            return "optimizer"
-        case Clip():
-            return "clip"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Operation:
-    """``turn``: the pass of the stretch, by number, whose frame it reads, writes and frees registers of."""
-
-    turn: int = 0
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    frees: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Compute(Operation):
-    """Run an operator, the norm or the update on the compute stream."""
-
-    what: Node | Norm | Step | Clip | Update
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Start(Operation):
-    """Issue a transfer. What it writes has memory from here on."""
-
-    what: Node | Message | Reduce | Gather
-    lone: bool = False
-    """Whether nothing runs before its wait."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Wait(Operation):
-    """Wait for a transfer; what it writes is there from here on."""
-
-    what: Node | Message | Reduce | Gather
-    lone: bool = False
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Allocate(Operation):
-    """Make memory, all zeros, for a bucket's gradients; it lives until their sum is waited for (ZeRO 2)."""
-
-    what: Reduce
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Release(Operation):
-    """Let go of a bucket's parameters, which have memory from the start of the gather on (ZeRO 3)."""
-
-    what: Gather
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Barrier(Operation):
-    """Wait on the host for everything that is under way."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Hand(Operation):
-    """Give the output of a pass to its next chunk, on this stage: the register of pass ``to``."""
-
-    to: int
-    register: int
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Loss(Operation):
-    """Keep the model's output."""
-
-
 @dataclass(frozen=True, eq=False)
 class Body:
     """Operations that equal stretches share."""
@@ -246,12 +100,6 @@ class Stretch:
     """Those of a block, and those that it hands something to. Of a transfer: whose register it uses."""
     frames: tuple[Frame, ...]
     body: Body
-
-    @property
-    def transfer(self) -> Transfer | None:
-        """What it begins or waits for, if it is one of those instructions."""
-        one = self.instruction.transfer if isinstance(self.instruction, Await) else self.instruction
-        return one if isinstance(one, Transfer) else None
 
     @property
     def block_passes(self) -> tuple[Pass, ...]:
@@ -295,7 +143,7 @@ def update_begins(stretches: Sequence[Stretch]) -> int:
     for at, stretch in enumerate(stretches):
         if stretch.frames:
             first = len(stretches)
-        elif isinstance(stretch.instruction, Norm | Step):
+        elif isinstance(stretch.instruction, Compute) and isinstance(stretch.instruction.what, Norm | Step):
             first = min(first, at)
     return first
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from braid.scheduling.schedule import Await, Block, Instruction, Pass, PassKind, Receive, Schedule, Send
+from braid.scheduling.operations import Pass, PassKind, Receive, Send, Start, Wait
+from braid.scheduling.schedule import Block, Instruction, Schedule
 from braid.scheduling.timeline import in_flight, unit_timeline
 
 
@@ -112,7 +113,7 @@ def _pass_of(instruction: Instruction) -> Pass | None:
     match instruction:
         case Block(passes):
             return passes[0]
-        case Send(moved) | Receive(moved) | Await(Send(moved) | Receive(moved)):
+        case Start(Send(moved) | Receive(moved)) | Wait(Send(moved) | Receive(moved)):
             return moved
         case _:
             return None

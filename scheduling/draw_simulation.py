@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from braid.scheduling.code import Compute, Node, Start, name_of
+from braid.scheduling.operations import Compute, Node, Pass, PassKind, Start, name_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.record_numbers import phases
-from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.simulator.engine import BlockRun, Executed
 from braid.scheduling.span_batches import batches_of

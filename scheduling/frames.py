@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from braid.scheduling import schedule as text
-from braid.scheduling.code import Barrier, Compute, Frame, Node, Operation, Start, Wait
+from braid.scheduling.code import Frame
+from braid.scheduling.operations import Compute, Node, Operation, Pass, PassKind, Start, Wait
 from braid.scheduling.operators import Graph, Part, Stream, Value
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Pass, PassKind, Side
+from braid.scheduling.schedule import Side
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def _nodes(
 
 # -- operations ----------------------------------------------------------------------------------------------
 
-Placed = tuple[Action, int, int]
-"""An action of a program, the turn and the place that it is for."""
+Placed = tuple[Operation, int, int]
+"""An operation of a program, the turn and the place that it is for."""
 
 
 def operations_of(
@@ -174,32 +174,32 @@ def operations_of(
 ) -> list[Operation]:
     """The operations of steps, one behind the other. `ValueError` for what the graphs do not have."""
     operations: list[Operation] = []
-    for (action, turn, place), following in zip_longest(steps, steps[1:]):
-        if isinstance(action, text.Barrier):
-            operations.append(Barrier())
+    for (operation, turn, place), following in zip_longest(steps, steps[1:]):
+        if not isinstance(operation, Compute | Start | Wait):
+            operations.append(operation)
             continue
-        chunk = chunks[turn]
-        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, action.operator))
+        chunk, name = chunks[turn], str(operation.what)
+        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, name))
         side = Side(passes[turn].kind, chunk.units[place])
         if node is None:
-            raise ValueError(f"program {side}: the graph has no operator {action.operator!r}")
+            raise ValueError(f"program {side}: the graph has no operator {name!r}")
         op = node.operator
-        if op.kind.communicates == isinstance(action, text.Compute):
+        if op.kind.communicates == isinstance(operation, Compute):
             article = "a" if op.kind.communicates else "not a"
             raise ValueError(f"program {side}: {op.name} is {article} collective")
         reads, writes = node.reads, node.writes
-        match action:
-            case text.Compute():
-                operations.append(Compute(what=node, turn=turn, reads=reads, writes=writes))
-            case text.Start(_, stream):
+        match operation:
+            case Compute():
+                operations.append(Compute(node, turn=turn, reads=reads, writes=writes))
+            case Start(_, stream):
                 if stream is Stream.COMPUTE:
                     raise ValueError(f"program {side}: {op.name}: no collective runs on the compute stream")
-                lone = following == (text.Wait(op.name, action.turn), turn, place)
-                operations.append(Start(what=node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
-            case text.Wait():
+                lone = following == (Wait(name, turn=operation.turn), turn, place)
+                operations.append(Start(node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
+            case Wait():
                 last = operations[-1] if operations else None
                 lone = isinstance(last, Start) and last.what is node and last.turn == turn
-                operations.append(Wait(what=node, turn=turn, reads=reads, writes=writes, lone=lone))
+                operations.append(Wait(node, turn=turn, reads=reads, writes=writes, lone=lone))
     return operations
 
 

@@ -6,25 +6,11 @@ What a program leaves of a backward pass is taken up by the next program that ha
 block or in the one that names it (``L2.1``); where there is none, it runs by itself right after.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from braid.scheduling import schedule as text
 from braid.scheduling.buckets import Buckets
-from braid.scheduling.code import (
-    Body,
-    Clip,
-    Code,
-    Compute,
-    Frame,
-    Hand,
-    Loss,
-    Message,
-    Operation,
-    Start,
-    Stretch,
-    Wait,
-)
+from braid.scheduling.code import Body, Code, Frame, Stretch
 from braid.scheduling.frames import (
     ChunkLayout,
     Placed,
@@ -33,25 +19,34 @@ from braid.scheduling.frames import (
     laid_out,
     operations_of,
 )
+from braid.scheduling.operations import (
+    Barrier,
+    Clip,
+    Compute,
+    Hand,
+    Loss,
+    Message,
+    Norm,
+    Operation,
+    Pass,
+    PassKind,
+    Receive,
+    Reduce,
+    Send,
+    Start,
+    Step,
+    Wait,
+)
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.rounds import combinations, in_rounds
 from braid.scheduling.schedule import (
-    Action,
-    Await,
     Block,
     Instruction,
-    Norm,
-    Pass,
-    PassKind,
     Prefetch,
     Program,
-    Receive,
-    Reduce,
     Schedule,
-    Send,
     Side,
     Sides,
-    Step,
     on_side,
 )
 from braid.scheduling.sharing import Sharing, SharingError
@@ -115,9 +110,6 @@ class _Unrolled:
     left: Mapping[int, _Left]
 
 
-_Transferred = tuple[tuple[Frame], Body]
-
-
 @dataclass(frozen=True, eq=False)
 class _Role:
     """What all passes of a kind through a chunk have in common."""
@@ -142,7 +134,8 @@ class _Linker:
     """By the names of the units: equal chunks share their frame and their operators."""
     _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
-    _messages: dict[tuple[object, ...], _Transferred] = field(default_factory=dict)
+    _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
+    """Frame and register that a message is sent from or received in, by what it carries."""
     _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
     """Sums of the stage that stand in blocks."""
@@ -227,7 +220,7 @@ class _Linker:
         keeps = []
         for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
             end = left.get(turn)
-            ends = {action.operator for action in on_side(end.program, end.side)} if end else ()
+            ends = {str(op.what) for op in on_side(end.program, end.side)} if end else ()
             place = end.place if end else 0
             keeps.append(kept_after(one, role.chunk, ends, place, passes_on=role.passes_on))
         operations = freeing(operations, keeps)
@@ -293,7 +286,7 @@ class _Linker:
             end = Side(PassKind.END, side.unit)
             if slot is None or side.kind is not PassKind.BACKWARD or end not in sides:
                 continue
-            done = {action.operator for action in on_side(program, number)}
+            done = {str(op.what) for op in on_side(program, number)}
             if any(op.name not in done for op in self.parts[side.unit].backward.operators):
                 yield _Left(*slot, side.unit, program, sides.index(end))
 
@@ -321,57 +314,51 @@ class _Linker:
     def _other(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
         """Transfers and the update, ``by_bucket`` where gathers follow it."""
         match instruction:
-            case Send() | Receive():
-                return self._of_message(instruction, instruction)
-            case Await(Send() | Receive() as message):
+            case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
                 return self._of_message(instruction, message)
-            case Step() if by_bucket:
-                return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(what=Clip())))
-            case Norm() | Step():
-                return Stretch(instruction, (), (), self._shared((instruction,), Compute(what=instruction)))
-            case Reduce():
-                first = self._stages(instruction)[0]
-                return Stretch(instruction, (), (), self._shared((instruction,), Start(what=first)))
+            case Compute(Step()) if by_bucket:
+                return Stretch(instruction, (), (), self._shared((instruction, Clip), Compute(Clip())))
+            case Compute(Norm() | Step()):
+                return Stretch(instruction, (), (), self._shared((instruction,), instruction))
+            case Start(Reduce() as reduce):
+                first = self._stages(reduce)[0]
+                return Stretch(instruction, (), (), self._shared((instruction,), Start(first)))
             case Prefetch():
                 return Stretch(instruction, (), (), self._shared(()))
-            case Await(Reduce() as reduce) if reduce in self._begun:
+            case Wait(Reduce() as reduce) if reduce in self._begun:
                 return Stretch(instruction, (), (), self._shared(()))
-            case Await(Reduce() as reduce):
+            case Wait(Reduce() as reduce):
                 first, *others = self._stages(reduce)
-                rest = [kind(what=one) for one in others for kind in (Start, Wait)]
-                return Stretch(instruction, (), (), self._shared((instruction,), Wait(what=first), *rest))
-        raise AssertionError(instruction)
-
-    def _of_message(self, instruction: Instruction, message: Send | Receive) -> Stretch:
-        """Equal ones share a body."""
-        moved, sent = message.moved, isinstance(message, Send)
-        one = moved.before(self.layout) if sent else moved
-        key = moved.kind, moved.chunk, sent, message is not instruction
-        if key not in self._messages:
-            self._messages[key] = self._message(moved, one, key[3], sent=sent)
-        assert one is not None
-        frames, body = self._messages[key]
-        return Stretch(instruction, (one,), frames, body)
+                rest = [kind(one) for one in others for kind in (Start, Wait)]
+                return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *rest))
+        raise ValueError(f"{instruction} does not stand by itself")
 
     def _shared(self, key: tuple[object, ...], *operations: Operation) -> Body:
         return self._update.setdefault(key, Body(operations))
 
-    def _message(self, moved: Pass, one: Pass | None, awaited: bool, *, sent: bool) -> _Transferred:
-        """What is sent is read, and let go of at the end; what is received is there from the begin on."""
-        frame = None if one is None else self._chunk(one.chunk).frame
-        register = None
-        if frame is not None:
-            register = frame.exit(moved.forward) if sent else frame.entry(moved.forward)
-        if frame is None or register is None:
-            raise ValueError(f"nothing for {moved} comes from another stage")
-        what = Message(moved.direction, sent)
+    def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
+        """What is sent is read, and let go of at its wait; what is received has memory from its start on."""
+        moved, sent = message.moved, isinstance(message, Send)
+        one = moved.before(self.layout) if sent else moved
+        key = moved.kind, moved.chunk, sent
+        if key not in self._ends_of_messages:
+            frame = None if one is None else self._chunk(one.chunk).frame
+            register = None
+            if frame is not None:
+                register = frame.exit(moved.forward) if sent else frame.entry(moved.forward)
+            if frame is None or register is None:
+                raise ValueError(f"nothing for {moved} comes from another stage")
+            self._ends_of_messages[key] = frame, register
+        frame, register = self._ends_of_messages[key]
         at = (register,)
-        operation: Operation
-        if awaited:
-            operation = Wait(what=what, frees=at) if sent else Wait(what=what, writes=at)
+        if not sent:
+            operation: Operation = replace(instruction, writes=at)
+        elif isinstance(instruction, Start):
+            operation = replace(instruction, reads=at)
         else:
-            operation = Start(what=what, reads=at) if sent else Start(what=what, writes=at)
-        return (frame,), Body((operation,))
+            operation = replace(instruction, frees=at)
+        assert one is not None
+        return Stretch(instruction, (one,), (frame,), Body((operation,)))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:
@@ -384,14 +371,14 @@ class _Linker:
         return self._chunks[chunk]
 
 
-def _actions(program: Iterable[Action], slots: Sequence[tuple[int, int] | None]) -> Iterator[Placed]:
-    """A program's actions with the turns and places of its sides; sides without one are left out."""
-    for action in program:
-        if isinstance(action, text.Barrier):
-            yield action, 0, 0
-        elif (slot := slots[action.turn]) is not None:
-            yield action, *slot
+def _actions(program: Program, slots: Sequence[tuple[int, int] | None]) -> Iterator[Placed]:
+    """A program's operations with the turns and places of its sides; sides without a slot are left out."""
+    for operation in program:
+        if isinstance(operation, Barrier):
+            yield operation, 0, 0
+        elif (slot := slots[operation.turn]) is not None:
+            yield operation, *slot
 
 
 def _finish(left: _Left) -> Iterator[Placed]:
-    return ((action, left.turn, left.place) for action in on_side(left.program, left.side))
+    return ((operation, left.turn, left.place) for operation in on_side(left.program, left.side))

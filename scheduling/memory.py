@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from braid.scheduling.buckets import Buckets, flat_elements, share_elements, share_ways
 from braid.scheduling.code import Code
+from braid.scheduling.operations import PassKind
 from braid.scheduling.operators import Part
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Block, PassKind
+from braid.scheduling.schedule import Block
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.sweep import histories
 

@@ -7,7 +7,8 @@ at the end of the block, backward passes first.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
 
-from braid.scheduling.schedule import Block, PassKind, Schedule, Side, Sides
+from braid.scheduling.operations import PassKind
+from braid.scheduling.schedule import Block, Schedule, Side, Sides
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.units import chunk_units
 

@@ -1,6 +1,6 @@
 """A schedule: what every pipeline stage does in one step. As text: `braid.scheduling.schedule_text`.
 
-Two levels. Per stage a list of instructions:
+Operations of `braid.scheduling.operations` in two levels. Per stage a list of instructions:
 
     F3.1            forward pass of micro-batch 3 on chunk 1          (``F3.1b``: on strand beta)
     B3.1            backward pass of it, input and weight gradients
@@ -37,153 +37,20 @@ All ranks of a stage run the same lists in the same order.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
 
-from braid.scheduling.operators import Stream
+from braid.scheduling.operations import (
+    Compute,
+    Gather,
+    Operation,
+    Pass,
+    PassKind,
+    Reduce,
+    Start,
+    Strand,
+    Wait,
+)
 from braid.scheduling.partition import Partition
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.stages import Move
-
-
-class Direction(StrEnum):
-    """Which way a pass goes through the model."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-
-
-class PassKind(StrEnum):
-    """What a pass computes; the letter of its token."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT = "I"
-    WEIGHT = "W"
-    END = "L"
-
-    @property
-    def direction(self) -> Direction:
-        """Which way it goes."""
-        return Direction.FORWARD if self is PassKind.FORWARD else Direction.BACKWARD
-
-    @property
-    def travels(self) -> bool:
-        """Whether the pass takes an input from one chunk and hands its output to the next."""
-        return self not in (PassKind.WEIGHT, PassKind.END)
-
-
-ENDING = (PassKind.BACKWARD, PassKind.WEIGHT, PassKind.END)
-"""Passes behind which no other one of the micro-batch need add to gradients."""
-
-
-class Strand(StrEnum):
-    """The streams of micro-batches that may run on a rank at the same time."""
-
-    ALPHA = "alpha"
-    BETA = "beta"
-
-
-class Pass(NamedTuple):
-    """One pass of one micro-batch through one chunk."""
-
-    kind: PassKind
-    micro_batch: int
-    chunk: int
-    strand: Strand = Strand.ALPHA
-
-    def __str__(self) -> str:
-        mark = "b" if self.strand is Strand.BETA else ""
-        return f"{self.kind.value}{self.micro_batch}.{self.chunk}{mark}"
-
-    @property
-    def direction(self) -> Direction:
-        """Which way the pass goes through the model."""
-        return self.kind.direction
-
-    @property
-    def forward(self) -> bool:
-        """Whether it goes forward."""
-        return self.kind is PassKind.FORWARD
-
-    @property
-    def whole(self) -> "Pass":
-        """The pass that this one is a part of; messages are named by it."""
-        if self.kind in (PassKind.FORWARD, PassKind.BACKWARD):
-            return self
-        return Pass(PassKind.BACKWARD, self.micro_batch, self.chunk, self.strand)
-
-    def after(self, layout: ParallelLayout) -> "Pass | None":
-        """The pass that takes what this one produces; None at the end of the model."""
-        return self._along(layout, 1 if self.forward else -1)
-
-    def before(self, layout: ParallelLayout) -> "Pass | None":
-        """The pass whose output this one takes; None at the begin."""
-        return self._along(layout, -1 if self.forward else 1)
-
-    def _along(self, layout: ParallelLayout, distance: int) -> "Pass | None":
-        chunk = layout.neighbour(self.chunk, distance)
-        kind = PassKind.FORWARD if self.forward else PassKind.BACKWARD
-        return None if chunk is None else Pass(kind, self.micro_batch, chunk, self.strand)
-
-
-@dataclass(frozen=True)
-class Send:
-    """Start to send the input of ``moved`` to another stage."""
-
-    moved: Pass
-    stage: int
-
-    def __str__(self) -> str:
-        return f"SEND({self.moved}>{self.stage})"
-
-
-@dataclass(frozen=True)
-class Receive:
-    """Start to receive the input of ``moved`` from another stage."""
-
-    moved: Pass
-    stage: int
-
-    def __str__(self) -> str:
-        return f"RECV({self.moved}<{self.stage})"
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Start to sum over the ranks of an axis: the gradients of a chunk, or (None) the squares of the norm.
-
-    In linked code alone: ``bucket``: of that bucket of the chunk (`braid.scheduling.buckets`); None: of all;
-    ``move``: a stage of it; None: all of it.
-    """
-
-    chunk: int | None
-    axis: str
-    bucket: int | None = None
-    move: Move | None = None
-
-    def __str__(self) -> str:
-        return f"REDUCE({'norm' if self.chunk is None else self.chunk} {self.axis})"
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Gather the parameters of a chunk from the ranks of an axis, each of which has updated a share of them.
-
-    In linked code alone: ``bucket``: of that bucket of the chunk; ``move``: a stage of it.
-    """
-
-    chunk: int
-    axis: str
-    bucket: int | None = None
-    move: Move | None = None
-
-    def __str__(self) -> str:
-        return f"GATHER({self.chunk} {self.axis})"
-
-
-Transfer = Send | Receive | Reduce
 
 
 @dataclass(frozen=True)
@@ -206,16 +73,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Await:
-    """Wait until a transfer is complete: a result is there, or what was sent may be let go."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"WAIT({str(self.transfer).replace('(', ' ')}"
-
-
-@dataclass(frozen=True)
 class Prefetch:
     """Start to gather the parameters that are used first; behind STEP: by the next step, once updated."""
 
@@ -223,23 +80,7 @@ class Prefetch:
         return "PREFETCH"
 
 
-@dataclass(frozen=True)
-class Norm:
-    """Square and add up this rank's gradients."""
-
-    def __str__(self) -> str:
-        return "NORM"
-
-
-@dataclass(frozen=True)
-class Step:
-    """Clip, update the parameters, clear the gradients."""
-
-    def __str__(self) -> str:
-        return "STEP"
-
-
-Instruction = Block | Send | Receive | Reduce | Await | Prefetch | Norm | Step
+Instruction = Block | Prefetch | Operation
 
 
 def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
@@ -249,43 +90,17 @@ def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
 
 def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
     """The sums of gradients that an instruction starts."""
-    if isinstance(instruction, Block):
-        return instruction.sums
-    return (instruction,) if isinstance(instruction, Reduce) and instruction.chunk is not None else ()
+    match instruction:
+        case Block():
+            return instruction.sums
+        case Start(Reduce(int()) as reduce):
+            return (reduce,)
+        case _:
+            return ()
 
 
-@dataclass(frozen=True)
-class Compute:
-    """Run a compute operator; ``turn``: the number of its pass in the program."""
-
-    operator: str
-    turn: int = 0
-
-
-@dataclass(frozen=True)
-class Start:
-    """Issue a collective; the stream is the one it was planned on."""
-
-    operator: str
-    stream: Stream
-    turn: int = 0
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Make the result of a started collective available."""
-
-    operator: str
-    turn: int = 0
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """Wait on the host until everything that was issued has finished (DHelix section 5)."""
-
-
-Action = Compute | Start | Wait | Barrier
-Program = tuple[Action, ...]
+Program = tuple[Operation, ...]
+"""How the operators of one pass through a unit, or of several beside each other, are issued: by name."""
 
 
 @dataclass(frozen=True, order=True)
@@ -304,8 +119,8 @@ Sides = tuple[Side, ...]
 
 
 def on_side(program: Program, turn: int) -> Iterator[Compute | Start | Wait]:
-    """The actions of one pass of a program."""
-    return (action for action in program if not isinstance(action, Barrier) and action.turn == turn)
+    """The operations of one pass of a program."""
+    return (one for one in program if isinstance(one, Compute | Start | Wait) and one.turn == turn)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,33 +10,26 @@ from functools import partial
 from typing import Final, TypeVar
 
 from braid.scheduling.lowering.named import GONE, schedule_trouble
-from braid.scheduling.operators import Stream
-from braid.scheduling.partition import parse_partition
-from braid.scheduling.schedule import (
-    Action,
-    Await,
+from braid.scheduling.operations import (
     Barrier,
-    Block,
     Compute,
     Gather,
-    Instruction,
+    Message,
     Norm,
+    Operation,
     Pass,
     PassKind,
-    Prefetch,
-    Program,
     Receive,
     Reduce,
-    Schedule,
     Send,
-    Side,
-    Sides,
     Start,
     Step,
     Strand,
-    Transfer,
     Wait,
 )
+from braid.scheduling.operators import Stream
+from braid.scheduling.partition import parse_partition
+from braid.scheduling.schedule import Block, Instruction, Prefetch, Program, Schedule, Side, Sides
 
 VERSION: Final = 6
 COLUMNS: Final = 120
@@ -70,7 +63,7 @@ def write(schedule: Schedule) -> str:
         lines += ["", f"stage {number}", *_stage_lines(stage)]
     for sides, program in schedule.programs.items():
         lines += ["", f"program {write_sides(sides)}"]
-        lines += [f"  {_action_text(action, len(sides) > 1)}" for action in program]
+        lines += [f"  {_operation_text(one, len(sides) > 1)}" for one in program]
     return "\n".join(lines) + "\n"
 
 
@@ -84,16 +77,14 @@ def write_step(turn: int, operator: str, *, several: bool = True) -> str:
     return f"{turn}:{operator}" if several else operator
 
 
-def _action_text(action: Action, several: bool) -> str:
-    match action:
-        case Compute(operator, turn):
-            return f"compute {write_step(turn, operator, several=several)}"
-        case Start(operator, stream, turn):
-            return f"start {write_step(turn, operator, several=several)} on {stream.value}"
-        case Wait(operator, turn):
-            return f"wait {write_step(turn, operator, several=several)}"
-        case Barrier():
-            return "barrier"
+def _operation_text(operation: Operation, several: bool) -> str:
+    """A line of a program."""
+    if not isinstance(operation, Compute | Start | Wait):
+        return "barrier"
+    verb = type(operation).__name__.lower()
+    name = write_step(operation.turn, str(operation.what), several=several)
+    where = f" on {operation.stream}" if isinstance(operation, Start) and operation.stream else ""
+    return f"{verb} {name}{where}"
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
@@ -114,21 +105,32 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
 def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
     """Whether an instruction continues the line; ``behind``: the line has its block already."""
     here, before = stage[position], stage[position - 1] if position else None
-    arrives = isinstance(before, Receive | Await)
+    arrives = _is(before, Start, Receive) or isinstance(before, Wait)
     match here:
-        case Receive() | Await(Receive()) | Block():
+        case Start(Receive()) | Wait(Receive()) | Block():
             return arrives and not behind
-        case Await(Send()) if isinstance(before, Block):
-            after = next((i for i in stage[position:] if not isinstance(i, Await)), None)
-            return isinstance(after, Send)
-        case Await(Send()):
+        case Wait(Send()) if isinstance(before, Block):
+            after = next((i for i in stage[position:] if not isinstance(i, Wait)), None)
+            return _is(after, Start, Send)
+        case Wait(Send()):
             return arrives
-        case Send():
-            return isinstance(before, Block | Send | Await)
-        case Await(transfer):
-            return isinstance(before, Await) and type(before.transfer) is type(transfer)
+        case Start(Send()):
+            return isinstance(before, Block | Wait) or _is(before, Start, Send)
+        case Wait(transfer):
+            return _is(before, Wait, type(transfer))
+        case Start(transfer):
+            return _is(before, Start, type(transfer))
         case _:
             return type(before) is type(here)
+
+
+def _is(instruction: Instruction | None, kind: type, what: type) -> bool:
+    """Whether an instruction starts, or waits for, a kind of transfer."""
+    return (
+        isinstance(instruction, Start | Wait)
+        and isinstance(instruction, kind)
+        and isinstance(instruction.what, what)
+    )
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -145,15 +147,15 @@ def parse_pass(token: str) -> Pass:
 def parse_instruction(token: str) -> Instruction:
     """Parse one instruction; `ValueError` for anything that is not exactly one."""
     if token == "STEP":
-        return Step()
+        return Compute(Step())
     if token == "NORM":
-        return Norm()
+        return Compute(Norm())
     if token == "PREFETCH":
         return Prefetch()
     if token.startswith("WAIT(") and token.endswith(")"):
-        return Await(_transfer(token, token.removeprefix("WAIT("), " "))
+        return Wait(_transfer(token, token.removeprefix("WAIT("), " "))
     if _TRANSFER.fullmatch(token):
-        return _transfer(token, token, "(")
+        return Start(_transfer(token, token, "("))
     if token.startswith("[") and token.endswith("]"):
         return _block(token)
     if _PASS.fullmatch(token):
@@ -184,7 +186,7 @@ def _block(token: str) -> Block:
     return Block(passes, tuple(sums), tuple(gathers))
 
 
-def _transfer(token: str, text: str, opening: str) -> Transfer:
+def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
     """The transfer that a token holds as ``text``, or is."""
     match = _TRANSFER.fullmatch(text)
     if match is None or match[2] != opening:
@@ -223,23 +225,23 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
     return int(turn), operator
 
 
-def parse_action(line: str, count: int) -> Action:
+def parse_operation(line: str, count: int) -> Operation:
     """Parse one line of a program of so many passes; `ValueError` for anything else."""
     match line.split():
         case ["compute", name]:
             turn, operator = parse_step(name, count)
-            return Compute(operator, turn)
+            return Compute(operator, turn=turn)
         case ["start", name, "on", stream]:
             if stream not in set(Stream):
                 raise ValueError(f"{stream!r} is not a stream; use one of {', '.join(Stream)}")
             turn, operator = parse_step(name, count)
-            return Start(operator, Stream(stream), turn)
+            return Start(operator, Stream(stream), turn=turn)
         case ["wait", name]:
             turn, operator = parse_step(name, count)
-            return Wait(operator, turn)
+            return Wait(operator, turn=turn)
         case ["barrier"] if count > 1:
             return Barrier()
-    raise ValueError(f"{line!r} is not an action (compute NAME, start NAME on STREAM, wait NAME)")
+    raise ValueError(f"{line!r} is not an operation (compute NAME, start NAME on STREAM, wait NAME)")
 
 
 Line = tuple[int, str]
@@ -341,12 +343,12 @@ def _parse_programs(lines: list[Line]) -> dict[Sides, Program]:
         sides = _at(number, parse_sides, words[1])
         if sides in programs:
             raise _wrong(number, f"{head} stands twice")
-        actions: list[Action] = []
+        operations: list[Operation] = []
         for place, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":
                 raise _wrong(place, f"{line!r} after a program; stages come first")
-            actions.append(_at(place, partial(parse_action, count=len(sides)), line))
-        programs[sides] = tuple(actions)
+            operations.append(_at(place, partial(parse_operation, count=len(sides)), line))
+        programs[sides] = tuple(operations)
     return programs
 
 

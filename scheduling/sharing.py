@@ -13,22 +13,23 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from braid.scheduling.buckets import BucketKey, Buckets
-from braid.scheduling.code import (
+from braid.scheduling.code import Body, Stretch
+from braid.scheduling.mesh import is_tensor
+from braid.scheduling.operations import (
     Allocate,
-    Body,
     Compute,
+    Gather,
     Node,
     Operation,
+    Reduce,
     Release,
     Start,
-    Stretch,
     Update,
     Wait,
 )
-from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operators import Kind
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Await, Block, Gather, Prefetch, Reduce, Schedule
+from braid.scheduling.schedule import Block, Prefetch, Schedule
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.stages import Move, moves_of
 
@@ -168,8 +169,8 @@ class Sharing:
         sums = _Sums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
         for stretch, into in zip(stretches, inserted, strict=True):
             block = stretch.instruction
-            if isinstance(block, Await) and isinstance(block.transfer, Reduce):
-                sums.wait(into[0], block.transfer)
+            if isinstance(block, Wait) and isinstance(block.what, Reduce):
+                sums.wait(into[0], block.what)
             if not isinstance(block, Block) or not (block.sums or sums.shared):
                 continue
             adds = self._of(stretch).adds
@@ -244,7 +245,7 @@ class Sharing:
 
     def _operation(self, kind: Callable[..., Operation], what: Gather | Reduce | Update) -> Operation:
         if (kind, what) not in self._operations:
-            self._operations[kind, what] = kind(what=what)
+            self._operations[kind, what] = kind(what)
         return self._operations[kind, what]
 
 

@@ -14,11 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.code import Code, Compute, Node, Start, Stretch, name_of
+from braid.scheduling.code import Code, Stretch
 from braid.scheduling.memory import RankMemory, model_flops, rank_memory
+from braid.scheduling.operations import Compute, Node, Start, Strand, name_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Strand
 from braid.scheduling.simulator.engine import Executed, RankRun, run_ranks
 from braid.scheduling.simulator.prices import Prices
 from braid.scheduling.spec import ModelShape

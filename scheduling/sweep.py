@@ -10,24 +10,28 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from braid.scheduling.buckets import flat_elements, share_elements, share_ways
-from braid.scheduling.code import (
+from braid.scheduling.code import Code, Frame, Stretch
+from braid.scheduling.mesh import is_tensor
+from braid.scheduling.operations import (
     Allocate,
-    Code,
     Compute,
-    Frame,
+    Gather,
     Hand,
     Loss,
     Message,
     Node,
     Operation,
+    Pass,
+    PassKind,
+    Receive,
+    Reduce,
     Release,
+    Send,
     Start,
-    Stretch,
     Wait,
 )
-from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operators import Parameters
-from braid.scheduling.schedule import Direction, Gather, Pass, PassKind, Reduce, Side
+from braid.scheduling.schedule import Side
 
 FrameKey = tuple[int, int]
 """Micro-batch and chunk."""
@@ -215,31 +219,27 @@ class _Run:
         """Run one; `CodeError` if it cannot."""
         turn = operation.turn
         match operation:
-            case Compute(what=Node() as node):
+            case Compute(Node() as node):
                 self._needs(turn, node, node.needs | node.others)
                 self._write(turn, operation.writes)
                 self._done[self._place[turn]] |= node.bit
-            case Start(what=Node() as node):
+            case Start(Node() as node):
                 self._needs(turn, node, node.needs)
                 self._begin(turn, node.bit, node.operator.name)
                 self._write(turn, operation.writes)
-            case Wait(what=Node() as node):
+            case Wait(Node() as node):
                 self._needs(turn, node, node.others)
                 self._end(turn, node.bit, node.operator.name)
                 self._write(turn, operation.writes)
-            case Start(what=Message(direction, sent)):
-                forward, frame = direction is Direction.FORWARD, self._frames[turn]
-                if sent:
-                    self._made(turn, forward)
-                bit = frame.departure(forward) if sent else frame.arrival(forward)
-                self._begin(turn, bit, str(self._stretch.transfer))
+            case Start(Send() | Receive() as message):
+                if isinstance(message, Send):
+                    self._made(turn, message.moved.forward)
+                self._begin(turn, self._arrival(turn, message), str(message))
                 self._write(turn, operation.writes)
-            case Wait(what=Message(direction, sent)):
-                forward, frame = direction is Direction.FORWARD, self._frames[turn]
-                bit = frame.departure(forward) if sent else frame.arrival(forward)
-                self._end(turn, bit, str(self._stretch.transfer))
+            case Wait(Send() | Receive() as message):
+                self._end(turn, self._arrival(turn, message), str(message))
             case Hand(to=to, register=register):
-                forward = self._passes[turn].direction is Direction.FORWARD
+                forward = self._passes[turn].forward
                 self._made(turn, forward)
                 self._free(turn, operation.frees)
                 self._begin(turn, self._frames[turn].departure(forward), f"what {self._passes[turn]} makes")
@@ -249,11 +249,11 @@ class _Run:
                 return
             case Loss():
                 self._made(turn, True)
-            case Start(what=Gather() as what) | Allocate(what=what) if _begins(what):
+            case Start(Gather() as what) | Allocate(what) if _begins(what):
                 self.bytes += self._whole_bytes(what)
-            case Start(what=Reduce() as what) if _begins(what):
+            case Start(Reduce() as what) if _begins(what):
                 self.bytes += self._rounded_bytes(what)
-            case Wait(what=Reduce() as what) | Release(what=what) if _ends(what):
+            case Wait(Reduce() as what) | Release(what) if _ends(what):
                 self.before_free = self.bytes
                 self.bytes -= self._whole_bytes(what) + self._rounded_bytes(what)
                 return
@@ -272,6 +272,11 @@ class _Run:
             raise AbsentInputError(one)
         if missing:
             raise CodeError(_reason(frame, one, node, missing))
+
+    def _arrival(self, turn: int, message: Message) -> int:
+        """The bit that says that a message has left, or has come."""
+        frame, forward = self._frames[turn], message.moved.forward
+        return frame.departure(forward) if isinstance(message, Send) else frame.arrival(forward)
 
     def _made(self, turn: int, forward: bool) -> None:
         if self._frames[turn].makers[not forward] & ~self._done[self._place[turn]]:

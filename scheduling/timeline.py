@@ -6,16 +6,9 @@ Used to draw schedules and to find deadlocks; costs of operators and links are t
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from braid.scheduling.operations import Message, PassKind, Receive, Send, Start, Wait
 from braid.scheduling.physics import run_in_order
-from braid.scheduling.schedule import (
-    Await,
-    Block,
-    PassKind,
-    Receive,
-    Schedule,
-    Send,
-    passes_in,
-)
+from braid.scheduling.schedule import Block, Instruction, Schedule, passes_in
 
 
 @dataclass(frozen=True)
@@ -59,22 +52,22 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
         PassKind.END: 0,
     }
     queues: dict[int, list[_Task]] = {
-        stage: [(stage, n) for n, i in enumerate(own) if isinstance(i, Block | Send | Receive | Await)]
+        stage: [(stage, n) for n, i in enumerate(own) if _waits(i)]
         for stage, own in enumerate(schedule.stages)
     }
     messages = {
-        (stage, one): (stage, n)
+        (stage, one.what): (stage, n)
         for stage, own in enumerate(schedule.stages)
         for n, one in enumerate(own)
-        if isinstance(one, Send | Receive)
+        if isinstance(one, Start) and isinstance(one.what, Message)
     }
 
     def after(task: _Task) -> Iterator[_Task]:
         stage, position = task
         match schedule.stages[stage][position]:
-            case Await(Send(moved, target)):
+            case Wait(Send(moved, target)):
                 yield messages.get((target, Receive(moved, stage)), _NEVER)
-            case Await(Receive(moved, source)):
+            case Wait(Receive(moved, source)):
                 yield messages.get((source, Send(moved, stage)), _NEVER)
 
     def length(task: _Task) -> int:
@@ -91,6 +84,13 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
             for stage, own in enumerate(schedule.stages)
         ),
         stuck={stage: queues[stage][place][1] for stage, place in stuck.items()},
+    )
+
+
+def _waits(instruction: Instruction) -> bool:
+    """Whether an instruction takes part in the order of blocks and messages: sums never hold them up."""
+    return isinstance(instruction, Block) or (
+        isinstance(instruction, Start | Wait) and isinstance(instruction.what, Message)
     )
 
 

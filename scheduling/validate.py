@@ -10,25 +10,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NoReturn
 
-from braid.scheduling.code import Code, Compute, Node, Stretch
+from braid.scheduling.code import Code, Stretch
 from braid.scheduling.draw import draw_around
 from braid.scheduling.link import LinkError, link
 from braid.scheduling.memory import DTYPE_BYTES, held_during, rank_memory
-from braid.scheduling.operators import Part
-from braid.scheduling.schedule import (
-    Await,
-    Barrier,
-    Block,
+from braid.scheduling.operations import (
+    Compute,
     Direction,
+    Message,
+    Node,
     Pass,
     PassKind,
     Receive,
-    Schedule,
     Send,
-    Side,
+    Start,
     Strand,
-    passes_in,
+    Wait,
 )
+from braid.scheduling.operators import Part
+from braid.scheduling.schedule import Block, Schedule, Side, passes_in
 from braid.scheduling.schedule_text import write_sides
 from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.sweep import AbsentInputError, histories, unfinished
@@ -124,10 +124,10 @@ def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
                 raise ScheduleError(f"{label} takes up {side}, but has no B:{side.unit}")
         if _movers(sides) not in kinds:
             raise ScheduleError(f"{label} is used by no block")
-        for action in program:
-            if not isinstance(action, Barrier) and not 0 <= action.turn < len(sides):
+        for operation in program:
+            if not 0 <= operation.turn < len(sides):
                 raise ScheduleError(
-                    f"{label}: {action.turn}:{action.operator} is of none of its {len(sides)} passes"
+                    f"{label}: {operation.turn}:{operation} is of none of its {len(sides)} passes"
                 )
 
 
@@ -154,14 +154,14 @@ def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Ho
     here, last = layout.chunks_of(stage), schedule.micro_batches - 1
     together = {_movers(sides) for sides in schedule.programs}
     for position, instruction in enumerate(schedule.stages[stage]):
-        transfer = instruction.transfer if isinstance(instruction, Await) else instruction
+        transfer = instruction.what if isinstance(instruction, Start | Wait) else None
         runs = [transfer.moved] if isinstance(transfer, Receive) else [*passes_in(instruction)]
         for one in runs:
             if one.chunk not in here or one.micro_batch > last:
                 chunks = " and ".join(map(str, here))
                 facts = f"it has chunk {chunks}, micro-batches 0 to {last}"
                 yield position, f"{one} does not run on this stage: {facts}"
-        if isinstance(transfer, Send | Receive) and (cause := _astray(transfer, stage, layout)):
+        if isinstance(transfer, Message) and (cause := _astray(transfer, stage, layout)):
             yield position, cause
         for one in [*runs, transfer.moved] if isinstance(transfer, Send) else runs:
             strand = homes.get(one.micro_batch, one.strand)
@@ -171,7 +171,7 @@ def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Ho
             yield position, cause
 
 
-def _astray(transfer: Send | Receive, stage: int, layout: ParallelLayout) -> str | None:
+def _astray(transfer: Message, stage: int, layout: ParallelLayout) -> str | None:
     """Why a stage has nothing to send or to receive, if it has not."""
     moved, other = transfer.moved, transfer.stage
     before = moved.before(layout)
@@ -298,17 +298,17 @@ def _channels(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
     sent: dict[tuple[int, int, Direction], deque[Pass]] = defaultdict(deque)
     for source, instructions in enumerate(schedule.stages):
         for instruction in instructions:
-            if isinstance(instruction, Send):
-                sent[source, instruction.stage, instruction.moved.direction].append(instruction.moved)
+            if isinstance(instruction, Start) and isinstance(message := instruction.what, Send):
+                sent[source, message.stage, message.moved.direction].append(message.moved)
     for stage, instructions in enumerate(schedule.stages):
         for position, instruction in enumerate(instructions):
-            if isinstance(instruction, Receive):
-                channel = sent[instruction.stage, stage, instruction.moved.direction]
+            if isinstance(instruction, Start) and isinstance(message := instruction.what, Receive):
+                channel = sent[message.stage, stage, message.moved.direction]
                 coming = channel.popleft() if channel else None
                 if coming is None:
-                    yield stage, position, f"stage {instruction.stage} sends nothing more for it"
-                elif coming != instruction.moved:
-                    text = f"the next message that stage {instruction.stage} sends is for {coming}"
+                    yield stage, position, f"stage {message.stage} sends nothing more for it"
+                elif coming != message.moved:
+                    text = f"the next message that stage {message.stage} sends is for {coming}"
                     yield stage, position, text
     for (source, stage, _), channel in sent.items():
         if channel:

@@ -7,21 +7,8 @@ from collections.abc import Iterator, Set
 
 from braid.scheduling.lowering.update import SHARED, SUMMED, axes_beyond, norm_axes
 from braid.scheduling.mesh import is_tensor
-from braid.scheduling.schedule import (
-    ENDING,
-    Await,
-    Block,
-    Gather,
-    Instruction,
-    Norm,
-    PassKind,
-    Prefetch,
-    Reduce,
-    Schedule,
-    Step,
-    passes_in,
-    sums_in,
-)
+from braid.scheduling.operations import ENDING, Compute, Gather, Norm, PassKind, Reduce, Start, Step, Wait
+from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule, passes_in, sums_in
 from braid.scheduling.spec import ParallelLayout
 
 
@@ -53,7 +40,7 @@ def _of_stage(
 
 
 def _transfer(instruction: Instruction) -> object:
-    return instruction.transfer if isinstance(instruction, Await) else instruction
+    return instruction.what if isinstance(instruction, Start | Wait | Compute) else instruction
 
 
 class _Walk:
@@ -77,16 +64,16 @@ class _Walk:
                 behind = self._stepped and self._layout.zero < 3 and position == len(self._instructions) - 1
                 if not self._layout.zero or (position and not behind):
                     return "it stands at the begin, or at the end unless parameters are in shares (ZeRO 3)"
-            case Reduce():
-                return self._start(position, instruction)
-            case Await(Reduce() as transfer):
+            case Start(Reduce() as transfer):
+                return self._start(position, transfer)
+            case Wait(Reduce() as transfer):
                 if transfer not in self._under_way:
                     return f"no {transfer} is under way"
                 self._under_way.remove(transfer)
                 self._done.add(transfer)
-            case Norm():
+            case Compute(Norm()):
                 return self._norm(position)
-            case Step():
+            case Compute(Step()):
                 return self._step()
             case Block():
                 return self._block(position, instruction)

@@ -21,12 +21,12 @@ from braid.kernels.collectives.primitives import Launch, Line
 from braid.kernels.collectives.stages import gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
-from braid.scheduling.code import Compute, Frame, Node, Start, Wait, name_of
+from braid.scheduling.code import Frame
 from braid.scheduling.mesh import place_in
+from braid.scheduling.operations import Compute, Node, Pass, Start, Wait, name_of
 from braid.scheduling.operators import Kind, Operator, Value
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.partition import WHOLE, Region, Span, bounds, factor_of, whole_axis
-from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import Label
 
 if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed

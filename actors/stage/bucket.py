@@ -160,7 +160,7 @@ class Bucket:
         sent, target = self.rounded[axis], whole
         result = sent
         if scatters:
-            target, result = shard, sent.chunk(line.size)[line.rank]
+            target, result = shard, self.part_of_rank(sent)
         launch = self._summing(line, move, sent, result, scatters=scatters)
         if move is not None and not move.last:
             return sent, launch

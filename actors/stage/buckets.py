@@ -13,8 +13,7 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.buckets import BucketKey
-from braid.scheduling.code import name_of
-from braid.scheduling.schedule import Gather, Reduce
+from braid.scheduling.operations import Gather, Reduce, name_of
 from braid.scheduling.trace import Label
 
 

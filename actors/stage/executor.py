@@ -19,29 +19,30 @@ from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Channel
 from braid.kernels.operators.context_blocks import Documents
-from braid.scheduling.code import (
+from braid.scheduling.code import Code, Frame, Stretch, prefetched, update_begins
+from braid.scheduling.operations import (
     Allocate,
     Barrier,
     Clip,
-    Code,
     Compute,
-    Frame,
+    Gather,
     Hand,
     Loss,
-    Message,
     Node,
+    Norm,
     Operation,
+    Pass,
+    Receive,
+    Reduce,
     Release,
+    Send,
     Start,
-    Stretch,
+    Step,
     Update,
     Wait,
     name_of,
-    prefetched,
-    update_begins,
 )
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Gather, Norm, Pass, Receive, Reduce, Send, Step
 from braid.scheduling.trace import Label
 
 if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
@@ -99,7 +100,7 @@ class Executor:
         self._buckets = buckets
         self._update: StepUpdate | None = None
         self._chunks = code.schedule.chunks
-        self._sending: dict[object, Transfer] = {}
+        self._sending: dict[Send, Transfer] = {}
         self._losses: list[Tensor] = []
         self._seen: list[int] = []  # micro-batches that these are of
         self._frames: dict[tuple[int, int], Registers] = {}
@@ -110,8 +111,7 @@ class Executor:
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
         self._stretches: list[_Stretch] = []
         for stretch in code.stages[mesh.position["pp"]]:
-            # Equal messages share a body; each is bound by itself.
-            key = (id(stretch.body), *(one.chunk for one in stretch.passes), stretch.transfer)
+            key = (id(stretch.body), *(one.chunk for one in stretch.passes))
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
@@ -245,14 +245,13 @@ class Executor:
                 return lambda frames, passes: _hand(frames[turn], register, frames[to], into, frees)
             case Loss(reads=(register,), frees=frees):
                 return lambda frames, passes: self._keep_loss(frames[turn], register, frees)
-            case Start(what=Message() as what):
-                assert isinstance(stretch.transfer, Send | Receive)
-                if what.sent:
-                    return self._send(stretch.transfer, operation.reads[0], name_of(what))
-                return self._receive(stretch.transfer, operation.writes[0])
-            case Wait(what=Message(sent=True), frees=frees):
-                return self._sent(stretch.transfer, frees)
-            case Wait(what=Message(), writes=(register,)):
+            case Start(Send() as message):
+                return self._send(message, operation.reads[0])
+            case Start(Receive() as message):
+                return self._receive(message, operation.writes[0])
+            case Wait(Send() as message, frees=frees):
+                return self._sent(message, frees)
+            case Wait(Receive(), writes=(register,)):
                 return lambda frames, passes: self._received(frames[0], register)
             case Start(what=Reduce() | Gather() as shared):
                 return lambda frames, passes: self._start(shared)
@@ -300,11 +299,11 @@ class Executor:
 
     # -- messages between stages ---------------------------------------------------------------------------
 
-    def _send(self, sent: Send | Receive, register: int, name: str) -> Bound:
+    def _send(self, sent: Send, register: int) -> Bound:
         tag = self._tag(sent.moved)
         line, lane = self._channel(sent.moved, down=sent.stage > self._mesh.position["pp"])
         stream = self._mesh.stream_to(sent.stage)
-        label = Label(operator=name, stream=stream)
+        label = Label(operator=name_of(sent), stream=stream)
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
@@ -318,7 +317,7 @@ class Executor:
 
         return run
 
-    def _sent(self, sent: object, frees: Sequence[int]) -> Bound:
+    def _sent(self, sent: Send, frees: Sequence[int]) -> Bound:
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             transfer = self._sending.pop(sent)
             self._streams.wait(transfer)
@@ -328,7 +327,7 @@ class Executor:
 
         return run
 
-    def _receive(self, received: Send | Receive, register: int) -> Bound:
+    def _receive(self, received: Receive, register: int) -> Bound:
         """Not recorded as communication: most of it is waiting for the stage before to compute, which is
         bubble; the message itself is the sender's span."""
         tag = self._tag(received.moved)

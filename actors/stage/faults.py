@@ -15,8 +15,9 @@ from pathlib import Path
 
 from braid.actors.stage.buckets import RankBuckets
 from braid.actors.stage.messages import Fault
-from braid.scheduling.code import Start, Stretch
-from braid.scheduling.schedule import Direction, Gather, Norm, Reduce, Step, passes_in, sums_in
+from braid.scheduling.code import Stretch
+from braid.scheduling.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
+from braid.scheduling.schedule import passes_in, sums_in
 
 FOLDER = "faults"
 """Of a run's directory, where fired faults leave their marks."""
@@ -168,9 +169,9 @@ def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
         instruction = stretch.instruction
         directions = {one.direction for one in passes_in(instruction)}
         if fault.phase == "optimizer":
-            return isinstance(instruction, Step)
+            return instruction == Compute(Step())
         if fault.kind in _SPOILS:  # it reaches all ranks that sum it
-            return isinstance(instruction, Norm) or bool(sums_in(instruction))
+            return instruction == Compute(Norm()) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
     places = [place for place, stretch in enumerate(stretches) if fits(stretch)]

@@ -9,7 +9,7 @@ from braid.actors.stage.executor import Executor
 from braid.actors.stage.streams import Transfer
 from braid.kernels.operators.autograd import Graph
 from braid.kernels.operators.operator import Saved
-from braid.scheduling.code import Operation
+from braid.scheduling.operations import Operation
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[Graph, list[Tensor]] = WeakKeyDictionary()
 """Autograd is asked once for each graph."""

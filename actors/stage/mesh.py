@@ -17,9 +17,9 @@ from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGro
 from braid.kernels.collectives.messages import MessageLine
 from braid.kernels.collectives.primitives import Channel, Line
 from braid.scheduling.mesh import Position, is_tensor
+from braid.scheduling.operations import Direction
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import factor_of, whole_axis
-from braid.scheduling.schedule import Direction
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.topology import Topology
 

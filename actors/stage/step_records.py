@@ -8,8 +8,8 @@ import numpy as np
 
 from braid.actors.stage.streams import Streams
 from braid.actors.stage.telemetry import ALL, NEIGHBOURS, Recorder
+from braid.scheduling.operations import Direction, Pass, Strand
 from braid.scheduling.record_numbers import numbers_of_records
-from braid.scheduling.schedule import Direction, Pass, Strand
 from braid.scheduling.span_batches import RECORD, Labels, Records
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray

@@ -3,8 +3,8 @@
 from itertools import chain
 
 from braid.actors.stage.streams import Mark, Streams, Transfer
+from braid.scheduling.operations import Pass
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.schedule import Pass
 from braid.scheduling.trace import KINDS, Label
 
 _BLOCK = Label(operator="block", stream=Stream.COMPUTE)

@@ -10,7 +10,8 @@ from braid.scheduling.draw import cell_width, grid, summary
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.schedule import PassKind, Schedule
+from braid.scheduling.operations import PassKind
+from braid.scheduling.schedule import Schedule
 from braid.scheduling.spec import ModelShape
 
 _STYLES = {

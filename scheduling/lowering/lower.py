@@ -11,23 +11,11 @@ from braid.scheduling.lowering.partitions import with_partitions
 from braid.scheduling.lowering.pipelines import BlockOrder, forward_only
 from braid.scheduling.lowering.programs import Order, own_program, program_of
 from braid.scheduling.lowering.update import Stages, with_gathering, with_update
+from braid.scheduling.operations import Message, Pass, PassKind, Receive, Send, Start, Wait
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import Partition
 from braid.scheduling.rounds import rounds, rounds_of_all
-from braid.scheduling.schedule import (
-    Await,
-    Block,
-    Instruction,
-    Pass,
-    PassKind,
-    Program,
-    Receive,
-    Schedule,
-    Send,
-    Side,
-    Sides,
-    passes_in,
-)
+from braid.scheduling.schedule import Block, Instruction, Program, Schedule, Side, Sides, passes_in
 from braid.scheduling.schedule_text import parse_sides, write_sides
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape, ParallelLayout
@@ -50,12 +38,12 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
             before = one.before(layout)
             if before is not None and layout.stage_of(before.chunk) != stage:
                 received = Receive(one, layout.stage_of(before.chunk))
-                yield received
-                yield Await(received)
+                yield Start(received)
+                yield Wait(received)
                 activation = before._replace(kind=PassKind.FORWARD)
                 if not one.forward and activation in sent:
                     # The gradient is back, so the activation arrived long ago: let go of it without waiting.
-                    yield Await(sent.pop(activation))
+                    yield Wait(sent.pop(activation))
         yield block
         for one in travelling:
             after = one.after(layout)
@@ -65,12 +53,12 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
                     # Nothing comes back for a gradient: keep no more than those of two blocks under way.
                     channel = gradients[message.stage]
                     if len(channel) >= 2 * sum(not own.forward for own in travelling):
-                        yield Await(sent.pop(channel.popleft()))
+                        yield Wait(sent.pop(channel.popleft()))
                     channel.append(after)
-                yield message
+                yield Start(message)
                 sent[after] = message
     for message in sent.values():
-        yield Await(message)
+        yield Wait(message)
 
 
 def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
@@ -87,11 +75,12 @@ def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
         blocks: list[int] = []  # the places of the last ones
         asked: set[tuple[PassKind, int]] = set()
         for instruction in stage:
-            if isinstance(instruction, Receive) and blocks and _way(instruction) not in asked:
-                asked.add(_way(instruction))
-                instructions.insert(blocks[0], instruction)
-                blocks = [place + 1 for place in blocks]
-                continue
+            match instruction:
+                case Start(Receive() as receive) if blocks and _way(receive) not in asked:
+                    asked.add(_way(receive))
+                    instructions.insert(blocks[0], instruction)
+                    blocks = [place + 1 for place in blocks]
+                    continue
             if isinstance(instruction, Block):
                 blocks = [*blocks, len(instructions)][-ahead:]
                 asked.clear()
@@ -224,9 +213,7 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]
                     passes = (*instruction.passes, left[0]._replace(kind=PassKind.END))
                     instruction = replace(instruction, passes=passes)
                 left = _leaves(schedule, instruction, found[-1])
-            elif not isinstance(instruction, Send | Receive) and not (
-                isinstance(instruction, Await) and isinstance(instruction.transfer, Send | Receive)
-            ):
+            elif not isinstance(instruction, Start | Wait) or not isinstance(instruction.what, Message):
                 left = None
             instructions.append(instruction)
         stages.append(tuple(instructions))

@@ -6,7 +6,8 @@ A generator gives only blocks; `braid.scheduling.lowering.lower` adds communicat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from braid.scheduling.schedule import Block, Pass, PassKind, Strand
+from braid.scheduling.operations import Pass, PassKind, Strand
+from braid.scheduling.schedule import Block
 from braid.scheduling.spec import ParallelLayout, Placement
 
 BlockOrder = tuple[tuple[Block, ...], ...]

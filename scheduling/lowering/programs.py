@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from braid.scheduling.operations import Barrier, Compute, Operation, PassKind, Start, Wait
 from braid.scheduling.operators import Graph, Kind, Operator, Part
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Sides, Start, Wait
+from braid.scheduling.schedule import Program, Side, Sides
 from braid.scheduling.schedule_text import parse_step, write_sides, write_step
 
 Order = tuple[str, ...]
@@ -75,7 +76,7 @@ class _Issuer:
     graphs: Sequence[Graph]
     lazy: set[str]
     """Collectives that are not waited for at once."""
-    actions: list[Action] = field(default_factory=list)
+    actions: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._operators = {(n, op.name): op for n, graph in enumerate(self.graphs) for op in graph.operators}
@@ -106,9 +107,9 @@ class _Issuer:
             if writer is not None and (turn, writer.name) in self._under_way:
                 self._wait(turn, writer)
         if not op.kind.communicates:
-            self.actions.append(Compute(op.name, turn))
+            self.actions.append(Compute(op.name, turn=turn))
             return
-        self.actions.append(Start(op.name, op.stream, turn))
+        self.actions.append(Start(op.name, op.stream, turn=turn))
         self._under_way.append(step)
         if op.name not in self.lazy:
             self._wait(turn, op)
@@ -124,7 +125,7 @@ class _Issuer:
         for step in list(self._under_way) if op.completes else ():
             if step[0] == turn and self._operators[step].completed_by(op):
                 self._wait(turn, self._operators[step])
-        self.actions.append(Wait(op.name, turn))
+        self.actions.append(Wait(op.name, turn=turn))
 
 
 def _segments(label: str, sides: Sides, graphs: Sequence[Graph], lazy: set[str], order: Order) -> Program:

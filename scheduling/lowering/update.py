@@ -5,19 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from braid.scheduling.mesh import beyond, is_tensor
-from braid.scheduling.schedule import (
-    ENDING,
-    Await,
-    Block,
-    Gather,
-    Instruction,
-    Norm,
-    PassKind,
-    Prefetch,
-    Reduce,
-    Step,
-    passes_in,
-)
+from braid.scheduling.operations import ENDING, Compute, Gather, Norm, PassKind, Reduce, Start, Step, Wait
+from braid.scheduling.schedule import Block, Instruction, Prefetch, passes_in
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
 Stages = tuple[tuple[Instruction, ...], ...]
@@ -78,11 +67,11 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
             instructions, left = _sums_of_last(stage, axes, early=early)
         for place in range(max(map(len, left.values()), default=0)):  # one axis of all chunks after the other
             sums = [Reduce(chunk, own[place]) for chunk, own in left.items() if place < len(own)]
-            instructions += [*sums, *map(Await, sums)]
-        instructions.append(Norm())
+            instructions += [*map(Start, sums), *map(Wait, sums)]
+        instructions.append(Compute(Norm()))
         for axis in norm_axes(layout):
-            instructions += [Reduce(None, axis), Await(Reduce(None, axis))]
-        updated.append((*instructions, Step()))
+            instructions += [Start(Reduce(None, axis)), Wait(Reduce(None, axis))]
+        updated.append((*instructions, Compute(Step())))
     return tuple(updated)
 
 
@@ -107,7 +96,7 @@ def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instru
             ]
             instruction = replace(instruction, sums=tuple(sums))
         instructions.append(instruction)
-    instructions += [Await(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
+    instructions += [Wait(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
     left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
     return instructions, left
 
@@ -134,13 +123,13 @@ def _sums_of_last(
             assert isinstance(instruction, Block)
             sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
             instruction = replace(instruction, sums=tuple(sums))
-            under_way += [Await(one) for one in sums if not is_tensor(one.axis)]
+            under_way += [Wait(one) for one in sums if not is_tensor(one.axis)]
         instructions.append(instruction)
         for chunk in [c for c in ended if c not in within]:
             for axis in left.pop(chunk):
-                instructions.append(Reduce(chunk, axis))
+                instructions.append(Start(Reduce(chunk, axis)))
                 waits = under_way if axis in SUMMED else instructions
-                waits.append(Await(Reduce(chunk, axis)))
+                waits.append(Wait(Reduce(chunk, axis)))
     return [*instructions, *under_way], left
 
 

@@ -7,7 +7,8 @@ from braid.scheduling.lowering.pipelines import (
     changing_strands,
     forward_pass,
 )
-from braid.scheduling.schedule import Block, Direction, Pass, PassKind
+from braid.scheduling.operations import Direction, Pass, PassKind
+from braid.scheduling.schedule import Block
 from braid.scheduling.spec import ParallelLayout
 
 

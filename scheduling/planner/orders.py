@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import Order
+from braid.scheduling.operations import PassKind
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.plan import PairingNote
@@ -29,7 +30,7 @@ from braid.scheduling.planner.pairing import Pairing, pair
 from braid.scheduling.planner.strands import PairProblem, joint_problem, leaving, pair_problem
 from braid.scheduling.profile import Profile
 from braid.scheduling.rounds import rounds_of_all
-from braid.scheduling.schedule import PassKind, Side, Sides
+from braid.scheduling.schedule import Side, Sides
 from braid.scheduling.schedule_text import write_sides, write_step
 from braid.scheduling.setting import Setting
 from braid.scheduling.units import has_layers, unit_parts

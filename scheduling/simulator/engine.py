@@ -17,9 +17,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from braid.scheduling.code import Barrier, Body, Compute, Message, Node, Operation, Start, Stretch, Wait
+from braid.scheduling.code import Body, Stretch
+from braid.scheduling.operations import (
+    Barrier,
+    Compute,
+    Node,
+    Operation,
+    Pass,
+    Receive,
+    Send,
+    Shared,
+    Start,
+    Step,
+    Wait,
+)
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
-from braid.scheduling.schedule import Await, Block, Gather, Pass, Prefetch, Receive, Reduce, Send, Step
+from braid.scheduling.schedule import Block, Prefetch
 from braid.scheduling.simulator.prices import LANES, Price, Prices
 
 _OF_LAYERS = 2
@@ -47,17 +60,15 @@ class _Flight:
     end: float | None = None
 
 
-def _token(operation: Start | Wait, stretch: Stretch) -> object:
-    """What a transfer is known by until its wait; sums of gradients are waited for in another stretch."""
+def _token(operation: Start | Wait) -> object:
+    """What a transfer is known by until its wait."""
     what = operation.what
-    if isinstance(what, Node):
-        return operation.turn, id(what)
-    return stretch.transfer if isinstance(what, Message) else what
+    return (operation.turn, id(what)) if isinstance(what, Node) else what
 
 
-def _shared(token: object) -> Gather | Reduce | None:
+def _shared(token: object) -> Shared | None:
     """What a body may wait for that another one has begun: parameters and sums of gradients."""
-    return token if isinstance(token, Gather | Reduce) else None
+    return token if isinstance(token, Shared) else None
 
 
 @dataclass(frozen=True)
@@ -127,11 +138,11 @@ class RankRun:
             match stretch.instruction:
                 case Block():
                     self._run_block(stretch)
-                case Await(Receive(moved)):
+                case Wait(Receive(moved)):
                     if moved not in self.arrivals:
                         return moved
                     self._wait(max(self.arrivals[moved], self._links, self.clock))
-                case Receive():
+                case Start(Receive()):
                     pass  # a message arrives when it was sent: receives are asked for in time
                 case _:
                     self._run(stretch)
@@ -149,14 +160,14 @@ class RankRun:
                     self._links = self.clock
                     self.executed.append(Executed(operation, price, start, self.clock))
                 case Start():
-                    price, token = self.prices.of(operation), _token(operation, stretch)
+                    price, token = self.prices.of(operation), _token(operation)
                     if price.lane < 0:
                         self._finished.add(token)
                         continue
                     self._issue(price.lane, _Flight(operation, price, token), price.ns)
                     self._wait(self.clock + price.busy_ns)
                 case Wait():
-                    token = _token(operation, stretch)
+                    token = _token(operation)
                     self._drain(partial(self._is_under_way, token))
                     self._finished.discard(token)
                     self._wait(self.clock + self.prices.of(operation).busy_ns)
@@ -325,7 +336,7 @@ def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
     """A step from one update to the next, where gathers for the next step follow it: all ranks meet there."""
     if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
         return stretches
-    at = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Step)), 0)
+    at = next((n for n, one in enumerate(stretches) if one.instruction == Compute(Step())), 0)
     return (*stretches[at:], *stretches[:at])
 
 

@@ -2,12 +2,25 @@
 
 from dataclasses import dataclass, replace
 
-from braid.scheduling.code import Clip, Code, Compute, Message, Node, Operation, Start, Update, Wait
+from braid.scheduling.code import Code
 from braid.scheduling.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
 from braid.scheduling.mesh import is_tensor
+from braid.scheduling.operations import (
+    Clip,
+    Compute,
+    Gather,
+    Node,
+    Norm,
+    Operation,
+    Reduce,
+    Send,
+    Start,
+    Step,
+    Update,
+    Wait,
+)
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.stages import Move
 
 LANES = ("intra", "inter", "tp sums", "data", "data inside", "send")
@@ -48,54 +61,55 @@ class Prices:
         self._code = code
         self._profile, self._dtype = profile, dtype
         self._summed, self._sent = sum_width(dtype), sent_width(dtype, reduce_dtype)
-        self._known: dict[Operation, Price] = {}
+        self._known: dict[int, Price] = {}
+        """By the identity of an operation of the code."""
         self._tasks: dict[tuple[str, Stream], int] = {}
         self.slow = _Slowdowns(profile)
         self.barrier_ns = float(profile.barrier_ns)
 
     def of(self, operation: Operation) -> Price:
         """The price of a compute operator, a start or a wait."""
-        price = self._known.get(operation)
+        price = self._known.get(id(operation))
         if price is None:
-            price = self._known[operation] = self._find(operation)
+            price = self._known[id(operation)] = self._find(operation)
         return price
 
     def _find(self, operation: Operation) -> Price:
         match operation:
-            case Compute(what=Node() as node):
+            case Compute(Node() as node):
                 return self._operator(node, 0.0, 0.0)
-            case Start(what=Node() as node, lone=lone):
+            case Start(Node() as node, lone=lone):
                 key, known = node.operator.key, self._profile
                 take = 0.0 if lone else float(known.take_ns.get(key, 0))
                 return self._operator(node, take, 0.0 if lone else float(known.issue_ns.get(key, 0)))
-            case Wait(what=Node() as node, lone=lone):
+            case Wait(Node() as node, lone=lone):
                 take = 0.0 if lone else float(self._profile.take_ns.get(node.operator.key, 0))
                 return Price(-1, 0.0, node.operator.stream, busy_ns=take)
-            case Compute(what=Norm()):
+            case Compute(Norm()):
                 return self._update("norm", self._profile.norm_ns_per_parameter)
-            case Compute(what=Step()):
+            case Compute(Step()):
                 return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
-            case Compute(what=Update(chunk, bucket)):
+            case Compute(Update(chunk, bucket)):
                 count = self._code.parameters(chunk, bucket).total / self._code.layout.share_ranks
                 ns = self._profile.optimizer_ns_per_parameter * count
                 return Price(self._task("optimizer", Stream.COMPUTE), ns, Stream.COMPUTE)
-            case Compute(what=Clip()):
+            case Compute(Clip()):
                 return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
-            case Start(what=Message(sent=True)):
+            case Start(Send()):
                 payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
                 return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
-            case Start(what=Reduce(int(chunk), axis, bucket, move) as reduce):
+            case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
                 kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
                 price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
                 copies = 0.0 if move is None else self._copies(reduce, move)
                 return replace(price, busy_ns=copies + self._rounding(chunk, reduce))
-            case Wait(what=Reduce(int(chunk)) as reduce):
+            case Wait(Reduce(int(chunk)) as reduce):
                 return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._rounding(chunk, reduce, back=True))
-            case Start(what=Reduce(None, axis)):
+            case Start(Reduce(None, axis)):
                 return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
-            case Start(what=Gather(chunk, axis, bucket, move)):
+            case Start(Gather(chunk, axis, bucket, move)):
                 return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
-            case Wait(what=Gather(move=Move() as move) as gather):
+            case Wait(Gather(move=Move() as move) as gather):
                 return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._copies(gather, move))
         return Price(-1, 0.0, Stream.COMPUTE)
 

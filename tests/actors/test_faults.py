@@ -17,11 +17,11 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
 from braid.actors.stage.layers import load_layers
 from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
-from braid.actors.stage.optimizer import Update
-from braid.scheduling.code import Start, Stretch
+from braid.scheduling.code import Stretch
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts
-from braid.scheduling.schedule import Direction, Gather, Norm, Reduce, Step, passes_in
+from braid.scheduling.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
+from braid.scheduling.schedule import passes_in
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.validate import linked
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
@@ -69,47 +69,41 @@ def test_a_rank_is_held_before_a_transfer(tmp_path: Path, phase: FaultPhase, zer
     """Before any of its phase, whichever is drawn, until it is let go; and once only."""
     stretches = of_first_stage(tmp_path, {"dp": 2, "zero": zero}, "ddp")
     starts = [one.what for each in stretches for one in each.operations if isinstance(one, Start)]
-    begun = [one for one in starts if isinstance(one, Reduce | Gather)]
-    kind = Gather if phase == "gather" else Reduce
-    wanted = [one for one in begun if isinstance(one, kind) and one.chunk is not None]
+    begun = [one for one in starts if isinstance(one, Reduce | Gather) and one.chunk is not None]
+    wanted = [one for one in begun if isinstance(one, Gather if phase == "gather" else Reduce)]
     draw, hit = random.Random(), set()
     for number in range(8):
         one = fault(name=f"{number:03}", kind="hold", phase=phase, place=draw.random())
         saboteur = Saboteur([one], 1, tmp_path, stretches)
         assert saboteur.before(5, gradients()) is None
-        assert saboteur.update(4) is Update
-        passed, again = Passed(), Passed()
-        update = saboteur.update(5)(passed, passed, None, 5)
-        thread = threading.Thread(target=lambda update=update: [update.start(what) for what in begun])
+        assert saboteur.transfers(4) is None
+        passed: list[Reduce | Gather] = []
+
+        def transfer(look: Any, passed: list[Reduce | Gather] = passed) -> None:
+            for what in begun:
+                look(what)
+                passed.append(what)
+
+        thread = threading.Thread(target=transfer, args=(saboteur.transfers(5),))
         thread.start()
         deadline = time.monotonic() + 10
         while not (tmp_path / FOLDER / one.name).exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.01)
-        assert passed.begun == begun[: len(passed.begun)]
-        assert begun[len(passed.begun)] in wanted
-        hit.add(len(passed.begun))
+        assert passed == begun[: len(passed)]
+        assert begun[len(passed)] in wanted
+        hit.add(len(passed))
         let_go(tmp_path / FOLDER, one.name)
         thread.join(10)
-        assert passed.begun == begun
-        for what in begun:
-            saboteur.update(5)(again, again, None, 5).start(what)
-        assert again.begun == begun, "the step is repeated, and nothing comes"
+        assert passed == begun
+        transfer(saboteur.transfers(5), [])  # the step is repeated, and nothing comes
     assert len(hit) > 1 or len(wanted) < 2
 
 
-class Passed:
-    """Takes the place of gradients and weights."""
-
-    def __init__(self) -> None:
-        self.begun: list[Reduce | Gather] = []
-
-    def start(self, transfer: Reduce | Gather) -> None:
-        self.begun.append(transfer)
-
-
 def gradients() -> Any:
-    return SimpleNamespace(buckets=[SimpleNamespace(share=torch.zeros(4)) for _ in range(2)])
+    return SimpleNamespace(
+        buckets=[SimpleNamespace(gradients=SimpleNamespace(shard=torch.zeros(4))) for _ in range(2)]
+    )
 
 
 def fault(**changes: Any) -> Fault:
@@ -152,7 +146,7 @@ def test_it_comes_once_at_its_place(
         (place,) = positions(saboteur, 5, count, killed)
         hit.add(place)
         if phase == "optimizer":
-            assert isinstance(stretches[place].instruction, Step)
+            assert stretches[place].instruction == Compute(Step())
         else:
             directions = {one.direction for one in passes_in(stretches[place].instruction)}
             assert (Direction.FORWARD if phase == "forward" else Direction.BACKWARD) in directions
@@ -188,17 +182,21 @@ def test_a_gradient_that_is_no_number(
     held = gradients()
     look = saboteur.before(5, held)
     assert look is not None
-    first = next(n for n, one in enumerate(stretches) if isinstance(one.instruction, Reduce | Norm))
+    first = next(
+        n
+        for n, one in enumerate(stretches)
+        if isinstance(getattr(one.instruction, "what", None), Reduce | Norm)
+    )
     for position in range(first):
         look(position)
-    assert not held.buckets[0].share.isnan().any()
+    assert not held.buckets[0].gradients.shard.isnan().any()
     look(first)
-    assert held.buckets[0].share.isnan().sum() == 1
-    assert not held.buckets[1].share.isnan().any()
+    assert held.buckets[0].gradients.shard.isnan().sum() == 1
+    assert not held.buckets[1].gradients.shard.isnan().any()
     assert killed == []
-    held.buckets[0].share[0] = 0.0
+    held.buckets[0].gradients.shard[0] = 0.0
     look(first)
-    assert held.buckets[0].share.isnan().any() == (kind == "skip")
+    assert held.buckets[0].gradients.shard.isnan().any() == (kind == "skip")
 
 
 @pytest.mark.parametrize("step", [5, None], ids=["at a step", "when it is called"])

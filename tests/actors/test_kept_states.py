@@ -27,7 +27,7 @@ from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.schedule import Reduce
+from braid.scheduling.operations import Reduce
 from braid.scheduling.spec import ParallelLayout
 from tests.actors.test_buckets import SETTINGS, SHAPE, held
 from tests.forking import run_forked

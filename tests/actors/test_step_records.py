@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.step_records import StepRecorder
 from braid.actors.stage.streams import Transfer
+from braid.scheduling.operations import Pass, PassKind, Strand
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.schedule import Pass, PassKind, Strand
 from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from braid.scheduling.trace_arrays import IntArray
 from tests.spans import communication

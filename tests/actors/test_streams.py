@@ -15,8 +15,8 @@ from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.streams import Transfer
 from braid.actors.stage.telemetry import Recorder
 from braid.kernels.collectives.primitives import Launch
+from braid.scheduling.operations import Pass, PassKind
 from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import Pass, PassKind
 from braid.scheduling.trace import Label
 
 LITTLE = 1 << 16

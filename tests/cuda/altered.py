@@ -16,7 +16,8 @@ from braid.actors.stage.cuda_streams import CudaStreams
 from braid.actors.stage.streams import Transfer
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
-from braid.scheduling.code import Body, Code, Compute, Node, Operation
+from braid.scheduling.code import Body, Code
+from braid.scheduling.operations import Compute, Node, Operation
 from braid.scheduling.operators import Stream
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.machine import here

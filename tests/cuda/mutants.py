@@ -29,8 +29,7 @@ from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Extents, Launch
 from braid.kernels.operators.expert_rows import ExpertRows
 from braid.kernels.operators.permute import Permute, Regroup
-from braid.scheduling.code import Compute, Release, Start, Wait
-from braid.scheduling.schedule import Gather, Reduce
+from braid.scheduling.operations import Compute, Gather, Reduce, Release, Start, Wait
 from tests.cuda.altered import (
     Altered,
     adds,

@@ -30,8 +30,8 @@ from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Compute, Operation, Start, name_of
 from braid.scheduling.memory import rank_memory
+from braid.scheduling.operations import Compute, Operation, Start, name_of
 from braid.scheduling.planner.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
 from braid.scheduling.planner.orders import decisions
 from braid.scheduling.planner.space import COARSE

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from braid.dashboards.plan_view import read_schedule, schedule_view
 from braid.dashboards.run_data import RunData
-from braid.scheduling.schedule import Barrier, PassKind
+from braid.scheduling.operations import Barrier, PassKind
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.stragglers import LAST
 from tests.dashboards.lines import lines_of

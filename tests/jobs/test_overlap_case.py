@@ -21,9 +21,10 @@ from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.cluster import Link
 from braid.scheduling.lowering.named import ScheduleName
+from braid.scheduling.operations import Reduce, Wait
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Await, Reduce, sums_in
+from braid.scheduling.schedule import sums_in
 from braid.scheduling.spec import ModelShape
 from tests.in_process import Capture, called, refused
 
@@ -75,7 +76,7 @@ def test_replicas_have_micro_batches_each_and_sum_gradients(schedule: str) -> No
     assert REPLICAS.step_tokens == config.train.global_batch * REPLICAS.tokens == 2 * 3 * 32
     (stage,) = outcome.code.schedule.stages
     assert [one for i in stage for one in sums_in(i)] == [Reduce(0, "dp")]
-    assert Await(Reduce(0, "dp")) in stage
+    assert Wait(Reduce(0, "dp")) in stage
 
 
 def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

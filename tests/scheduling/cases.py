@@ -19,25 +19,23 @@ from braid.scheduling.lowering.named import (
     ScheduleName,
 )
 from braid.scheduling.lowering.programs import Order, graph_of
-from braid.scheduling.operators import Part
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.planner.orders import FIXED
-from braid.scheduling.schedule import (
-    Await,
-    Block,
+from braid.scheduling.operations import (
     Direction,
-    Instruction,
     Norm,
     Pass,
     PassKind,
-    Prefetch,
     Receive,
     Reduce,
-    Schedule,
     Send,
+    Start,
     Step,
     Strand,
+    Wait,
 )
+from braid.scheduling.operators import Part
+from braid.scheduling.operators import Pass as Phase
+from braid.scheduling.planner.orders import FIXED
+from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule
 from braid.scheduling.schedule_text import parse_sides, write_step
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
@@ -273,10 +271,8 @@ def on_strands(schedule: Schedule, beta: frozenset[int]) -> Schedule:
         match old:
             case Block(passes):
                 return replace(old, passes=tuple(map(placed, passes)))
-            case Send() | Receive():
-                return replace(old, moved=placed(old.moved))
-            case Await(Send() | Receive() as transfer):
-                return Await(replace(transfer, moved=placed(transfer.moved)))
+            case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
+                return replace(old, what=replace(message, moved=placed(message.moved)))
             case _:
                 return old
 
@@ -287,9 +283,7 @@ def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
     """The schedule with the sums of a chunk's gradients begun in its last block, or behind it."""
 
     def updates(instruction: Instruction) -> bool:
-        return isinstance(instruction, Reduce | Await | Norm | Step) and not (
-            isinstance(instruction, Await) and not isinstance(instruction.transfer, Reduce)
-        )
+        return isinstance(getattr(instruction, "what", None), Reduce | Norm | Step)
 
     def without(instruction: Instruction) -> Instruction:
         return replace(instruction, sums=()) if isinstance(instruction, Block) else instruction
@@ -321,20 +315,24 @@ def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Sc
     """Move a RECV up its stage's list, but not past another of its channel."""
     instructions = [*schedule.stages[stage]]
     receive = instructions.pop(position)
-    assert isinstance(receive, Receive)
     for _ in range(by):
         above = instructions[position - 1] if position else None
         if above is None or isinstance(above, Prefetch):
             break
-        if isinstance(above, Receive) and _channel(above) == _channel(receive):
+        if _channel(above) == _channel(receive):
             break
         position -= 1
     instructions.insert(position, receive)
     return with_stage(schedule, stage, instructions)
 
 
-def _channel(receive: Receive) -> tuple[int, Direction]:
-    return receive.stage, receive.moved.direction
+def _channel(instruction: Instruction) -> tuple[int, Direction] | None:
+    """Where an instruction asks for a message from, and which way; None for another instruction."""
+    match instruction:
+        case Start(Receive(moved, stage)):
+            return stage, moved.direction
+        case _:
+            return None
 
 
 def several(schedule: Schedule) -> bool:
@@ -378,7 +376,7 @@ def valid_schedules(
         )
     for _ in range(draw(st.integers(0, 3))):
         stage = draw(st.integers(0, stages - 1))
-        receives = [n for n, i in enumerate(schedule.stages[stage]) if isinstance(i, Receive)]
+        receives = [n for n, i in enumerate(schedule.stages[stage]) if _channel(i)]
         if receives:
             schedule = _asked_earlier(
                 schedule, stage, draw(st.sampled_from(receives)), draw(st.integers(1, 12))

@@ -10,23 +10,22 @@ after the other, once, or (ZeRO 2) in every block that ends a pass's; then their
 
 from collections import defaultdict
 
-from braid.scheduling.schedule import (
-    Await,
-    Block,
+from braid.scheduling.operations import (
+    Compute,
     Direction,
     Gather,
-    Instruction,
+    Message,
     Norm,
     Pass,
     PassKind,
-    Prefetch,
     Receive,
     Reduce,
-    Schedule,
     Send,
+    Start,
     Step,
-    Transfer,
+    Wait,
 )
+from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule
 from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LLAMA, model_for
 
@@ -69,7 +68,7 @@ class Rank:
         self.used = {one for one in self.everywhere if one.chunk in reading}
         self.begun = set(begun)
         self.ran: list[Pass] = []
-        self.messages: dict[Transfer, tuple[Channel, int]] = {}
+        self.messages: dict[Message, tuple[Channel, int]] = {}
         axes = {"tp": layout.tp, "dp": layout.dp}
         self.unsummed = {Reduce(c, axis) for c in chunks for axis, degree in axes.items() if degree > 1}
         self.left_to_sum = set(self.unsummed)
@@ -90,16 +89,16 @@ class Rank:
         match instruction:
             case Block():
                 self.block(instruction)
-            case Send(moved, target):
+            case Start(Send(moved, target) as message):
                 demand(moved in self.inputs, "nothing to send")
                 self.inputs.remove(moved)
                 channel = (self.stage, target, moved.direction)
-                self.messages[instruction] = channel, self.network.send(channel, moved)
-            case Receive(moved, source):
-                demand(instruction not in self.messages and moved not in self.inputs, "received twice")
+                self.messages[message] = channel, self.network.send(channel, moved)
+            case Start(Receive(moved, source) as message):
+                demand(message not in self.messages and moved not in self.inputs, "received twice")
                 channel = (source, self.stage, moved.direction)
-                self.messages[instruction] = channel, self.network.ask(channel, moved)
-            case Await(Send() | Receive() as transfer):
+                self.messages[message] = channel, self.network.ask(channel, moved)
+            case Wait(Send() | Receive() as transfer):
                 demand(transfer in self.messages, "no such message")
                 if not self.network.meet(*self.messages[transfer]):
                     return False
@@ -114,21 +113,21 @@ class Rank:
                 demand(not self.begun, "prefetched twice")
                 demand(not behind or not self.absent & self.used, "updated while they are gathered")
                 self.begun = set(self.used)
-            case Reduce(chunk):
-                demand(chunk is None or not self.in_blocks(instruction), "to be summed in blocks")
+            case Start(Reduce(chunk) as reduce):
+                demand(chunk is None or not self.in_blocks(reduce), "to be summed in blocks")
                 alike = {one for one in self.under_way if one.chunk == chunk}
                 demand(not alike, "sums of the same at once")
                 waiting = self.unsummed if chunk is not None else self.norm if self.norms else set()
-                demand(instruction in waiting, "nothing to reduce")
-                waiting.remove(instruction)
-                self.under_way.add(instruction)
-            case Await(Reduce() as transfer):
+                demand(reduce in waiting, "nothing to reduce")
+                waiting.remove(reduce)
+                self.under_way.add(reduce)
+            case Wait(Reduce() as transfer):
                 demand(transfer in self.under_way, "not under way")
                 self.under_way.remove(transfer)
-            case Norm():
+            case Compute(Norm()):
                 demand(not (self.unsummed or self.under_way or self.norms), "norm too early")
                 self.norms = 1
-            case Step():
+            case Compute(Step()):
                 demand(self.norms == 1 and not (self.norm or self.under_way or self.steps), "step too early")
                 self.steps = 1
         return True

@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
-from braid.scheduling.code import Compute, Node, Start
 from braid.scheduling.draw_simulation import moving
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import ScheduleName
+from braid.scheduling.operations import Compute, Node, PassKind, Start
 from braid.scheduling.planner.decide import Outcome, anything, outcome_of
 from braid.scheduling.planner.orders import Bench, decisions
 from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import PassKind
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.simulator.engine import BlockRun, Executed

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from braid.scheduling.schedule import Await, Block, Pass, Receive
+from braid.scheduling.operations import Pass, Receive, Start, Wait
+from braid.scheduling.schedule import Block
 from braid.scheduling.timeline import Timeline, unit_timeline
 from tests.scheduling.cases import HOPS, PAIRED_W, STAGES, code_of, layout_for, named_schedule, sizes_of
 
@@ -77,9 +78,9 @@ def test_receives_are_started_when_their_message_may_come(p: int, hop: int) -> N
         blocks = 0
         for instruction in stage:
             match instruction:
-                case Receive(moved):
+                case Start(Receive(moved)):
                     asked[moved] = blocks
-                case Await(Receive(moved)):
+                case Wait(Receive(moved)):
                     assert blocks - asked.pop(moved) == min(hop - 1, blocks)
                 case Block():
                     blocks += 1

@@ -16,10 +16,11 @@ from braid.scheduling.draw_simulation import (
     pipeline_rows,
     pipeline_svg,
 )
+from braid.scheduling.operations import PassKind
 from braid.scheduling.operators import Stream
 from braid.scheduling.planner.decide import evaluate
 from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.schedule import PassKind, on_side
+from braid.scheduling.schedule import on_side
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.svg import EXPOSED, MOVES
 from braid.scheduling.trace_arrays import length, shares
@@ -36,7 +37,7 @@ def test_what_was_left_is_marked(unit_layers: int) -> None:
     found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
     programs = found.code.schedule.programs
     late = [
-        (side, {action.operator for action in on_side(program, number)})
+        (side, {str(one.what) for one in on_side(program, number)})
         for sides, program in programs.items()
         for number, side in enumerate(sides)
         if side.kind is PassKind.END and len(sides) > 2

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.programs import Order
+from braid.scheduling.operations import Start
 from braid.scheduling.operators import Graph
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.schedule import Start as StartAction
 from braid.scheduling.schedule_text import parse, parse_sides, write
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.trace import Span
@@ -131,7 +131,7 @@ def starts(one: Choices) -> set[str]:
     """Collectives that a decision leaves to the next block."""
     programs = lowered(BENCH, one).code.schedule.programs
     program = programs.get(parse_sides(f"{PAIR}|L:{RUN}"), ())
-    return {action.operator for action in program if isinstance(action, StartAction) and action.turn == 2}
+    return {str(one.what) for one in program if isinstance(one, Start) and one.turn == 2}
 
 
 def taken_up(one: Choices) -> set[str]:

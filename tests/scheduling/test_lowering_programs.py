@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from braid.scheduling.layers import layer_part
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.programs import graph_of, program_of, serial_program
+from braid.scheduling.operations import Barrier, Compute, Operation, PassKind, Start, Wait
 from braid.scheduling.operators import Graph, Kind, Part, Stream
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Action, Barrier, Compute, PassKind, Program, Side, Start, Wait
+from braid.scheduling.schedule import Program, Side
 from braid.scheduling.schedule_text import parse, parse_sides, write, write_step
 from braid.scheduling.sizes import PartSizes
 from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
@@ -32,13 +33,15 @@ def ring_layer() -> Part:
     return layer_part(PartSizes(shape=LLAMA, tp=2, micro_batch=2, cp=4, context="ring", streams=streams))
 
 
-def acting(action: Action) -> Compute | Start | Wait:
+def acting(action: Operation) -> Compute | Start | Wait:
     """Not a barrier."""
-    assert not isinstance(action, Barrier)
+    assert isinstance(action, Compute | Start | Wait)
     return action
 
 
-def replay(actions: Iterable[Action], graphs: Graphs, given_values: Values, end: int | None = None) -> None:
+def replay(
+    actions: Iterable[Operation], graphs: Graphs, given_values: Values, end: int | None = None
+) -> None:
     """Run a program on names: demands data, and counts operators.
 
     ``end``: the number of the pass that runs the end of pass 1.
@@ -51,7 +54,7 @@ def replay(actions: Iterable[Action], graphs: Graphs, given_values: Values, end:
     in_order = [acting(action) for action in actions if not isinstance(action, Barrier)]
     for action in sorted(in_order, key=lambda one: one.turn == end):
         turn = 1 if action.turn == end else action.turn
-        key = (turn, action.operator)
+        key = (turn, str(action.what))
         op = operators[key]
         if isinstance(action, Wait):
             assert key in under_way, f"{action}: not under way"
@@ -71,16 +74,16 @@ def replay(actions: Iterable[Action], graphs: Graphs, given_values: Values, end:
     assert sorted(begun) == sorted(operators)
 
 
-def needless_waits(actions: Sequence[Action], graphs: Graphs) -> list[Action]:
+def needless_waits(actions: Sequence[Operation], graphs: Graphs) -> list[Operation]:
     """Waits that neither the next operator nor the end asks for."""
-    found: list[Action] = []
+    found: list[Operation] = []
     for n, action in enumerate(actions):
         after = next((a for a in actions[n + 1 :] if not isinstance(a, Wait)), None)
         if not isinstance(action, Wait) or after is None:
             continue
-        written = set(graphs[action.turn].named(action.operator).writes)
+        written = set(graphs[action.turn].named(str(action.what)).writes)
         needed = not isinstance(after, Barrier) and after.turn == action.turn
-        if not needed or not written & set(graphs[after.turn].named(after.operator).reads):
+        if not needed or not written & set(graphs[after.turn].named(str(after.what)).reads):
             found.append(action)
     return found
 
@@ -210,9 +213,9 @@ def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.D
             case Barrier():
                 assert not under_way, "a barrier with something under way"
             case Start():
-                under_way.add((action.turn, action.operator))
+                under_way.add((action.turn, str(action.what)))
             case Wait():
-                under_way.remove((action.turn, action.operator))
+                under_way.remove((action.turn, str(action.what)))
 
 
 def _independent(segment: tuple[list[str], list[str]]) -> bool:

@@ -30,7 +30,7 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling import buckets
 from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Code, Operation, Release, Wait
+from braid.scheduling.code import Code
 from braid.scheduling.layers import model_parts as every_part
 from braid.scheduling.link import link
 from braid.scheduling.lowering.beside import operators_beside
@@ -39,11 +39,11 @@ from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.partitions import mega_scale
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
+from braid.scheduling.operations import Operation, Reduce, Release, Wait
 from braid.scheduling.operators import Part
 from braid.scheduling.partition import Partition, parse_partition
 from braid.scheduling.planner.decide import measured
 from braid.scheduling.planner.orders import decisions
-from braid.scheduling.schedule import Reduce
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Placement

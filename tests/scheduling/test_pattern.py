@@ -10,6 +10,7 @@ from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.memory import model_flops
+from braid.scheduling.operations import PassKind
 from braid.scheduling.pattern import is_layer, kinds_of, pattern_of
 from braid.scheduling.planner.candidates import Search, candidates
 from braid.scheduling.planner.decide import Outcome, decide, measured, modelled, within
@@ -17,7 +18,7 @@ from braid.scheduling.planner.space import PART_BY_PART
 from braid.scheduling.planner.tiers import operation_tier
 from braid.scheduling.profile import Profile
 from braid.scheduling.rounds import rounds
-from braid.scheduling.schedule import Block, PassKind
+from braid.scheduling.schedule import Block
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.setting import Setting
 from braid.scheduling.sizes import part_sizes

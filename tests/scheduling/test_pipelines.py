@@ -9,20 +9,19 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.lowering.pipelines import one_forward_one_backward, sub_batches
-from braid.scheduling.schedule import (
-    Await,
-    Block,
+from braid.scheduling.operations import (
+    Compute,
     Direction,
     Gather,
     Pass,
     PassKind,
-    Prefetch,
     Reduce,
-    Schedule,
+    Start,
     Step,
     Strand,
-    passes_in,
+    Wait,
 )
+from braid.scheduling.schedule import Block, Prefetch, Schedule, passes_in
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
@@ -114,7 +113,9 @@ def test_gradients_are_summed_as_early_as_a_schedule_says() -> None:
             assert begun == {Reduce(chunk, axis): n for chunk, n in last.items() for axis in ("tp", "dp")}
         else:
             assert not begun
-            first = next(n for n, i in enumerate(stage) if isinstance(i, Reduce))
+            first = next(
+                n for n, i in enumerate(stage) if isinstance(i, Start) and isinstance(i.what, Reduce)
+            )
             assert first > max(last.values()), name
 
 
@@ -130,10 +131,10 @@ def test_gradients_in_shares_are_summed_in_every_block_that_ends_a_pass(name: st
             assert sums == tuple(Reduce(chunk, axis) for chunk in ended for axis in ("tp", "dp"))
         last = max(n for n, i in enumerate(stage) if isinstance(i, Block))
         chunks = layout_for(name, 2, 2, 2, zero).chunks_of(number)
-        waits = [n for n, i in enumerate(stage) for c in chunks if i == Await(Reduce(c, "dp"))]
+        waits = [n for n, i in enumerate(stage) for c in chunks if i == Wait(Reduce(c, "dp"))]
         assert len(waits) == len(chunks)
         assert min(waits) > last
-        assert not any(isinstance(i, Reduce) and i.axis == "dp" and i.chunk is not None for i in stage)
+        assert not [i for i in stage for c in chunks if i == Start(Reduce(c, "dp"))]
 
 
 @NAMES
@@ -147,7 +148,7 @@ def test_parameters_are_gathered_where_they_are_read(name: str, zero: int) -> No
     for stage in schedule.stages:
         place = len(stage) - 1 if kind_of(name).early_sums and zero < 3 else 0
         assert [n for n, i in enumerate(stage) if isinstance(i, Prefetch)] == [place] * bool(zero)
-        assert Step() in stage[-2:]
+        assert Compute(Step()) in stage[-2:]
         there: set[int] = set()
         for block in (i for i in stage if isinstance(i, Block)):
             read = dict.fromkeys(one.chunk for one in block.passes if one.kind is not PassKind.WEIGHT)

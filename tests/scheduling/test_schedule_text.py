@@ -7,37 +7,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import (
-    Action,
-    Await,
+from braid.scheduling.operations import (
     Barrier,
-    Block,
     Compute,
     Gather,
-    Instruction,
+    Message,
     Norm,
+    Operation,
     Pass,
     PassKind,
-    Prefetch,
-    Program,
     Receive,
     Reduce,
-    Schedule,
     Send,
-    Side,
-    Sides,
     Start,
     Step,
     Strand,
-    Transfer,
     Wait,
+)
+from braid.scheduling.operators import Stream
+from braid.scheduling.schedule import (
+    Block,
+    Instruction,
+    Prefetch,
+    Program,
+    Schedule,
+    Side,
+    Sides,
 )
 from braid.scheduling.schedule_text import (
     COLUMNS,
     parse,
-    parse_action,
     parse_instruction,
+    parse_operation,
     parse_step,
     write,
     write_step,
@@ -49,7 +50,7 @@ NUMBERS = st.integers(0, 10_000)
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
 AXES = st.sampled_from(["tp", "tp_beyond_2", "dp", "pp", "ends", "copies", "edp"])
 PASSES = st.builds(Pass, st.sampled_from(PassKind), NUMBERS, NUMBERS, st.sampled_from(Strand))
-TRANSFERS: st.SearchStrategy[Transfer] = st.one_of(
+TRANSFERS: st.SearchStrategy[Message | Reduce] = st.one_of(
     st.builds(Send, PASSES, NUMBERS),
     st.builds(Receive, PASSES, NUMBERS),
     st.builds(Reduce, st.one_of(st.none(), NUMBERS), AXES),
@@ -58,24 +59,24 @@ SUMS = st.lists(st.builds(Reduce, NUMBERS, AXES), max_size=3).map(tuple)
 GATHERS = st.lists(st.builds(Gather, NUMBERS, AXES), max_size=3).map(tuple)
 INSTRUCTIONS: st.SearchStrategy[Instruction] = st.one_of(
     st.builds(Block, st.lists(PASSES, min_size=1, max_size=4).map(tuple), SUMS, GATHERS),
-    TRANSFERS,
-    st.builds(Await, TRANSFERS),
+    st.builds(Start, TRANSFERS),
+    st.builds(Wait, TRANSFERS),
     st.just(Prefetch()),
-    st.just(Norm()),
-    st.just(Step()),
+    st.just(Compute(Norm())),
+    st.just(Compute(Step())),
 )
 SIDES: st.SearchStrategy[Sides] = st.lists(
     st.builds(Side, st.sampled_from(PassKind), WORDS), min_size=1, max_size=4
 ).map(tuple)
 
 
-def actions(count: int) -> st.SearchStrategy[Action]:
-    """An action of a program of so many passes."""
+def operations(count: int) -> st.SearchStrategy[Operation]:
+    """An operation of a program of so many passes."""
     turns = st.integers(0, count - 1)
-    found: list[st.SearchStrategy[Action]] = [
-        st.builds(Compute, WORDS, turns),
-        st.builds(Start, WORDS, st.sampled_from(Stream), turns),
-        st.builds(Wait, WORDS, turns),
+    found: list[st.SearchStrategy[Operation]] = [
+        st.builds(Compute, WORDS, turn=turns),
+        st.builds(Start, WORDS, st.sampled_from(Stream), turn=turns),
+        st.builds(Wait, WORDS, turn=turns),
     ]
     return st.one_of(found + [st.just(Barrier())] * (count > 1))
 
@@ -84,7 +85,7 @@ def actions(count: int) -> st.SearchStrategy[Action]:
 def programs(draw: st.DrawFn) -> dict[Sides, Program]:
     """Programs of any passes."""
     keys = draw(st.lists(SIDES, max_size=4, unique=True))
-    return {sides: tuple(draw(st.lists(actions(len(sides)), max_size=8))) for sides in keys}
+    return {sides: tuple(draw(st.lists(operations(len(sides)), max_size=8))) for sides in keys}
 
 
 SCHEDULES = st.builds(
@@ -158,7 +159,7 @@ def test_every_step_of_an_order_round_trips(count: int, operator: str, data: st.
 
 
 def test_where_there_is_one_pass_a_number_is_part_of_a_name() -> None:
-    assert parse_action("compute 0:norm", 1) == Compute("0:norm", 0)
+    assert parse_operation("compute 0:norm", 1) == Compute("0:norm")
 
 
 @given(valid_schedules(), st.data())
@@ -264,11 +265,11 @@ def test_tokens_that_are_no_instruction(token: str, cause: str) -> None:
         ("program B:layer", "program", "line 28: expected 'program' and what it is for, found 'program'"),
         ("program B:layer", "program layer B", "line 28: expected 'program' and what it is for, found"),
         ("program F:layer", "program F:layer|B:layer", "line 24: 'norm': operators of 2 passes are written"),
-        ("compute norm\n", "barrier\n", "line 24: 'barrier' is not an action"),
+        ("compute norm\n", "barrier\n", "line 24: 'barrier' is not an operation"),
         ("program B:layer", "stage 2", "line 28: 'stage 2' after a program; stages come first"),
         ("on intra", "on network", "line 25: 'network' is not a stream; use one of compute, intra, inter"),
-        (" on intra", "", "line 25: 'start gather' is not an action"),
-        ("compute norm\n", "compute norm now\n", "line 24: 'compute norm now' is not an action"),
+        (" on intra", "", "line 25: 'start gather' is not an operation"),
+        ("compute norm\n", "compute norm now\n", "line 24: 'compute norm now' is not an operation"),
         ("STEP\n\n", "STEP,\n\n", "line 17: 'STEP,' is not an instruction"),
     ],
 )
@@ -297,7 +298,7 @@ def test_what_is_nothing_that_a_program_is_for(sides: str) -> None:
             (["compute 0:norm", f"compute {name}"], 25, f"{name!r}: operators of 3 passes are written 0:NAME")
             for name in ("norm", "3:norm", "-1:norm", "01:norm", "1:")
         ],
-        (["barrier now"], 24, "'barrier now' is not an action"),
+        (["barrier now"], 24, "'barrier now' is not an operation"),
         (["", "program F:layer|B:layer|L:layer"], 25, "program F:layer|B:layer|L:layer stands twice"),
     ],
 )

@@ -13,23 +13,26 @@ import pytest
 
 from braid.scheduling import buckets
 from braid.scheduling.buckets import BucketKey
-from braid.scheduling.code import (
+from braid.scheduling.code import Code, Stretch
+from braid.scheduling.lowering.lower import training_schedule, validation_schedule
+from braid.scheduling.operations import (
     Allocate,
     Clip,
-    Code,
     Compute,
+    Gather,
     Node,
+    Norm,
     Operation,
+    Reduce,
     Release,
     Start,
-    Stretch,
+    Step,
     Update,
     Wait,
 )
-from braid.scheduling.lowering.lower import training_schedule, validation_schedule
 from braid.scheduling.operators import Parameters
 from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Block, Gather, Norm, Prefetch, Reduce, Schedule, Step
+from braid.scheduling.schedule import Block, Prefetch, Schedule
 from braid.scheduling.setting import Setting
 from braid.scheduling.units import members_of
 from braid.scheduling.validate import linked

@@ -9,14 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Clip, Compute, Message, Node, Start, Update, Wait, name_of
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.operations import (
+    Clip,
+    Compute,
+    Gather,
+    Message,
+    Node,
+    Norm,
+    Reduce,
+    Start,
+    Step,
+    Update,
+    Wait,
+    name_of,
+)
 from braid.scheduling.operators import Kind, Stream
 from braid.scheduling.planner.decide import evaluate, modelled
 from braid.scheduling.planner.list_schedule import issue_ns, turns_order
 from braid.scheduling.planner.orders import Bench, layer_pair
-from braid.scheduling.schedule import Gather, Norm, Reduce, Step
 from braid.scheduling.simulator.engine import Executed, RankRun
 from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
 from braid.scheduling.spec import ModelShape

@@ -6,19 +6,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.schedule import (
-    Block,
-    Gather,
-    Instruction,
-    Pass,
-    PassKind,
-    Program,
-    Reduce,
-    Schedule,
-    Sides,
-    Strand,
-    passes_in,
-)
+from braid.scheduling.operations import Gather, Pass, PassKind, Reduce, Strand
+from braid.scheduling.schedule import Block, Instruction, Program, Schedule, Sides, passes_in
 from braid.scheduling.schedule_text import write
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.validate import ScheduleError

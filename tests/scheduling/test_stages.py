@@ -15,12 +15,13 @@ from torch import Tensor
 from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling import buckets
-from braid.scheduling.code import Code, Compute, Node, Operation, Start, Wait
+from braid.scheduling.code import Code
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.mesh import place_in, sub_groups
+from braid.scheduling.operations import Compute, Gather, Node, Norm, Operation, Reduce, Start, Wait
 from braid.scheduling.operators import Kind
 from braid.scheduling.partition import Partition
-from braid.scheduling.schedule import Gather, Norm, Prefetch, Reduce
+from braid.scheduling.schedule import Prefetch
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.stages import Move, moves_of
 from braid.scheduling.validate import linked

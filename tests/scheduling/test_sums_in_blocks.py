@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling import buckets
-from braid.scheduling.code import Compute, Node, Start, Wait
 from braid.scheduling.lowering.lower import training_schedule
+from braid.scheduling.operations import Compute, Node, Norm, Reduce, Start, Wait
 from braid.scheduling.planner.decide import anything, modelled, outcome_of
 from braid.scheduling.planner.orders import decisions
-from braid.scheduling.schedule import Norm, Reduce
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.simulate import Simulation
 from braid.scheduling.units import chunk_parts

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from braid.scheduling.lowering.lower import Choices, training_schedule
 from braid.scheduling.lowering.named import PairMethod
 from braid.scheduling.lowering.pipelines import paired_w, twin_ended
+from braid.scheduling.operations import Direction, PassKind
 from braid.scheduling.planner.decide import modelled
 from braid.scheduling.planner.list_schedule import issue_ns
 from braid.scheduling.planner.strands import joint_problem
-from braid.scheduling.schedule import Block, Direction, PassKind, Schedule, Side
+from braid.scheduling.schedule import Block, Schedule, Side
 from braid.scheduling.schedule_text import parse, write
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.timeline import in_flight, unit_timeline

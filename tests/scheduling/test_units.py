@@ -6,25 +6,12 @@ from hypothesis import strategies as st
 
 from braid.scheduling.lowering.lower import with_ends
 from braid.scheduling.lowering.programs import serial_program
+from braid.scheduling.operations import Compute, Pass, PassKind, Reduce, Send, Start, Step, Strand, Wait
 from braid.scheduling.operators import Kind
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.rounds import rounds
-from braid.scheduling.schedule import (
-    Await,
-    Block,
-    Instruction,
-    Pass,
-    PassKind,
-    Program,
-    Reduce,
-    Schedule,
-    Send,
-    Side,
-    Sides,
-    Step,
-    Strand,
-)
+from braid.scheduling.schedule import Block, Instruction, Program, Schedule, Side, Sides
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.units import (
     chunk_units,
@@ -185,8 +172,14 @@ def test_ends_are_carried_between_blocks_of_the_same_units_alone(alone: bool) ->
         programs[back, end] = ()
     message = Send(Pass(PassKind.FORWARD, 1, 2), 2)
     last = Block((Pass(PassKind.BACKWARD, 4, 1),))
-    instructions: list[Instruction] = [_pair(1, 0), message, _pair(2, 1), Reduce(0, "dp"), _pair(3, 2)]
-    instructions += [_pair(4, 3), Await(message), last, _pair(5, 4), _pair(6, 5, chunk=0), Step()]
+    instructions: list[Instruction] = [
+        _pair(1, 0),
+        Start(message),
+        _pair(2, 1),
+        Start(Reduce(0, "dp")),
+        _pair(3, 2),
+    ]
+    instructions += [_pair(4, 3), Wait(message), last, _pair(5, 4), _pair(6, 5, chunk=0), Compute(Step())]
 
     def blocks(known: dict[Sides, Program]) -> list[str]:
         schedule = Schedule(

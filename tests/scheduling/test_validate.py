@@ -9,22 +9,18 @@ import pytest
 from braid.scheduling.lowering.fixed_orders import by_turns
 from braid.scheduling.lowering.lower import validation_schedule
 from braid.scheduling.lowering.programs import program_of
-from braid.scheduling.schedule import (
-    Await,
+from braid.scheduling.operations import (
     Barrier,
-    Block,
+    Compute,
     Norm,
     Pass,
     PassKind,
-    Prefetch,
-    Program,
     Receive,
-    Reduce,
-    Schedule,
-    Side,
-    Sides,
+    Start,
     Step,
+    Wait,
 )
+from braid.scheduling.schedule import Block, Prefetch, Program, Schedule, Side, Sides
 from braid.scheduling.schedule_text import parse_instruction, parse_sides
 from braid.scheduling.spec import ParallelLayout, Placement
 from braid.scheduling.validate import ScheduleError
@@ -129,9 +125,9 @@ def test_a_validation_gathers_what_ranks_hold_in_shares(zero: int) -> None:
 def test_a_single_rank_sums_nothing_and_still_ends_with_its_passes() -> None:
     """No sum stands between the last pass and the norm that could be too early."""
     schedule, layout = named_schedule("megatron", 1, 2), layout_for("megatron", 1)
-    assert not [i for i in schedule.stages[0] if isinstance(i, Reduce | Await)]
+    assert not [i for i in schedule.stages[0] if isinstance(i, Start | Wait)]
     *passes, last, norm, step = schedule.stages[0]
-    assert (norm, step) == (Norm(), Step())
+    assert (norm, step) == (Compute(Norm()), Compute(Step()))
     for order in ([*passes, norm, last, step], [*passes, norm, step, last]):
         with pytest.raises(ScheduleError, match="at NORM: chunk 0 still has passes to run"):
             code_of(with_stage(schedule, 0, order), layout)
@@ -170,7 +166,7 @@ def test_sends_may_not_count_on_buffers() -> None:
 
 def test_the_message_shows_the_fault_among_its_neighbours() -> None:
     schedule, layout = named_schedule("megatron", 3, 2, 2), layout_for("megatron", 3, 2)
-    waits = Await(Receive(Pass(PassKind.FORWARD, 1, 1), 0))
+    waits = Wait(Receive(Pass(PassKind.FORWARD, 1, 1), 0))
     instructions = [i for i in schedule.stages[1] if i != waits]
     message = message_of(with_stage(schedule, 1, instructions), layout)
     assert (
