@@ -21,7 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from braid.actors.stage.parameters import Place, StageParameter
+from braid.actors.stage.parameters import Place, StageParameter, main_gradient_dtype
 from braid.actors.stage.shards import Shard, shard_of
 from braid.kernels.collectives.primitives import Launch, Line
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
@@ -96,8 +96,11 @@ class Bucket:
     # -- memory --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def hold(self, zero: int, gradient_dtype: torch.dtype) -> None:
-        """Make the bucket's memory, as its ZeRO stage says; parameters keep their values, gradients are 0."""
+    def hold(self, zero: int, *, exact: bool, within: Tensor | None = None) -> None:
+        """Make the bucket's memory, as its ZeRO stage says; parameters keep their values, gradients are 0.
+
+        ``exact``: gradients are added up in float64. ``within``: their memory, a part of a larger bucket's.
+        """
         first = self.members[0].tensor
         nothing = torch.empty(0, dtype=first.dtype, device=first.device)
 
@@ -114,7 +117,10 @@ class Bucket:
             self.parameters = FlatMemory(self, lay_parameter, whole, lasting=zero < 3)
             for shard, view in self._shard_views(self.parameters.shard):
                 shard.tensor = view
-        gradients = torch.zeros(self.elements, dtype=gradient_dtype, device=first.device)
+        gradients = within
+        if gradients is None:
+            dtype = torch.float64 if exact else main_gradient_dtype(first.dtype)
+            gradients = torch.zeros(self.elements, dtype=dtype, device=first.device)
         lasting = self.ways == 1 or zero < 2
         self.gradients = FlatMemory(self, lay_gradient, gradients, lasting=lasting)
         for shard, view in self._shard_views(self.gradients.shard):
@@ -272,6 +278,24 @@ def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucke
         ways, index = mesh.size(factors), place.index(factors)
         buckets.append(Bucket((chunk, number), axes, members, ways, index))
     return buckets
+
+
+def joined(buckets: Sequence[Bucket], *, exact: bool) -> list[Bucket]:
+    """Larger buckets, of whole chunks, of buckets that are not cut: one transfer sums all their gradients.
+
+    Makes the memory of both: the gradients of a chunk's buckets with the same axes lie one behind the other.
+    """
+    larger = []
+    for (chunk, axes), group in groupby(buckets, key=lambda bucket: (bucket.key[0], bucket.axes)):
+        members = tuple(group)
+        whole = Bucket((chunk, -1), axes, [one for bucket in members for one in bucket.members])
+        whole.hold(0, exact=exact)
+        begin = 0
+        for bucket in members:
+            bucket.hold(0, exact=exact, within=whole.gradients.make()[begin : begin + bucket.elements])
+            begin += bucket.elements
+        larger.append(whole)
+    return larger
 
 
 def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParameter]) -> list[Shard]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from braid.actors.stage.bucket import Bucket, buckets_of, shards_in_order
+from braid.actors.stage.bucket import Bucket, buckets_of, joined, shards_in_order
 from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.parameters import StageParameter, main_gradient_dtype
+from braid.actors.stage.parameters import StageParameter
 from braid.actors.stage.shards import Shard
 from braid.actors.stage.streams import Streams, Transfer
 from braid.actors.stage.telemetry import Recorder
@@ -38,12 +38,15 @@ class RankBuckets:
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
-        for bucket in self.buckets:
-            dtype = main_gradient_dtype(bucket.members[0].tensor.dtype)
-            bucket.hold(mesh.layout.zero, torch.float64 if deterministic else dtype)
+        cut = [bucket for bucket in self.buckets if bucket.ways > 1]
+        for bucket in cut:
+            bucket.hold(mesh.layout.zero, exact=deterministic)
+        uncut = [bucket for bucket in self.buckets if bucket.ways == 1]
+        self._all = [*joined(uncut, exact=deterministic), *cut]
+        """All memory, in as few buckets as there can be."""
         self.shards = shards_in_order(self.buckets, parameters)
         """What this rank updates."""
-        self.cut = any(bucket.ways > 1 for bucket in self.buckets)
+        self.cut = bool(cut)
         """True if ranks share the update (ZeRO)."""
         self._norm = _GlobalNorm(self.shards, mesh, parameters[0].tensor.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
@@ -122,14 +125,11 @@ class RankBuckets:
                 self.wait(what)
 
     def _of(self, what: Reduce | Gather) -> list[Bucket]:
-        """Buckets of a chunk, or one of them by number, that are summed or gathered over an axis."""
-        return [
-            bucket
-            for bucket in self.buckets
-            if bucket.key[0] == what.chunk
-            and what.axis in bucket.axes
-            and what.bucket in (None, bucket.key[1])
-        ]
+        """The buckets of a chunk, or (by number) one of them, that are summed or gathered over an axis."""
+        known = self._all
+        if what.bucket is not None:
+            known = [bucket for bucket in self.buckets if bucket.key[1] == what.bucket]
+        return [bucket for bucket in known if bucket.key[0] == what.chunk and what.axis in bucket.axes]
 
     def _label(self, what: Reduce | Gather, along: str, moved: Tensor) -> Label:
         key = what, moved.numel()
@@ -164,7 +164,7 @@ class RankBuckets:
             bucket.clear()
 
     def _with_key(self, key: BucketKey | None) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if key in (None, bucket.key)]
+        return self._all if key is None else [bucket for bucket in self.buckets if bucket.key == key]
 
 
 class _GlobalNorm:
