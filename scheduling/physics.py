@@ -5,8 +5,8 @@ run, each advances at 1 / (1 + sum of its slowdowns by the others); two transfer
 is a slowdown of 1. Tasks are numbers, ``slow[a][b]`` is how much longer a takes while b runs.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,41 +117,3 @@ def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
         remaining = np.where(active, remaining - left[:, None] / pace, 0.0)
         remaining[remaining < EPSILON] = 0.0
     return total
-
-
-Task = TypeVar("Task", bound=Hashable)
-Queue = TypeVar("Queue", bound=Hashable)
-
-
-def run_in_order(
-    queues: Mapping[Queue, Sequence[Task]],
-    after: Callable[[Task], Iterable[Task]],
-    ns: Callable[[Task], int],
-) -> tuple[dict[Task, tuple[int, int]], dict[Queue, int]]:
-    """When every task begins and ends if each queue serves its own in order, each after some others.
-
-    Nothing slows anything down here. Also returned: queues that could not run to their end, with the place
-    of the task that waits for ever.
-    """
-    times: dict[Task, tuple[int, int]] = {}
-    places = dict.fromkeys(queues, 0)
-    free = dict.fromkeys(queues, 0)
-    moved = True
-    while moved:
-        moved = False
-        for name, tasks in queues.items():
-            while places[name] < len(tasks):
-                task = tasks[places[name]]
-                start = free[name]
-                for other in after(task):
-                    if other not in times:
-                        break
-                    start = max(start, times[other][1])
-                else:
-                    times[task] = (start, start + ns(task))
-                    free[name] = times[task][1]
-                    places[name] += 1
-                    moved = True
-                    continue
-                break
-    return times, {name: place for name, place in places.items() if place < len(queues[name])}

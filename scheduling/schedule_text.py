@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, TypeVar
 
-from braid.scheduling.lowering.named import GONE, schedule_trouble
+from braid.scheduling.gone import GONE, replacement
 from braid.scheduling.operations import (
     Barrier,
     Compute,
@@ -301,7 +301,7 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
         entries[key] = words[1]
     if entries["name"] in GONE:
-        raise _wrong(lines[1][0], f"schedule {entries['name']!r} {schedule_trouble(entries['name'])}")
+        raise _wrong(lines[1][0], f"schedule {entries['name']!r} {replacement(entries['name'])}")
     more: tuple[str, ...] = _OPTIONAL
     for number, line in lines[1 + len(_HEADER) :]:
         words = line.split()

@@ -6,8 +6,8 @@ Used to draw schedules and to find deadlocks; costs of operators and links are t
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from braid.scheduling.in_order import run_in_order
 from braid.scheduling.operations import Message, PassKind, Receive, Send, Start, Wait
-from braid.scheduling.physics import run_in_order
 from braid.scheduling.schedule import Block, Instruction, Schedule, passes_in
 
 

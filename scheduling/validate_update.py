@@ -5,11 +5,11 @@ Nothing of it shows in the data of passes: a sum that is missing gives other gra
 
 from collections.abc import Iterator, Set
 
-from braid.scheduling.lowering.update import SHARED, SUMMED, axes_beyond, norm_axes
 from braid.scheduling.mesh import is_tensor
 from braid.scheduling.operations import ENDING, Compute, Gather, Norm, PassKind, Reduce, Start, Step, Wait
 from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule, passes_in, sums_in
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.update_axes import SHARED, SUMMED, axes_beyond, norm_axes
 
 
 def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:

@@ -7,7 +7,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from braid.actors.config.model import Section
-from braid.scheduling.lowering.named import GONE, SCHEDULES, ScheduleName, schedule_trouble
+from braid.scheduling.gone import GONE, replacement
+from braid.scheduling.lowering.named import SCHEDULES, ScheduleName
 from braid.scheduling.suggestions import must_be_one_of
 
 AUTO: Final = "auto"
@@ -28,7 +29,7 @@ def one_of(options: Iterable[str]) -> AfterValidator:
 def _not_gone(name: str) -> str:
     """A schedule's name that no other has taken the place of."""
     if name in GONE:
-        raise ValueError(schedule_trouble(name))
+        raise ValueError(replacement(name))
     return name
 
 

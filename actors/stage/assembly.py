@@ -21,7 +21,7 @@ from braid.actors.stage.optimizer import Optimizer, OptimizerSettings, Update, o
 from braid.actors.stage.routing import routing_of
 from braid.actors.stage.step_graph import step_graph
 from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import Streams, streams_on
+from braid.actors.stage.streams import Streams
 from braid.scheduling.code import Code
 from braid.scheduling.layers import model_parts
 from braid.scheduling.lowering.lower import scheduled_parts
@@ -190,3 +190,14 @@ def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], lay
         parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )
     return linked(schedule, layout, sizes.kinds, units)
+
+
+def streams_on(accelerator: Accelerator | None) -> Streams:
+    """The streams of an accelerator; of a CPU without one."""
+    if accelerator is not None:
+        from braid.actors.stage.cuda_streams import CudaStreams
+
+        return CudaStreams(accelerator)
+    from braid.actors.stage.gloo_streams import HostStreams
+
+    return HostStreams()

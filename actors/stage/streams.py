@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from braid.actors.stage.accelerator import Accelerator
 from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.operators import Stream
 
@@ -93,14 +92,3 @@ class Streams(Protocol):
 
     def close(self) -> None:
         """End helper threads."""
-
-
-def streams_on(accelerator: Accelerator | None) -> Streams:
-    """The streams of an accelerator; of a CPU without one."""
-    if accelerator is not None:
-        from braid.actors.stage.cuda_streams import CudaStreams
-
-        return CudaStreams(accelerator)
-    from braid.actors.stage.gloo_streams import HostStreams
-
-    return HostStreams()

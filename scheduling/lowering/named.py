@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
+from braid.scheduling.gone import GONE, replacement
 from braid.scheduling.lowering.pipelines import (
     BlockOrder,
     eager_one_forward_one_backward,
@@ -191,30 +192,11 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
 }
 """Training schedules by the names that users know."""
 
-GONE: Final[Mapping[str, str]] = {
-    "eager": "megatron:eager_1f1b",
-    "folded": "megatron:folded",
-    "oases_folded": "oases:folded_sub_batches",
-    "braid_w": "braid:w",
-    "braid_eager": "braid:eager_w",
-    "braid_twins": "braid:twins",
-    "braid_v": "braid:v",
-    **{f"braid_{name}": f"braid:{name}" for name in _TOGETHER},
-    "braid_sub_batches": "braid:sub_batches",
-    "braid_sub_batches_folded": "braid:folded_sub_batches",
-    **dict.fromkeys(("braid_whole", "braid_in_order", "braid_apart"), "braid"),
-    "ooo_backprop": "ddp",
-    "two_beside_one": "wavelet",
-    "bidirectional": "dhelix",
-}
-"""What stands in the place of names that earlier versions had."""
-
 
 def schedule_trouble(name: str) -> str | None:
     """Why a schedule's name cannot be used, to stand behind it in a message; None if it can."""
     if name in GONE:
-        schedule, _, pipeline = GONE[name].partition(":")
-        return f"is gone; use schedule {schedule}" + (f" with pipeline {pipeline}" if pipeline else "")
+        return replacement(name)
     return None if name in SCHEDULES else must_be_one_of(name, SCHEDULES)
 
 

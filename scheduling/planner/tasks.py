@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from braid.scheduling import physics
+from braid.scheduling import in_order
 from braid.scheduling.operators import Stream
 from braid.scheduling.trace import Interval
 
@@ -30,7 +30,7 @@ def run_in_order(tasks: Iterable[Task]) -> dict[str, Interval]:
         assert task.name not in named, f"two tasks are called {task.name}"
         named[task.name] = task
         queues[task.stream].append(task.name)
-    times, stuck = physics.run_in_order(queues, lambda name: named[name].after, lambda name: named[name].ns)
+    times, stuck = in_order.run_in_order(queues, lambda name: named[name].after, lambda name: named[name].ns)
     if stuck:
         heads = [named[queues[stream][place]] for stream, place in stuck.items()]
         waits = "; ".join(f"{h.name} for {', '.join(o for o in h.after if o not in times)}" for h in heads)

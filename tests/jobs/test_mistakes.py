@@ -16,7 +16,8 @@ import yaml
 
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.records import RunDirectory
-from braid.scheduling.lowering.named import GONE, ScheduleName
+from braid.scheduling.gone import GONE
+from braid.scheduling.lowering.named import ScheduleName
 from tests.in_process import Capture, called, refused
 from tests.jobs.mistakes import Made, make
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.update import gradient_axes
 from braid.scheduling.mesh import beyond, tensor_axis
 from braid.scheduling.operators import Kind
 from braid.scheduling.pattern import base_kind, own_degree
 from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.update_axes import gradient_axes
 from tests.scheduling.cases import LLAMA
 
 MICRO_BATCH = 8

@@ -2,8 +2,9 @@
 
 import pytest
 
+from braid.scheduling.gone import GONE
 from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import GONE, SCHEDULES, ScheduleName
+from braid.scheduling.lowering.named import SCHEDULES, ScheduleName
 from braid.scheduling.spec import ParallelLayout
 from tests.scheduling.cases import LOWERED, exists, layout_for, parts_for, setting_for
 
