@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,20 +53,12 @@ def fired_at(folder: Path, name: str) -> float:
 def call(folder: Path, name: str) -> None:
     """Let a fault come that has no step of its own."""
     folder.mkdir(exist_ok=True)
-    _called(folder, name).touch()
+    (folder / f"{name}.called").touch()
 
 
 def let_go(folder: Path, name: str) -> None:
     """Let a rank go on that a fault holds."""
-    _released(folder, name).touch()
-
-
-def _released(folder: Path, name: str) -> Path:
-    return folder / f"{name}.released"
-
-
-def _called(folder: Path, name: str) -> Path:
-    return folder / f"{name}.called"
+    (folder / f"{name}.released").touch()
 
 
 class Saboteur:
@@ -81,8 +73,6 @@ class Saboteur:
     def before(self, step: int, gradients: GradientBuckets) -> Callable[[int], None] | None:
         """What the executor calls before every instruction of a step, with its position; None: nothing."""
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
-        if not due:
-            return None
 
         def look(position: int) -> None:
             for fault in due:
@@ -90,13 +80,11 @@ class Saboteur:
                 if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
                     self._do(fault, gradients)
 
-        return look
+        return look if due else None
 
     def update(self, step: int) -> Callable[..., Update]:
         """How to make the update of a step: one in which faults come before transfers of their phases."""
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
-        if not due:
-            return Update
 
         def look(transfer: Reduce | Gather, number: int) -> None:
             for fault in due:
@@ -104,29 +92,26 @@ class Saboteur:
                 if of_it and number == self._places[fault] and fire(self._folder, fault.name):
                     self._do(fault)
 
-        return partial(_WatchedUpdate, look)
-
-    def _due(self, step: int) -> list[Fault]:
-        """What comes in a step."""
-        return [
-            fault
-            for fault in self._faults
-            if fault.phase != "save"
-            and (self._is_called(fault) if fault.step is None else fault.step == step)
-        ]
+        return partial(_WatchedUpdate, look) if due else Update
 
     def during_save(self, steps_done: int, folder: Path) -> None:
         """Kill this process once the save has begun to write into its folder."""
         for fault in self._faults:
             due = self._is_called(fault) if fault.step is None else fault.step < steps_done
             if fault.phase == "save" and due and not (self._folder / fault.name).exists():
-                threading.Thread(
-                    target=self._when_written, args=(fault, folder), name="saboteur", daemon=True
-                ).start()
+                hit = partial(self._when_written, fault, folder)
+                threading.Thread(target=hit, name="saboteur", daemon=True).start()
                 return
 
+    def _due(self, step: int) -> Iterator[Fault]:
+        """What comes in a step."""
+        for fault in self._faults:
+            due = self._is_called(fault) if fault.step is None else fault.step == step
+            if due and fault.phase != "save":
+                yield fault
+
     def _is_called(self, fault: Fault) -> bool:
-        return _called(self._folder, fault.name).exists()
+        return (self._folder / f"{fault.name}.called").exists()
 
     def _when_written(self, fault: Fault, folder: Path) -> None:
         deadline = time.monotonic() + 5.0
@@ -142,7 +127,8 @@ class Saboteur:
                 gradients.buckets[0].share[0] = float("nan")
             case "hold":
                 deadline = time.monotonic() + _HOLD_SECONDS
-                while not _released(self._folder, fault.name).exists() and time.monotonic() < deadline:
+                released = self._folder / f"{fault.name}.released"
+                while not released.exists() and time.monotonic() < deadline:
                     time.sleep(0.002)
             case _:
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
@@ -156,7 +142,6 @@ class _WatchedUpdate(Update):
         self._look, self._begun = look, {Reduce: 0, Gather: 0}
 
     def start(self, transfer: Reduce | Gather) -> None:
-        """Ask, and begin."""
         if _counts(transfer):
             kind = type(transfer)
             self._look(transfer, self._begun[kind])
@@ -172,11 +157,12 @@ def _counts(transfer: object) -> bool:
 def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
     """The position of the instruction, or the number of the transfer, before which a fault fires."""
     if fault.phase in _TRANSFERS:
-        operations = [operation for stretch in stretches for operation in stretch.operations]
-        begun = [type(one.what) for one in operations if isinstance(one, Start) and _counts(one.what)]
+        operations = (operation for stretch in stretches for operation in stretch.operations)
+        starts = (operation.what for operation in operations if isinstance(operation, Start))
+        begun = [type(transfer) for transfer in starts if _counts(transfer)]
         first_sum = begun.index(Reduce) if Reduce in begun else len(begun)
         if fault.phase == "gather" and Gather in begun[:first_sum]:
-            begun = begun[:first_sum]  # what the step before has put off: others come beside sums
+            begun = begun[:first_sum]  # gathers that the step before has put off: others come beside sums
         return int(fault.place * begun.count(_TRANSFERS[fault.phase]))
 
     def fits(stretch: Stretch) -> bool:
@@ -188,7 +174,5 @@ def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
             return isinstance(instruction, Norm) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
-    places = [place for place, stretch in enumerate(stretches) if fits(stretch)]
-    if not places:
-        return -1
+    places = [position for position, stretch in enumerate(stretches) if fits(stretch)] or [-1]
     return places[0] if fault.kind in _SPOILS else places[int(fault.place * len(places))]
