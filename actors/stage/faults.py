@@ -167,7 +167,7 @@ def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
 
     def fits(stretch: Stretch) -> bool:
         instruction = stretch.instruction
-        directions = {one.direction for one in passes_in(instruction)}
+        directions = {each.direction for each in passes_in(instruction)}
         if fault.phase == "optimizer":
             return isinstance(instruction, Step)
         if fault.kind in _SPOILS:  # it reaches all ranks that sum it

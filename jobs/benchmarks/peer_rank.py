@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,37 +11,9 @@ from braid.actors.stage.data import TokenShards, sample_ids
 from braid.actors.stage.membership import Membership
 from braid.actors.stage.messages import Rendezvous, StepResult
 from braid.actors.stage.peak_memory import PeakMemory
-from braid.jobs.benchmarks.peers import (
-    DUALPIPEV,
-    DUALPIPEV_THREADS,
-    PIPELINE,
-    TP,
-    TP_PIPELINE,
-    Peer,
-    PeerPlan,
-)
-from braid.jobs.benchmarks.replicated_peers import (
-    CP,
-    DDP,
-    EP,
-    FSDP2,
-    FSDP2_KEPT,
-    ContextPeer,
-    DdpPeer,
-    ExpertPeer,
-    FsdpPeer,
-)
+from braid.jobs.benchmarks.peers import PeerPlan
+from braid.jobs.benchmarks.replicated_peers import KINDS
 from braid.scheduling.trace import OverlapNumbers
-
-KINDS: Mapping[str, type[Peer]] = {
-    **dict.fromkeys((TP, PIPELINE, TP_PIPELINE, DUALPIPEV, DUALPIPEV_THREADS), Peer),
-    DDP: DdpPeer,
-    **dict.fromkeys((FSDP2, FSDP2_KEPT), FsdpPeer),
-    EP: ExpertPeer,
-    CP: ContextPeer,
-}
-"""Kinds of peers, and what trains them."""
-
 
 _NOTHING_SEEN = OverlapNumbers(
     communication_ns=0,

@@ -22,7 +22,7 @@ Legend: as in `braid.jobs.benchmarks.plain_torch`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ class Peer:
         self.stages: dict[int, PlainModel] = {}
         self._is_sharded = False  # every stage, over tensor-parallel ranks
         self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
+        self._replicas = 1
         self._schedule: Schedule1F1B | ScheduleDualPipeV | None = None
         torch.manual_seed(self.train.seed)
         self._build(rank, world_size)
@@ -119,6 +120,8 @@ class Peer:
                 shard(stage, mesh["tensor"])
         if pipeline > 1:
             self._schedule = self._pipelined(count)
+        self._model: Any = self.stages.get(0)
+        """What makes logits of tokens where there is no pipeline."""
 
     def _pipelined(self, count: int) -> Schedule1F1B | ScheduleDualPipeV:
         device, micro_batches = torch.device("cpu"), self.train.global_batch // self.train.micro_batch
@@ -162,8 +165,7 @@ class Peer:
         """
         inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
         with parallel.loss_parallel() if self._is_sharded else nullcontext():
-            losses = self._passes(inputs_BS, targets_BS)
-        loss = self._clip(torch.stack(losses).sum() if losses else torch.zeros(()))
+            loss = self._clip(self._passes(inputs_BS, targets_BS))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss
@@ -174,23 +176,38 @@ class Peer:
         share = total / (self.train.global_batch * self.plan.shape.sequence)
         return share.to_local() if isinstance(share, DTensor) else share
 
-    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
-        """Forward and backward passes of all micro-batches; their losses, where the last stage is."""
-        losses: list[Tensor] = []
-        if self._schedule is None:
-            size = self.train.micro_batch
-            for window, target in zip(inputs_BS.split(size), targets_BS.split(size), strict=True):
-                loss = self._loss(self.stages[0](window), target)
-                loss.backward()
-                losses.append(loss.detach())
-            return losses
-        self._schedule.step(
-            *((inputs_BS,) if self._is_first else ()),
-            target=targets_BS if self._is_last else None,
-            losses=losses if self._is_last else None,
-            return_outputs=False,
+    def _part(self, tokens_BS: Tensor) -> Tensor:
+        """What this rank computes of a global batch."""
+        return tokens_BS
+
+    def _passing(self, last: bool) -> AbstractContextManager[None]:
+        """Surrounds both passes of a micro-batch; ``last``: they end with gradients' mean over replicas."""
+        return nullcontext()
+
+    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Both passes of all micro-batches; returns the loss of all replicas, 0 but on the last stage."""
+        if self._schedule is not None:
+            losses = [torch.zeros(())]
+            self._schedule.step(
+                *((inputs_BS,) if self._is_first else ()),
+                target=targets_BS if self._is_last else None,
+                losses=losses if self._is_last else None,
+                return_outputs=False,
+            )
+            return torch.stack(losses).detach().sum()
+        inputs, targets = (
+            self._part(tokens_BS).split(self.train.micro_batch) for tokens_BS in (inputs_BS, targets_BS)
         )
-        return [loss.detach() for loss in losses]
+        loss = torch.zeros(())
+        for number, (window_BS, target_BS) in enumerate(zip(inputs, targets, strict=True), 1):
+            with self._passing(last=number == len(inputs)):
+                share = self._loss(self._model(window_BS), target_BS)
+                # A share of the mean over the global batch is to be added up; gradients will be averaged.
+                (share * self._replicas).backward()
+            loss += share.detach()
+        if self._replicas > 1:
+            dist.all_reduce(loss)
+        return loss
 
     def _clip(self, loss: Tensor) -> float:
         """Clip by the norm of the gradients of all ranks; returns the sum of all stages' ``loss``."""

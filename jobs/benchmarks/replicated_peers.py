@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from braid.jobs.benchmarks.peers import Peer
+from braid.jobs.benchmarks.peers import DUALPIPEV, DUALPIPEV_THREADS, PIPELINE, TP, TP_PIPELINE, Peer
 from braid.jobs.benchmarks.plain_torch import Layer, PlainModel
 from braid.scheduling.spec import ModelShape
 
@@ -45,45 +45,28 @@ class DdpPeer(Peer):
 
     def _build(self, rank: int, world_size: int) -> None:
         self._rank, self._replicas = rank, world_size
-        model = self._model()
-        self.stages = {0: model}
+        model = self._own_model()
+        self.stages, self._model = {0: model}, model
         self._replicate(model)
 
-    def _model(self) -> PlainModel:
+    def _own_model(self) -> PlainModel:
         """The model as this rank has it."""
         return PlainModel(self.plan.shape)
 
     def _replicate(self, model: PlainModel) -> None:
-        """Let a model train with those of the other ranks, by `_replica`."""
+        """Let a model train with the models of the other ranks."""
         # Its buffers, the rotary tables, are constants and need not be sent before every step. This is the
         # option's old name, as all versions of PyTorch that Braid allows know it.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            self._replica: Any = DistributedDataParallel(
+            self._model = DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
 
     def _part(self, tokens_BS: Tensor) -> Tensor:
-        """What this rank computes of a global batch."""
         return tokens_BS.chunk(self._replicas)[self._rank]
 
     def _passing(self, last: bool) -> AbstractContextManager[None]:
-        """Surrounds both passes of a micro-batch; ``last``: they end with the gradients' mean over ranks."""
-        return nullcontext() if last else self._replica.no_sync()
-
-    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
-        """Both passes of this rank's micro-batches; the loss of all ranks."""
-        inputs, targets = (
-            self._part(tokens_BS).split(self.train.micro_batch) for tokens_BS in (inputs_BS, targets_BS)
-        )
-        loss = torch.zeros(())
-        for number, (window_BS, target_BS) in enumerate(zip(inputs, targets, strict=True), 1):
-            with self._passing(last=number == len(inputs)):
-                share = self._loss(self._replica(window_BS), target_BS)
-                # A share of the mean over the global batch is to be added up; gradients will be averaged.
-                (share * self._replicas).backward()
-            loss += share.detach()
-        dist.all_reduce(loss)
-        return [loss]
+        return nullcontext() if last else self._model.no_sync()
 
 
 class FsdpPeer(DdpPeer):
@@ -96,7 +79,6 @@ class FsdpPeer(DdpPeer):
             fully_shard(layer, mesh=mesh, reshard_after_forward=not self._keeps)
         # Embedding and head; as the root it keeps them for the backward pass.
         self._root: FSDPModule = fully_shard(model, mesh=mesh)
-        self._replica = model
 
     def _passing(self, last: bool) -> AbstractContextManager[None]:
         self._root.set_requires_gradient_sync(last)
@@ -207,7 +189,7 @@ class ExpertPeer(DdpPeer):
     Experts have a process group of their own, as they have a mesh in torchtitan.
     """
 
-    def _model(self) -> PlainModel:
+    def _own_model(self) -> PlainModel:
         group = dist.new_group()
         # Other experts on every rank; what else is drawn here is made the same by DistributedDataParallel.
         torch.manual_seed(self.train.seed + self._rank)
@@ -246,13 +228,13 @@ class ExpertPeer(DdpPeer):
         auxiliary = auxiliary / (self.train.global_batch * self.plan.shape.sequence)
         return super()._loss(logits_BSV, targets_BS) + (auxiliary - auxiliary.detach())
 
-    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
-        losses = super()._passes(inputs_BS, targets_BS)
+    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        loss = super()._passes(inputs_BS, targets_BS)
         for parameter in self._own:
             # Losses were scaled for a mean over ranks, which experts' gradients are not subject to.
             assert parameter.grad is not None, "an expert that nobody visits has a gradient of zeros"
             parameter.grad /= self._replicas
-        return losses
+        return loss
 
     def _clip(self, loss: Tensor) -> float:
         own, shared = (
@@ -332,7 +314,7 @@ class ContextLayer(Layer):
 class ContextPeer(DdpPeer):
     """``DistributedDataParallel`` over ranks that have pieces of the same samples."""
 
-    def _model(self) -> PlainModel:
+    def _own_model(self) -> PlainModel:
         shape, group = self.plan.shape, dist.new_group()
         pieces = torch.arange(shape.sequence).chunk(2 * self._replicas)
         self._places_S = torch.cat((pieces[self._rank], pieces[-1 - self._rank]))
@@ -349,3 +331,13 @@ class ContextPeer(DdpPeer):
 
     def _part(self, tokens_BS: Tensor) -> Tensor:
         return tokens_BS[:, self._places_S]
+
+
+KINDS: Mapping[str, type[Peer]] = {
+    **dict.fromkeys((TP, PIPELINE, TP_PIPELINE, DUALPIPEV, DUALPIPEV_THREADS), Peer),
+    DDP: DdpPeer,
+    **dict.fromkeys((FSDP2, FSDP2_KEPT), FsdpPeer),
+    EP: ExpertPeer,
+    CP: ContextPeer,
+}
+"""Kinds of peers, and what trains them."""

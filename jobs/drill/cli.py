@@ -90,11 +90,13 @@ def show(console: Console, report: "Report") -> None:
     for name in ("detected after", "recovered after", "steps lost"):
         table.add_column(name, justify="right")
     table.add_column("restored from", no_wrap=True)
-    for one in report.outcomes:
-        detected = "" if one.detected_after is None else f"{one.detected_after:.2f} s"
-        recovered = "" if one.recovered_after is None else f"{one.recovered_after:.2f} s"
-        lost = "" if one.detected_after is None else str(one.steps_lost)
-        table.add_row(one.fault.name, detected, recovered, lost, one.restored_from or "no rank failed")
+    for outcome in report.outcomes:
+        detected = "" if outcome.detected_after is None else f"{outcome.detected_after:.2f} s"
+        recovered = "" if outcome.recovered_after is None else f"{outcome.recovered_after:.2f} s"
+        lost = "" if outcome.detected_after is None else str(outcome.steps_lost)
+        table.add_row(
+            outcome.fault.name, detected, recovered, lost, outcome.restored_from or "no rank failed"
+        )
     console.print(table)
     allowed = report.allowed_difference
     if allowed:

@@ -151,7 +151,7 @@ def two_hosts() -> Iterator[Hosts]:
                 _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
                 _set_packets(host.namespace, device, PACKET_BYTES)
                 for name, value in _TRANSPORT.items():
-                    # A kernel may lack one.
+                    # A kernel may lack a setting.
                     host.run("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}", timeout=_END_SECONDS)
             yield Hosts(hosts, devices)
         finally:

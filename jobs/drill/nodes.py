@@ -41,9 +41,9 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
     """The layout that an elastic run takes on so many nodes; None if there is none."""
     vocabulary = tokenizer_of(config).vocabulary
 
-    def fits(one: Config) -> bool:
+    def fits(candidate: Config) -> bool:
         try:
-            one.check(vocabulary)
+            candidate.check(vocabulary)
         except ConfigError:
             return False
         return True
@@ -82,7 +82,7 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
     `ConfigError` for a precision in which other sums than the same ones say nothing.
     """
     layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
-    cuts = {(one.tp, one.pp, one.cp, one.ep) for one in layouts if one is not None}
+    cuts = {(layout.tp, layout.pp, layout.cp, layout.ep) for layout in layouts if layout is not None}
     if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
         return 0.0
     if config.train.dtype == "bf16":

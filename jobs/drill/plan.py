@@ -198,9 +198,9 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
     planned, step = [], _FIRST
     there = None if nodes is None else nodes.start
     for number, kind in enumerate(every):
-        one = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
-        planned.append(one)
-        there = one.nodes_after
+        fault = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
+        planned.append(fault)
+        there = fault.nodes_after
         step += _GAP * KINDS[kind].gaps
     return planned
 

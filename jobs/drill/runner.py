@@ -75,16 +75,18 @@ class Drill:
         with_nodes = not {*kinds}.isdisjoint(NODE_FAULTS)
         self._planned = plan_drill(kinds, count, seed, node_range(config) if with_nodes else None)
         self._base, self._progress = config, progress
-        counts = [one.nodes for one in self._planned] + [one.nodes_after for one in self._planned]
-        counts += [one.nodes - 1 for one in self._planned if one.kind == SLOW and one.nodes is not None]
+        counts = [fault.nodes for fault in self._planned] + [fault.nodes_after for fault in self._planned]
+        counts += [
+            fault.nodes - 1 for fault in self._planned if fault.kind == SLOW and fault.nodes is not None
+        ]
         self._counts = [count for count in counts if count is not None]
         """Numbers of nodes that the run has; empty without faults of nodes."""
         self._allowed = allowed_difference(config, self._counts) if with_nodes else 0.0
-        in_ranks = (one.in_rank(one.nodes or config.layout().ranks) for one in self._planned)
+        in_ranks = (fault.in_rank(fault.nodes or config.layout().ranks) for fault in self._planned)
         self._faults = tuple(fault for fault in in_ranks if fault is not None)
         self._folder = config.runs / f"{config.name}-drill-{seed}"
         self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
-        """A second home of checkpoints, on another disk: faults damage the first one, or fill it."""
+        """A second home of checkpoints, on another disk: faults damage the first fault, or fill it."""
         self._command = Command(self._folder)
         self._broken = self._command.broken
         self._outcomes: list[Outcome] = []
@@ -93,7 +95,7 @@ class Drill:
         """Run it. Raises `DrillError`; nothing is left running, and nothing mounted."""
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if any(KINDS[one.kind].needs == HOSTS for one in self._planned):
+            if any(KINDS[fault.kind].needs == HOSTS for fault in self._planned):
                 self._hosts = stack.enter_context(two_hosts())
                 self._hosts.shape(1000)
             for folder in (self._folder, self._mirror):
@@ -101,7 +103,7 @@ class Drill:
                     shutil.rmtree(folder)
             self._folder.mkdir(parents=True)
             stack.callback(shutil.rmtree, self._mirror, ignore_errors=True)
-            if any(one.kind == "disk-full" for one in self._planned):
+            if any(fault.kind == "disk-full" for fault in self._planned):
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
             if not self._counts:
@@ -128,8 +130,8 @@ class Drill:
         self._start(BROKEN, resume=False)
         self._command.wait("the first steps", lambda: self._command.step() >= 2)
         held = [self._held()]
-        for one, before in zip(self._planned, [None, *self._planned], strict=False):
-            outcome = self._meet(one, before)
+        for fault, before in zip(self._planned, [None, *self._planned], strict=False):
+            outcome = self._meet(fault, before)
             self._outcomes.append(outcome)
             self._progress(str(outcome))
         after = self._command.step() if self._counts else self._planned[-1].step
@@ -204,57 +206,57 @@ class Drill:
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _meet(self, one: Planned, before: Planned | None) -> Outcome:
+    def _meet(self, fault: Planned, before: Planned | None) -> Outcome:
         """Let a fault come, and wait until it is over."""
         command, marks = self._command, self._broken / FOLDER
-        due, own = one.step, one.in_rank(1)
+        due, in_rank = fault.step, fault.in_rank(1)
         if self._counts and before is not None:
             due += command.step() - before.step
-        if own is None or own.step is None:
+        if in_rank is None or in_rank.step is None:
             command.wait(f"step {due}", lambda: command.step() >= due)
-        if one.kind == "cut-save":
+        if fault.kind == "cut-save":
             command.wait("a checkpoint to be written", self._saving)
-        if one.kind in DAMAGE:
+        if fault.kind in DAMAGE:
             command.wait("a second checkpoint", self._two_saved)
-        if own is not None:
-            if own.step is None:
-                call(marks, one.name)
-            command.wait(f"fault {one.name} to fire", (marks / one.name).exists)
-        elif not fire(marks, one.name):
-            raise DrillError(f"fault {one.name} had fired before")
-        if one.kind in NODE_FAULTS:
+        if in_rank is not None:
+            if in_rank.step is None:
+                call(marks, fault.name)
+            command.wait(f"fault {fault.name} to fire", (marks / fault.name).exists)
+        elif not fire(marks, fault.name):
+            raise DrillError(f"fault {fault.name} had fired before")
+        if fault.kind in NODE_FAULTS:
             assert self._nodes is not None
-            if one.kind == SLOW:
-                return slow_node(one, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
-            return change_nodes(one, self._nodes, command)
-        outcome = Outcome(one, fired_at(marks, one.name))
+            if fault.kind == SLOW:
+                return slow_node(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
+            return change_nodes(fault, self._nodes, command)
+        outcome = Outcome(fault, fired_at(marks, fault.name))
         after = command.step()
-        self._act(one)
-        if KINDS[one.kind].harmless or one.kind == "sigterm":
-            command.wait(f"training after {one.name}", lambda: command.step() >= after + 2)
-            if one.kind == "sigterm":
+        self._act(fault)
+        if KINDS[fault.kind].harmless or fault.kind == "sigterm":
+            command.wait(f"training after {fault.name}", lambda: command.step() >= after + 2)
+            if fault.kind == "sigterm":
                 outcome.recovered_after = time.time() - outcome.fired
         else:
-            command.wait(f"recovery after {one.name}", lambda: bool(command.incidents(outcome.fired)))
+            command.wait(f"recovery after {fault.name}", lambda: bool(command.incidents(outcome.fired)))
             outcome.note(command.incidents(outcome.fired)[0])
         return outcome
 
-    def _act(self, one: Planned) -> None:
+    def _act(self, fault: Planned) -> None:
         """Do what comes from outside."""
-        match one.kind:
+        match fault.kind:
             case "kill-controller":
                 self._again(signal.SIGKILL)
             case "sigterm":
                 self._again(signal.SIGTERM)
             case kind if kind in DAMAGE:
-                self._damage(one)
+                self._damage(fault)
                 self._again(signal.SIGKILL)
             case "disk-full":
                 self._fill_disk()
             case "kill-host":
-                self._kill_host(one)
+                self._kill_host(fault)
             case kind if kind.startswith("cut-"):
-                self._cut(one)
+                self._cut(fault)
             case "slow-link":
                 assert self._hosts is not None
                 self._hosts.shape(100)
@@ -269,23 +271,23 @@ class Drill:
         self._start(BROKEN, resume=True)
 
     def _two_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from when the newest one is damaged."""
+        """Whether there is a checkpoint to go on from when the newest fault is damaged."""
         steps = CheckpointStore(self._broken / "checkpoints").steps()
         lines = read_lines(self._broken / "events.jsonl")
         return len(steps) > 1 and steps[-1] in {line["step"] for line in lines if line["kind"] == "saved"}
 
-    def _damage(self, one: Planned) -> None:
-        """Half a file, or one wrong byte, in the newest checkpoint."""
+    def _damage(self, fault: Planned) -> None:
+        """Half a file, or fault wrong byte, in the newest checkpoint."""
         store = CheckpointStore(self._broken / "checkpoints")
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
-        path = files[int(one.place * len(files))]
+        path = files[int(fault.place * len(files))]
         size = path.stat().st_size
-        if one.kind == "torn-checkpoint":
+        if fault.kind == "torn-checkpoint":
             os.truncate(path, size // 2)
             return
         with path.open("r+b") as file:
-            file.seek(int(one.place * 1e6) % size)
+            file.seek(int(fault.place * 1e6) % size)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 0x10]))
@@ -304,17 +306,17 @@ class Drill:
         finally:
             filler.unlink()
 
-    def _kill_host(self, one: Planned) -> None:
+    def _kill_host(self, fault: Planned) -> None:
         """SIGKILL for all ranks of a host."""
         assert self._hosts is not None
         cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
-        address = self._hosts.hosts[int(one.place * 2)].address
+        address = self._hosts.hosts[int(fault.place * 2)].address
         for process, place in zip(cluster["processes"], cluster["addresses"], strict=True):
             if place == address:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
-    def _cut(self, one: Planned) -> None:
+    def _cut(self, fault: Planned) -> None:
         """Cut the link for a moment, or until the controller has noticed."""
         assert self._hosts is not None
 
@@ -324,9 +326,9 @@ class Drill:
 
         known = restarts()
         with self._hosts.cut():
-            if KINDS[one.kind].in_rank is not None:
-                let_go(self._broken / FOLDER, one.name)
-            if one.kind == "cut-short":
+            if KINDS[fault.kind].in_rank is not None:
+                let_go(self._broken / FOLDER, fault.name)
+            if fault.kind == "cut-short":
                 time.sleep(_SHORT_CUT_S)
             else:
                 self._command.wait("the cut link to be noticed", lambda: restarts() > known)

@@ -196,20 +196,6 @@ HELD = ("cut-reduce", "cut-gather", "cut-optimizer")
 # What a drill reads of the run that it breaks, and what it takes for a run that came out well.
 
 
-def test_the_newest_step_of_a_file_that_grows(tmp_path: Path) -> None:
-    command = Command(tmp_path)
-    assert command.step() == 0
-    command.broken.mkdir()
-    metrics = command.broken / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "peak_bytes": [1] * 40}) + "\n" for step in range(1, 3001)]
-    metrics.write_text("".join(lines), encoding="utf-8")
-    assert metrics.stat().st_size > 1 << 17, "more than is read"
-    assert command.newest() == json.loads(lines[-1])
-    with metrics.open("a", encoding="utf-8") as file:
-        file.write('{"step": 3001, "peak_')
-    assert command.step() == 3000
-
-
 def test_changes_of_ranks_are_no_failures(tmp_path: Path) -> None:
     command = Command(tmp_path)
     assert command.incidents(0.0) == []

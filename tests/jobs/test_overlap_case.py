@@ -24,7 +24,7 @@ from braid.jobs.benchmarks.overlap_case import (
     compared,
     drawn,
 )
-from braid.jobs.benchmarks.peer_rank import KINDS
+from braid.jobs.benchmarks.replicated_peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile

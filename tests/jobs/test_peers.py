@@ -17,7 +17,6 @@ from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERL
 from torch.nn import functional as F
 
 from braid.actors.config import TrainConfig, parse_config
-from braid.jobs.benchmarks.peer_rank import KINDS
 from braid.jobs.benchmarks.peers import (
     DUALPIPEV,
     DUALPIPEV_THREADS,
@@ -28,7 +27,7 @@ from braid.jobs.benchmarks.peers import (
     PeerPlan,
 )
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
-from braid.jobs.benchmarks.replicated_peers import CP, DDP, EP, FSDP2, FSDP2_KEPT, DdpPeer, Mixture
+from braid.jobs.benchmarks.replicated_peers import CP, DDP, EP, FSDP2, FSDP2_KEPT, KINDS, DdpPeer, Mixture
 from braid.jobs.benchmarks.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
 from braid.scheduling.spec import ModelShape
 from tests.end_to_end.plain_experts import ExpertModel, Weight
