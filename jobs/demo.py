@@ -7,7 +7,7 @@ the machine slows both alike. Both compute the same, so their losses must agree 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,18 +37,17 @@ _KEPT = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What came of it: of both runs, without and with overlap, the steps that they made by turns."""
+    """What came of it, of the run without overlap and of the run with it."""
 
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Of each step, of its slowest rank; without `_SETTLING`."""
+    """Of each step that they made by turns, of its slowest rank; without `_SETTLING`."""
     hidden: tuple[float, float]
     compared: int
     """Steps that both runs made."""
     alike: int
-    """Those of them whose loss and gradient norm are the same to the last bit."""
+    """Steps whose loss and gradient norm are the same to the last bit in both runs."""
     validation: Mapping[str, float | None]
-    """As in the report."""
-    link_mbit: float
+    """As in the report, of the run with overlap."""
     runs: tuple[Path, Path]
 
     @property
@@ -64,7 +63,6 @@ class Demo:
 
     @property
     def sentence(self) -> str:
-        """The point of it."""
         hid = f"{self.hidden[1]:.0%} of communication hidden ({self.hidden[0]:.0%} without)"
         steps = f"the {self.compared} steps that both made"
         same = f"same losses to the last bit in {steps}"
@@ -80,9 +78,9 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
         raise ConfigError(
             f"train.steps={config.train.steps} must be more than {_SETTLING}: the first ones are not compared"
         )
-    unseen = {"telemetry": config.telemetry.model_copy(update={"page": False})}
-    name = {"name": f"{config.name}-without-overlap"}
-    serial = config.with_schedule("megatron").model_copy(update=name | unseen)
+    telemetry = config.telemetry.model_copy(update={"page": False})
+    changed = {"name": f"{config.name}-without-overlap", "telemetry": telemetry}
+    serial = config.with_schedule("megatron").model_copy(update=changed)
     mbit = config.cluster.emulated_link_mbit or 0.0
     show(
         f"two ranks of this machine, each on CPUs of its own, as if joined by a link of {mbit:g} Mbit/s "
@@ -92,30 +90,27 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
         f"\n1. {STRETCH} steps with overlap and {STRETCH} without (schedule megatron), by turns, from one "
         f"beginning\n"
     )
+    options, stretch = RunOptions(overwrite=True), min(STRETCH, config.train.steps)
     with (
-        closing(training(config, RunOptions(overwrite=True), events(config))) as overlapped,
-        closing(
-            training(serial, RunOptions(overwrite=True, until=STRETCH), events(serial))
-        ) as one_after_another,
+        closing(training(config, options, events(config))) as overlapped,
+        closing(training(serial, replace(options, until=STRETCH), events(serial))) as one_after_another,
     ):
-        for _ in range(min(STRETCH, config.train.steps)):
+        for _ in range(stretch):
             if not (_next_step(overlapped) and _next_step(one_after_another)):
                 break  # stopped by a signal
-        reports = [_rest(one_after_another)]
-        if len(reports[0]["steps"]) < min(STRETCH, config.train.steps):
+        without = _rest(one_after_another)
+        if len(without["steps"]) < stretch:
             raise StoppedError("the demo was stopped")
         show(f"\n2. the rest of the {config.train.steps} steps, with overlap\n")
-        reports.append(_rest(overlapped))
-    both = list(zip(*(report["steps"] for report in reports), strict=False))
-    without, with_ = (tuple(step["seconds"] for step in own[_SETTLING:]) for own in zip(*both, strict=True))
-    hidden = [report["overlap"]["hidden_fraction"] for report in reports]
+        with_ = _rest(overlapped)
+    both = list(zip(without["steps"], with_["steps"], strict=False))
+    first, second = (tuple(step["seconds"] for step in own[_SETTLING:]) for own in zip(*both, strict=True))
     return Demo(
-        seconds=(without, with_),
-        hidden=(hidden[0], hidden[1]),
+        seconds=(first, second),
+        hidden=(without["overlap"]["hidden_fraction"], with_["overlap"]["hidden_fraction"]),
         compared=len(both),
-        alike=sum(_result(first) == _result(second) for first, second in both),
-        validation=reports[1]["validation"],
-        link_mbit=mbit,
+        alike=sum(all(one[key] == other[key] for key in ("loss", "grad_norm")) for one, other in both),
+        validation=with_["validation"],
         runs=(serial.run_directory, config.run_directory),
     )
 
@@ -134,17 +129,13 @@ def _rest(events: Iterator[Event]) -> dict[str, Any]:
     return report
 
 
-def _result(step: dict[str, Any]) -> tuple[float, float]:
-    return step["loss"], step["grad_norm"]
-
-
 def show_demo(console: Console, demo: Demo) -> None:
     """Print timelines and the point; write the picture beside the second run."""
-    traces = [TraceFolder(run / "trace", keep=_KEPT) for run in demo.runs]
-    for one in traces:
-        one.refresh()
-    names = "without overlap", "with overlap"
-    steps = {name: (one, step) for name, one, step in zip(names, traces, demo.typical, strict=True)}
+    steps = {}
+    for name, run, step in zip(("without overlap", "with overlap"), demo.runs, demo.typical, strict=True):
+        trace = TraceFolder(run / "trace", keep=_KEPT)
+        trace.refresh()
+        steps[name] = trace, step
     console.print()
     console.print(timeline_text(steps))
     console.print()

@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from braid.actors.stage.buckets import RankBuckets
@@ -52,20 +53,12 @@ def fired_at(folder: Path, name: str) -> float:
 def call(folder: Path, name: str) -> None:
     """Let a fault come that has no step of its own."""
     folder.mkdir(exist_ok=True)
-    _called(folder, name).touch()
+    (folder / f"{name}.called").touch()
 
 
 def let_go(folder: Path, name: str) -> None:
     """Let a rank go on that a fault holds."""
-    _released(folder, name).touch()
-
-
-def _released(folder: Path, name: str) -> Path:
-    return folder / f"{name}.released"
-
-
-def _called(folder: Path, name: str) -> Path:
-    return folder / f"{name}.called"
+    (folder / f"{name}.released").touch()
 
 
 class Saboteur:
@@ -80,8 +73,6 @@ class Saboteur:
     def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
         """What the executor calls before every instruction of a step, with its position; None: nothing."""
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
-        if not due:
-            return None
 
         def look(position: int) -> None:
             for fault in due:
@@ -89,13 +80,11 @@ class Saboteur:
                 if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
                     self._do(fault, buckets)
 
-        return look
+        return look if due else None
 
     def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
         """What the executor calls before every sum of gradients and every gather of a step; None: nothing."""
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
-        if not due:
-            return None
         begun: Counter[type] = Counter()
 
         def look(transfer: Reduce | Gather) -> None:
@@ -106,29 +95,26 @@ class Saboteur:
                     self._do(fault)
             begun[type(transfer)] += 1
 
-        return look
-
-    def _due(self, step: int) -> list[Fault]:
-        """What comes in a step."""
-        return [
-            fault
-            for fault in self._faults
-            if fault.phase != "save"
-            and (self._is_called(fault) if fault.step is None else fault.step == step)
-        ]
+        return look if due else None
 
     def during_save(self, steps_done: int, folder: Path) -> None:
         """Kill this process once the save has begun to write into its folder."""
         for fault in self._faults:
             due = self._is_called(fault) if fault.step is None else fault.step < steps_done
             if fault.phase == "save" and due and not (self._folder / fault.name).exists():
-                threading.Thread(
-                    target=self._when_written, args=(fault, folder), name="saboteur", daemon=True
-                ).start()
+                hit = partial(self._when_written, fault, folder)
+                threading.Thread(target=hit, name="saboteur", daemon=True).start()
                 return
 
+    def _due(self, step: int) -> Iterator[Fault]:
+        """What comes in a step."""
+        for fault in self._faults:
+            due = self._is_called(fault) if fault.step is None else fault.step == step
+            if due and fault.phase != "save":
+                yield fault
+
     def _is_called(self, fault: Fault) -> bool:
-        return _called(self._folder, fault.name).exists()
+        return (self._folder / f"{fault.name}.called").exists()
 
     def _when_written(self, fault: Fault, folder: Path) -> None:
         deadline = time.monotonic() + 5.0
@@ -144,7 +130,8 @@ class Saboteur:
                 buckets.buckets[0].gradients.shard[0] = float("nan")
             case "hold":
                 deadline = time.monotonic() + _HOLD_SECONDS
-                while not _released(self._folder, fault.name).exists() and time.monotonic() < deadline:
+                released = self._folder / f"{fault.name}.released"
+                while not released.exists() and time.monotonic() < deadline:
                     time.sleep(0.002)
             case _:
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
@@ -158,23 +145,22 @@ def _counts(transfer: object) -> bool:
 def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
     """The position of the instruction, or the number of the transfer, before which a fault fires."""
     if fault.phase in _TRANSFERS:
-        operations = [operation for stretch in stretches for operation in stretch.operations]
-        begun = [type(one.what) for one in operations if isinstance(one, Start) and _counts(one.what)]
+        operations = (operation for stretch in stretches for operation in stretch.operations)
+        starts = (operation.what for operation in operations if isinstance(operation, Start))
+        begun = [type(transfer) for transfer in starts if _counts(transfer)]
         first_sum = begun.index(Reduce) if Reduce in begun else len(begun)
         if fault.phase == "gather" and Gather in begun[:first_sum]:
-            begun = begun[:first_sum]  # what the step before has put off: others come beside sums
+            begun = begun[:first_sum]  # gathers that the step before has put off: others come beside sums
         return int(fault.place * begun.count(_TRANSFERS[fault.phase]))
 
     def fits(stretch: Stretch) -> bool:
         instruction = stretch.instruction
-        directions = {one.direction for one in passes_in(instruction)}
+        directions = {each.direction for each in passes_in(instruction)}
         if fault.phase == "optimizer":
             return instruction == Compute(Step())
         if fault.kind in _SPOILS:  # it reaches all ranks that sum it
             return instruction == Compute(Norm()) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
-    places = [place for place, stretch in enumerate(stretches) if fits(stretch)]
-    if not places:
-        return -1
+    places = [position for position, stretch in enumerate(stretches) if fits(stretch)] or [-1]
     return places[0] if fault.kind in _SPOILS else places[int(fault.place * len(places))]

@@ -1,21 +1,17 @@
-"""What is measured: models, real text, plans; and how repeated measurements are summed up."""
+"""What is measured: models and real text; and how repeated measurements are summed up."""
 
 import os
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.stats import binom
 
-from braid.actors.config import parse_config
-from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.messages import RunPlan
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
-from braid.jobs.data.tokenizer import tokenizer_of
-from braid.scheduling.schedule_text import write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +89,25 @@ def prepare_text(folder: Path) -> Path:
     return prepare(corpus, output=folder / "data", executor=map).output
 
 
-def plan_of(
-    case: Case, data: Path, seed: int, *, threads: int, parallel: Mapping[str, int] | None = None
-) -> RunPlan:
-    """What the ranks of a case are told: by default one rank, on the CPU."""
-    config = parse_config(
-        {
-            "model": dict(case.model),
-            "train": {**case.train, "seed": seed, "steps": 10_000, "warmup_steps": 100},
-            "parallel": dict(parallel or {}),
-            "cluster": {"device": "cpu", "threads_per_rank": threads, "cpus_per_rank": 0.5},
-        }
-    )
-    shape = config.check(tokenizer_of(config).vocabulary)
-    schedule = write(build_schedule(config, shape))
-    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+Progress = Callable[[str], None]
+K = TypeVar("K")
+R = TypeVar("R")
 
 
-def tokens_per_step(plan: RunPlan) -> int:
-    """Tokens of one optimizer step."""
-    return plan.config.train.global_batch * plan.shape.sequence
+def by_turns(
+    sides: Mapping[K, Callable[[range], R]],
+    rounds: int,
+    steps: int,
+    draw: random.Random,
+    progress: Progress = lambda text: None,
+) -> dict[K, list[R]]:
+    """What each side makes of its next ``steps`` steps in each round, in an order that is drawn anew; the
+    first round is not counted."""
+    taken: dict[K, list[R]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):
+        progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
+        for side in draw.sample(list(sides), len(sides)):
+            result = sides[side](range(turn * steps, (turn + 1) * steps))
+            if turn:
+                taken[side].append(result)
+    return taken

@@ -1,6 +1,7 @@
 """``braid bench``: measurements, as ratios within one run."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -51,20 +52,13 @@ def _check_overlap(case: "OverlapCase", names: Sequence[str]) -> None:
     """`ConfigError` for what does not go together."""
     from braid.jobs.benchmarks.overlap_case import FILLED, LAYOUTS, ZERO
     from braid.scheduling.lowering.named import ScheduleName
-    from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-    from braid.scheduling.spec import CONTEXT_MODES
     from braid.scheduling.suggestions import must_be_one_of
 
-    for option, value, known in (
-        ("layout", case.layout, tuple(LAYOUTS)),
-        ("context", case.context, CONTEXT_MODES),
-        ("recompute", case.recompute, RECOMPUTE_POLICIES),
-    ):
-        if value not in known:
-            raise ConfigError(f"--{option} {value!r} {must_be_one_of(value, known)}")
+    if case.layout not in LAYOUTS:
+        raise ConfigError(f"--layout {case.layout!r} {must_be_one_of(case.layout, tuple(LAYOUTS))}")
     if case.mbit is not None and case.alpha is not None:
         raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
-    if case.inside_mbit is not None and not case.filled:
+    if case.inside_mbit is not None and case.layout not in FILLED:
         raise ConfigError(
             f"--inside-mbit needs a layout with several ranks on a host ({', '.join(FILLED)}), "
             f"not {case.layout}"
@@ -104,7 +98,7 @@ def bench_overlap(
     layers: Annotated[int, typer.Option(help="Layers of the model.", min=1)] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.", min=16)] = 512,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step, in each replica.", min=1)] = 16,
-    link_mbit: Annotated[float | None, typer.Option(help="Rate of the link.", min=1)] = None,
+    mbit: Annotated[float | None, typer.Option("--link-mbit", help="Rate of the link.", min=1)] = None,
     inside_mbit: Annotated[
         float | None,
         typer.Option(help="Rate of links inside hosts, of tp4, dp4, tp2dp2, cp2tp2, ep2tp2, mixed4.", min=1),
@@ -149,27 +143,14 @@ def bench_overlap(
     as_json: AsJson = False,
 ) -> None:
     """A layout's schedules and the peers on two emulated hosts (needs root), alternating in one run."""
+    asked = dict(locals())
     from braid.jobs.benchmarks import overlap, overlap_case, overlap_rows
     from braid.jobs.drill.hosts import HostsError
 
-    case = overlap_case.OverlapCase(
-        layout=layout,
-        zero=zero,
-        shards=shards,
-        context=context,
-        hidden=hidden,
-        layers=layers,
-        tokens=tokens,
-        micro_batches=micro_batches,
-        mbit=link_mbit,
-        inside_mbit=inside_mbit,
-        alpha=alpha,
-        recompute=recompute,
-        route_evenly=route_evenly,
-        memory_slack=memory_slack,
-        memory_gb=memory_gb,
-        ffn=ffn,
-    )
+    named = {
+        field.name: asked[field.name] for field in fields(overlap_case.OverlapCase) if field.name in asked
+    }
+    case = overlap_case.OverlapCase(**named)
     names = schedules.split(",") if schedules else None
     _check_overlap(case, names or ())
     if drawn:
@@ -187,7 +168,6 @@ def bench_overlap(
             rounds=rounds,
             starts=starts,
             ray=ray,
-            memory=layout not in overlap_case.MIXED,  # of many ranks it takes minutes
             spans_cost=spans_cost,
             without=without,
             progress=lambda text: console.print(text, highlight=False),
@@ -198,8 +178,3 @@ def bench_overlap(
         typer.echo(json_text(result.as_json()))
     else:
         overlap_rows.show(Console(width=max(Console().width, 140)), result)
-
-
-@bench.callback()
-def _bench_root() -> None:
-    pass

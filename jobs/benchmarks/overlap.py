@@ -17,24 +17,25 @@ from types import MappingProxyType
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.group import Launcher, WorkerGroup
-from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.planning import (
-    build_schedule,
-    in_memory,
-    model_graphs,
-    plan_run,
-    setting_of,
-)
+from braid.actors.controller.group import Launcher
+from braid.actors.controller.planning import build_schedule, in_memory, model_graphs, plan_run, setting_of
 from braid.actors.controller.processes import ProcessLauncher, enter_namespace
 from braid.actors.controller.profiling import measure
-from braid.actors.stage.messages import RunPlan, StepResult
+from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
-from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.jobs.benchmarks.overlap_case import MIXED, PEERS, OverlapCase, WithoutTier, compared
+from braid.jobs.benchmarks.cases import Progress, Spread, by_turns, prepare_text
+from braid.jobs.benchmarks.overlap_case import (
+    EXCHANGE,
+    FILLED,
+    MIXED,
+    PEERS,
+    OverlapCase,
+    WithoutTier,
+    compared,
+)
 from braid.jobs.benchmarks.overlap_rows import OverlapResult, Ranks, Side, row_of
-from braid.jobs.benchmarks.peer_rank import PeerPlan, PeerRank, peer_rank
-from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.benchmarks.peer_rank import PeerRank
+from braid.jobs.benchmarks.peers import PeerPlan
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.layers import layers_chosen
 from braid.scheduling.lowering.lower import Choices
@@ -54,11 +55,8 @@ from braid.scheduling.spec import ModelShape
 
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
-
 _SPAN_BYTES = 16 << 20
 """Of a rank's files, in the benchmark's temporary folder."""
-
-Progress = Callable[[str], None]
 
 Decide = Callable[[Config, ModelShape, Profile], Outcome]
 """What a side runs: of its configuration, its model and the measured costs."""
@@ -77,7 +75,6 @@ def run(
     rounds: int = 7,
     starts: int = 1,
     ray: bool = False,
-    memory: bool = True,
     spans_cost: bool = False,
     without: str | None = None,
     others: Mapping[str, Decide] = MappingProxyType({}),
@@ -87,7 +84,7 @@ def run(
 
     ``starts``: all ranks are started so often, and make their part of the rounds each time.
     ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
-    ``without``: also braid without one of Centauri's tiers (`overlap_case.TIERS`).
+    ``without``: also braid without one of Centauri's tiers (`WithoutTier.tier`).
     ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
     """
     link_made, why_paced = two_hosts_or_paced()
@@ -102,12 +99,11 @@ def run(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-")))
         data = str(prepare_text(folder))
-        link = stack.enter_context(link_made)
-        bench = _Bench(case, link, data, progress)
+        bench = _Bench(case, stack.enter_context(link_made), data, stack, progress)
         mbit = bench.set_rate()
         profile = bench.profile()
-        launchers = stack.enter_context(bench.launchers(ray))
-        sides = [bench.start(name, profile, launchers, stack) for name in names]
+        launcher_of = stack.enter_context(bench.ray_launchers()) if ray else bench.processes
+        sides = [bench.start(name, profile, launcher_of) for name in names]
         bare = None
         if spans_cost:  # the same ranks: others would differ by some percent for reasons of their own
             recorded = sides[-1]
@@ -116,26 +112,31 @@ def run(
             sides.append(bare)
         if without:
             others = {**others, f"braid, without {without}": _without(without)}
-        sides += [bench.start(name, profile, launchers, stack, decide) for name, decide in others.items()]
+        sides += [bench.start(name, profile, launcher_of, decide) for name, decide in others.items()]
         if peers and not ray and case.recompute == "none":  # they keep all activations
-            sides += [bench.start_peer(kind, messages, stack) for kind, messages in PEERS[case.layout]]
+            sides += [bench.start_peer(name) for name in PEERS.get(case.layout, ())]
         each = math.ceil(rounds / starts)
         draw = random.Random(case.seed)
-        started = list(dict.fromkeys(side.ranks for side in sides))
+        ranks_of_sides = list(dict.fromkeys(side.ranks for side in sides))
         for start in range(starts):
             if start:
                 progress(f"starting all ranks again ({start + 1} of {starts})")
-                for ranks in started:
+                for ranks in ranks_of_sides:
                     ranks.start()
-            _alternate(sides, each, case, draw, progress)
-            if memory and start == 0:
+            results = by_turns({side: side.two_steps for side in sides}, each, 2, draw, progress)
+            for side in sides:
+                side.results += results[side]
+            if start == 0 and case.layout not in MIXED:  # with many ranks it takes minutes
                 for side in sides:
                     if side.name in names:
                         held = side.ranks.group.call_all(Rank.activation_bytes, 2 * each + 2)
                         side.activation_bytes = max(held)
-            for ranks in started:  # beside them, idle as they are, operators were measured a fifth too slow
+            for ranks in ranks_of_sides:  # beside idle ranks operators were measured a fifth too slow
                 ranks.shutdown()
-            _predict_again(sides, bench.profile())
+            again = bench.profile()
+            for side in sides:
+                if side.predict is not None:
+                    side.beside.append(side.predict(again))
     serial = next(side for side in sides if side.name == "megatron")
     return OverlapResult(
         model=case.name,
@@ -153,14 +154,20 @@ def run(
 
 
 class _Bench:
-    """Starts what a case compares."""
+    """Starts what a case compares; ``stack`` ends it."""
 
-    def __init__(self, case: OverlapCase, link: Hosts | Paced, data: str, progress: Progress) -> None:
-        self._case, self._link, self._data, self._progress = case, link, data, progress
-        config = self._config("megatron")
-        self.shape: ModelShape = config.check(tokenizer_of(config).vocabulary)
-        self._places = link.places(config.layout().ranks, filled=case.filled)
-        self._known: Profile | None = None
+    def __init__(
+        self,
+        case: OverlapCase,
+        link: Hosts | Paced,
+        data: str,
+        stack: contextlib.ExitStack,
+        progress: Progress,
+    ) -> None:
+        self._case, self._link, self._data, self._stack, self._progress = case, link, data, stack, progress
+        self.shape = case.shape()
+        ranks = self._config("megatron").layout().ranks
+        self._places = link.places(ranks, filled=case.layout in FILLED)
 
     def _config(self, schedule: str, **cluster: Any) -> Config:
         return self._case.config(schedule, **self._link.cluster, **cluster)
@@ -174,8 +181,7 @@ class _Bench:
             return mbit
         for turn in range(3):
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
-            self._known = self._measure()
-            numbers = plan_run(self._config("megatron"), self.shape, self._known).taken.numbers
+            numbers = planned(self._config("megatron"), self.shape, self._measure()).numbers
             communication = numbers.communication_seconds
             alpha = communication / numbers.step_seconds
             if abs(alpha - case.alpha) < 0.01 or turn == 2:
@@ -192,27 +198,18 @@ class _Bench:
         return self._measure(rounds=15)
 
     def _measure(self, rounds: int = 5) -> Profile:
-        config = self._every_degree()
+        config = self._config("megatron")
+        if self._case.layout in MIXED:  # one profile has layers of every degree that schedules have
+            every = islice(cycle(reversed(degrees_within(config.parallel.tp))), self._case.layers)
+            config = self._config(f"megatron {' '.join(map(str, every))}")
         schedule = write(build_schedule(config, self.shape))
         plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data=self._data)
-        return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
-
-    def _every_degree(self) -> Config:
-        """Serial, with layers of every degree that schedules have."""
-        case = self._case
-        if case.layout not in MIXED:
-            return self._config("megatron")
-        degrees = degrees_within(self._config("megatron").parallel.tp)
-        every = islice(cycle(reversed(degrees)), case.layers)
-        return self._config(f"megatron {' '.join(map(str, every))}")
-
-    def _processes(self, config: Config) -> ProcessLauncher:
-        return ProcessLauncher(config, self._places)
+        return measure(plan, self.processes(config), model_graphs(config, self.shape), rounds)
 
     def exact_seconds(self, profile: Profile) -> float | None:
         """The simulated step of ``braid:w`` with the best order of a layer's two passes that exists."""
         config = self._config("braid:w")
-        bench = self._costed(config, profile)(setting_of(config, self.shape))
+        bench = _costed(config, self.shape, profile)(setting_of(config, self.shape))
         ((choices, _),) = decisions(bench)
         try:
             sides, order, _ = exact_pairing(layer_pair(bench))
@@ -222,34 +219,34 @@ class _Bench:
         exact = Choices(orders={**alone, write_sides(sides): order})
         return outcome_of(bench, exact, None, anything).numbers.step_seconds
 
-    def _costed(self, config: Config, profile: Profile) -> BenchOf:
-        return measured(model_graphs(config, self.shape, profile.streams), profile)
+    def processes(self, config: Config) -> Launcher:
+        """Starts ranks as processes."""
+        return ProcessLauncher(config, self._places)
 
     @contextlib.contextmanager
-    def launchers(self, ray: bool) -> Iterator[Callable[[Config], Launcher]]:
-        """How ranks are started: as processes, or as actors of a Ray cluster over the two hosts."""
-        if not ray:
-            yield self._processes
-            return
+    def ray_launchers(self) -> Iterator[Callable[[Config], Launcher]]:
+        """What starts ranks as actors of a Ray cluster over the two hosts."""
+        import braid
+
+        root = str(Path(next(iter(braid.__path__))).resolve().parent)
+        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(_import_paths())}
+        env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(paths)}
         os.environ["RAY_AUTH_MODE"] = "disabled"
-        ranks = len(self._places)
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
-        with ray_cluster(self._link.hosts, env, cpus=ranks) as address:
+        with ray_cluster(self._link.hosts, env, cpus=len(self._places)) as address:
             enter_namespace(self._link.hosts[0].namespace)
             try:
                 from braid.jobs.session import ray_session
 
-                config = self._config("megatron", address=address, allow_unauthenticated=True)
-                with ray_session(config):
+                with ray_session(self._config("megatron", address=address, allow_unauthenticated=True)):
                     from braid.actors.controller.placement import RayLauncher
 
-                    yield lambda config: RayLauncher(
-                        config.model_copy(
-                            update={"cluster": config.cluster.model_copy(update={"spread": True})}
-                        )
-                    )
+                    def spread(config: Config) -> Launcher:
+                        cluster = config.cluster.model_copy(update={"spread": True})
+                        return RayLauncher(config.model_copy(update={"cluster": cluster}))
+
+                    yield spread
             finally:
                 enter_namespace(home)
 
@@ -257,8 +254,7 @@ class _Bench:
         self,
         name: str,
         profile: Profile,
-        launchers: Callable[[Config], Launcher],
-        stack: contextlib.ExitStack,
+        launcher_of: Callable[[Config], Launcher],
         decided_by: Decide = planned,
     ) -> Side:
         """The ranks of a schedule, ready to train; what follows a comma in its name only describes it."""
@@ -269,45 +265,39 @@ class _Bench:
             shown += f": {found[0].layout}"
             self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
         decided = decided_by(config, self.shape, profile)
-        schedule, bench = decided.code.schedule, self._costed(config, profile)(decided.setting)
-        own = decided.setting
-        self._progress(f"{shown}: pipeline {', '.join([own.pipeline, *map(str, own.partitions)])}")
-        plan = RunPlan(
-            config=config,
-            shape=self.shape,
-            schedule=write(schedule),
-            data=self._data,
-            solo_ns=bench.profile.solo_ns,
-        )
-        launcher = launchers(config)
+        setting, schedule = decided.setting, decided.code.schedule
+        self._progress(f"{shown}: pipeline {', '.join([setting.pipeline, *map(str, setting.partitions)])}")
+        solo_ns = _costed(config, self.shape, profile)(setting).profile.solo_ns
+        text = write(schedule)
+        plan = RunPlan(config=config, shape=self.shape, schedule=text, data=self._data, solo_ns=solo_ns)
+        launcher = launcher_of(config)
         files = Path(self._data).parent / "spans" / shown
-        collector = stack.enter_context(launcher.collector(files, _SPAN_BYTES))
-
-        def begin() -> WorkerGroup:
-            group = launcher.start(config.layout().ranks)
-            _meet(group, plan)
-            group.call_all(Rank.stream_spans, collector.target, 1)  # as in a run
-            return group
+        collector = self._stack.enter_context(launcher.collector(files, _SPAN_BYTES))
 
         def predict(profile: Profile) -> float:
-            bench = self._costed(config, profile)(decided.setting)
+            bench = _costed(config, self.shape, profile)(setting)
             return outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
 
-        return Side(shown, _started(begin, stack), predict=predict, predicted=predict(profile))
+        ranks = self._started(Ranks(launcher, plan, collector.target))
+        return Side(shown, ranks, predict=predict, predicted=predict(profile))
 
-    def start_peer(self, kind: str, messages: bool, stack: contextlib.ExitStack) -> Side:
+    def start_peer(self, name: str) -> Side:
         """The ranks of a peer, ready to train."""
-        name = f"{kind}, Braid's exchange" if messages else kind
         self._progress(f"starting {name}")
         config = self._config("megatron")
+        kind, _, exchange = name.partition(", ")
+        messages = exchange == EXCHANGE
         plan = PeerPlan(kind=kind, messages=messages, config=config, shape=self.shape, data=self._data)
+        return Side(name, self._started(Ranks(ProcessLauncher(config, self._places, PeerRank), plan)))
 
-        def begin() -> WorkerGroup:
-            group = ProcessLauncher(config, self._places, peer_rank).start(config.layout().ranks)
-            _meet(group, plan)
-            return group
+    def _started(self, ranks: Ranks) -> Ranks:
+        ranks.start()
+        self._stack.callback(ranks.shutdown)
+        return ranks
 
-        return Side(name, _started(begin, stack))
+
+def _costed(config: Config, shape: ModelShape, profile: Profile) -> BenchOf:
+    return measured(model_graphs(config, shape, profile.streams), profile)
 
 
 def _without(tier: str) -> Decide:
@@ -315,63 +305,6 @@ def _without(tier: str) -> Decide:
 
     def found(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
         setting = WithoutTier(**vars(setting_of(config, shape)), tier=tier)
-        bench_of = measured(model_graphs(config, shape, profile.streams), profile)
-        return decide([setting], bench_of, in_memory(config))[0]
+        return decide([setting], _costed(config, shape, profile), in_memory(config))[0]
 
     return found
-
-
-def _import_paths() -> list[str]:
-    import braid
-
-    root = str(Path(next(iter(braid.__path__))).resolve().parent)
-    return [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-
-
-def _started(begin: Callable[[], WorkerGroup], stack: contextlib.ExitStack) -> Ranks:
-    ranks = Ranks(begin)
-    stack.callback(ranks.shutdown)
-    return ranks
-
-
-def _meet(group: WorkerGroup, plan: RunPlan | PeerPlan) -> None:
-    meeting = rendezvous(group, plan.config.cluster.group_timeout_s)
-    if isinstance(plan, PeerPlan):
-        group.call_all(PeerRank.setup, plan, meeting)
-    else:
-        group.call_all(Rank.setup, plan, meeting)
-
-
-def _predict_again(sides: Sequence[Side], profile: Profile) -> None:
-    for side in sides:
-        if side.predict is not None:
-            side.beside.append(side.predict(profile))
-
-
-def _alternate(
-    sides: Sequence[Side], rounds: int, case: OverlapCase, draw: random.Random, progress: Progress
-) -> None:
-    """A step of every side in each round, in an order that is drawn anew; the first round is not counted.
-
-    Right before it each side runs another one, which is not counted either: a step may leave work under way
-    for the next one (gathers, ZeRO 1), which must not end while other sides run.
-    """
-    for turn in range(rounds + 1):
-        progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
-        for side in draw.sample(list(sides), len(sides)):
-            if side.records is not None:
-                side.ranks.group.call_all(Rank.record_spans, side.records)
-            side.ranks.group.call_all(Rank.train_step, 2 * turn)
-            results: list[Any] = side.ranks.group.call_all(Rank.train_step, 2 * turn + 1)  # of peers: tuples
-            if isinstance(results[0], StepResult):
-                seconds = max(result.seconds for result in results)
-                side.loss = sum(result.loss_sum for result in results) / case.step_tokens
-                side.peak_bytes = max(result.peak_bytes for result in results)
-                if turn:
-                    side.results.append(results)
-            else:
-                seconds = max(result[0] for result in results)
-                side.loss = results[0][1]
-                side.peak_bytes = max(result[2] for result in results)
-            if turn:
-                side.seconds.append(seconds)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.actors.config import Config, parse_config
-from braid.actors.config.model import ModelConfig
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.lowering.named import ScheduleKind
 from braid.scheduling.planner.layer_choices import degrees_within
 from braid.scheduling.setting import Setting
@@ -58,17 +58,17 @@ ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
 """Baselines: `ddp` under that ZeRO stage."""
 MIXTURE: Mapping[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.01}
 """Of layouts with experts: as many as Mixtral's, each as wide as the MLP of the other layouts' model."""
-GLOO, MESSAGES = False, True
-PEERS: Mapping[str, tuple[tuple[str, bool], ...]] = {
-    "tp2": (("torch_tp", GLOO), ("torch_tp", MESSAGES)),
-    "pp2": (("torch_1f1b", GLOO), ("torch_dualpipev", GLOO), ("torch_dualpipev_threads", GLOO)),
-    "tp2pp2": (("torch_tp_1f1b", GLOO), ("torch_tp_1f1b", MESSAGES)),
-    **dict.fromkeys(("dp2", "dp4"), (("torch_ddp", GLOO), ("torch_fsdp2", GLOO), ("torch_fsdp2_kept", GLOO))),
-    "cp2": (("torch_cp", GLOO),),
-    "ep2": (("torch_ep", GLOO),),
-    **dict.fromkeys(("tp4", "tp2dp2", "pp2dp2", "cp2tp2", "ep2tp2", *MIXED), ()),
+EXCHANGE = "Braid's exchange"
+"""Stands behind a peer whose collectives are Braid's messages, not gloo's (`PeerPlan.messages`)."""
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "tp2": ("torch_tp", f"torch_tp, {EXCHANGE}"),
+    "pp2": ("torch_1f1b", "torch_dualpipev", "torch_dualpipev_threads"),
+    "tp2pp2": ("torch_tp_1f1b", f"torch_tp_1f1b, {EXCHANGE}"),
+    **dict.fromkeys(("dp2", "dp4"), ("torch_ddp", "torch_fsdp2", "torch_fsdp2_kept")),
+    "cp2": ("torch_cp",),
+    "ep2": ("torch_ep",),
 }
-"""Kinds of peers, and whether their collectives are gloo's or Braid's messages (`PeerSettings.messages`).
+"""Peers, by layout.
 
 Experts and sequences that are cut over tensor-parallel ranks too have no peer: it would be another one, with
 a plan for routers, experts and gathered keys, and gradients that `DistributedDataParallel` does not sum.
@@ -100,42 +100,24 @@ def drawn(schedule: str, case: "OverlapCase", count: int) -> tuple[str, ...]:
     return tuple(f"{schedule} {degrees}" for degrees in sorted(found))
 
 
-TIERS = ("partitions", "reorders", "early_sums")
-"""Centauri's tiers (operation, layer, model) by what braid does for each (`ScheduleKind`)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WithoutTier(Setting):
-    """A setting whose schedule leaves out one of `TIERS`."""
+    """A setting whose schedule leaves out one of Centauri's tiers."""
 
     tier: str
+    """partitions, reorders or early_sums (`ScheduleKind`): Centauri's operation, layer and model tier."""
 
     @property
     def kind(self) -> ScheduleKind:
-        """What the schedule's name stands for, without it."""
         off: dict[str, Any] = {self.tier: False}
         return replace(super().kind, **off)
 
 
-class _EvenModel(ModelConfig):
-    """A model whose tokens visit experts in turn, whatever their scores."""
-
-    def shape(self, vocabulary: int) -> ModelShape:
-        """The sizes, routed evenly."""
-        return replace(super().shape(vocabulary), route_evenly=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
-    """What is trained, and over which link."""
+    """What is trained, and over which link; ``zero`` to ``ffn`` are the configuration's keys."""
 
     layout: str = "tp2"
-    zero: int = 0
-    """``parallel.zero`` of the schedules."""
-    shards: int = 0
-    """``parallel.shards`` of the schedules."""
-    context: str = "all_gather"
-    """``parallel.context`` of the schedules."""
     hidden: int = 1024
     layers: int = 2
     tokens: int = 512
@@ -147,16 +129,17 @@ class OverlapCase:
     """Rate of the links inside hosts, of layouts that fill these (`FILLED`); by default what memory gives."""
     alpha: float | None = None
     """Instead of a rate: the share of communication in the serial step that the rate is set for."""
+    zero: int = 0
+    shards: int = 0
+    context: str = "all_gather"
     recompute: str = "none"
-    """``train.recompute``; of ``full`` those of `NO_COLLECTIVE_AGAIN` make ``fine``."""
+    """Schedules of `NO_COLLECTIVE_AGAIN` make ``fine`` of ``full``."""
+    memory_slack: float | None = None
+    memory_gb: float | None = None
+    """Within which degrees are planned."""
+    ffn: int | None = None
     route_evenly: bool = False
     """Whether tokens visit experts in turn, in layouts with experts."""
-    memory_slack: float | None = None
-    """``overlap.memory_slack`` of the schedules."""
-    memory_gb: float | None = None
-    """``cluster.memory_gb``, within which degrees are planned."""
-    ffn: int | None = None
-    """``model.ffn``; by default the family's."""
     seed: int = 1
 
     def config(self, schedule: str, **cluster: Any) -> Config:
@@ -168,7 +151,7 @@ class OverlapCase:
         zero = ZERO.get(schedule, self.zero)
         schedule, _, pipeline = ("ddp" if schedule in ZERO else schedule).partition(":")
         fine = self.recompute == "full" and schedule in NO_COLLECTIVE_AGAIN
-        config = parse_config(
+        return parse_config(
             {
                 "model": {
                     "hidden": self.hidden,
@@ -207,14 +190,11 @@ class OverlapCase:
                 },
             }
         )
-        if not self.route_evenly:
-            return config
-        return config.model_copy(update={"model": _EvenModel(**dict(config.model))})
 
-    @property
-    def filled(self) -> bool:
-        """Whether a host is filled with ranks before the next one is."""
-        return self.layout in FILLED
+    def shape(self) -> ModelShape:
+        """The model's sizes, and whether tokens are routed evenly, which no configuration can say."""
+        config = self.config("megatron")
+        return replace(config.check(tokenizer_of(config).vocabulary), route_evenly=self.route_evenly)
 
     @property
     def samples(self) -> int:
@@ -241,22 +221,24 @@ class OverlapCase:
         of cp are as wide as two hidden states.
         """
         parts = 8 if self.replicas > 1 else LAYOUTS[self.layout].get("tp", 1)
-        parts = 32 if self.filled else parts
+        parts = 32 if self.layout in FILLED else parts
         return self.tokens * self.hidden * 4 // parts
 
     @property
     def name(self) -> str:
         """The model in one line."""
-        of_each = " a replica" if self.replicas > 1 else ""
-        over = f" over {self.shards}" if self.shards else ""
-        zero = f", ZeRO {self.zero}{over}" if self.zero else ""
-        context = f" {self.context}" if "cp" in LAYOUTS[self.layout] else ""
-        family = "moe" if "ep" in LAYOUTS[self.layout] else "llama"
-        even = ", routed evenly" if self.route_evenly else ""
-        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
-        inside = f", {self.inside_mbit:g} Mbit/s inside hosts" if self.inside_mbit else ""
-        more = even + again + inside
-        return (
-            f"{family} hidden {self.hidden} x {self.layers} layers, {self.tokens} tokens x "
-            f"{self.micro_batches} micro-batches{of_each}, {self.layout}{context}{zero}{more}, fp32"
-        )
+        axes = LAYOUTS[self.layout]
+        facts = [
+            f"{'moe' if 'ep' in axes else 'llama'} hidden {self.hidden} x {self.layers} layers",
+            f"{self.tokens} tokens x {self.micro_batches} micro-batches{' a replica' * (self.replicas > 1)}",
+            self.layout + (f" {self.context}" if "cp" in axes else ""),
+        ]
+        if self.zero:
+            facts.append(f"ZeRO {self.zero}" + (f" over {self.shards}" if self.shards else ""))
+        if self.route_evenly:
+            facts.append("routed evenly")
+        if self.recompute != "none":
+            facts.append(f"recompute {self.recompute}")
+        if self.inside_mbit:
+            facts.append(f"{self.inside_mbit:g} Mbit/s inside hosts")
+        return ", ".join([*facts, "fp32"])

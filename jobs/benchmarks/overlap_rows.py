@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from scipy.stats import pearsonr, rankdata
 
-from braid.actors.controller.group import WorkerGroup
-from braid.actors.stage.messages import SerialStep, StepResult
+from braid.actors.controller.group import Launcher, WorkerGroup
+from braid.actors.controller.meeting import rendezvous
+from braid.actors.stage.messages import RunPlan, SerialStep, StepResult
+from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.cases import Spread
+from braid.jobs.benchmarks.peer_rank import PeerRank
+from braid.jobs.benchmarks.peers import PeerPlan
 from braid.scheduling import figures
 from braid.scheduling.profile import Profile
 
@@ -51,8 +55,8 @@ class OverlapRow:
     predicted_seconds: float | None = None
     """Simulated with the profile that was measured before anything ran."""
     beside_seconds: float | None = None
-    """Simulated with profiles that were measured after the rounds, the median of all starts: what is left of
-    the difference is more the simulator's error and less the machine's, whose speed drifts."""
+    """Simulated with profiles that were measured after the rounds, the median of all starts: its difference
+    from the measured step is more the simulator's error and less the machine's, whose speed drifts."""
     loss: float = 0.0
     """Of the last step: the same for all."""
 
@@ -120,10 +124,6 @@ class OverlapResult:
     spans_price: Spread | None = None
     """Step time with recorded spans over that without, round by round; None: not asked for."""
 
-    def row(self, schedule: str) -> OverlapRow:
-        """The row of a schedule."""
-        return next(row for row in self.rows if row.schedule == schedule)
-
     @property
     def simulated(self) -> tuple[float, float | None] | None:
         """Of the simulator: median error, and `rank_correlation` with what was measured.
@@ -144,32 +144,37 @@ class OverlapResult:
         return {**asdict(self), "simulated": self.simulated}
 
 
+@dataclass(eq=False)
 class Ranks:
-    """Ranks that can be started anew: equal ones may differ by some percent as long as they live."""
+    """The ranks of a side, to be started anew: equal ones may differ by some percent as long as they live."""
 
-    def __init__(self, begin: Callable[[], WorkerGroup]) -> None:
-        self._begin = begin
-        self.start()
+    launcher: Launcher
+    plan: RunPlan | PeerPlan
+    target: Any = None
+    """Where Braid's ranks stream their spans, as in a run."""
+    group: WorkerGroup = field(init=False)
 
     def start(self) -> None:
-        """Start others in the place of those that were shut down."""
-        self.group = self._begin()
+        """Start ranks, in the place of those that were shut down, and let them meet."""
+        config = self.plan.config
+        setup: Any = PeerRank.setup if isinstance(self.plan, PeerPlan) else Rank.setup
+        self.group = self.launcher.start(config.layout().ranks)
+        self.group.call_all(setup, self.plan, rendezvous(self.group, config.cluster.group_timeout_s))
+        if self.target is not None:
+            self.group.call_all(Rank.stream_spans, self.target, 1)
 
     def shutdown(self) -> None:
-        """End them."""
         self.group.shutdown()
 
 
-@dataclass
+@dataclass(eq=False)
 class Side:
     """A schedule's or a peer's ranks and what was measured of them."""
 
     name: str
     ranks: Ranks
-    seconds: list[float] = field(default_factory=list)
     results: list[list[StepResult]] = field(default_factory=list)
-    peak_bytes: int = 0
-    loss: float = 0.0
+    """Of the rounds, of every rank."""
     predict: Callable[[Profile], float] | None = None
     """Seconds of its step by a profile."""
     predicted: float | None = None
@@ -178,6 +183,19 @@ class Side:
     activation_bytes: int | None = None
     records: bool | None = None
     """Whether its steps record spans, where another side of the same ranks does otherwise."""
+
+    def two_steps(self, steps: range) -> list[StepResult]:
+        """The second step of two, of every rank. The first step may leave work under way for it (gathers,
+        ZeRO 1), which must not end while other sides run."""
+        group = self.ranks.group
+        if self.records is not None:
+            group.call_all(Rank.record_spans, self.records)
+        return [group.call_all(Rank.train_step, step) for step in steps][-1]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of the rounds, of the slowest rank."""
+        return [max(result.seconds for result in step) for step in self.results]
 
 
 def row_of(side: Side, serial: Side, tokens: int, link_mbit: float) -> OverlapRow:
@@ -189,8 +207,8 @@ def row_of(side: Side, serial: Side, tokens: int, link_mbit: float) -> OverlapRo
         spread_seconds=seconds.high - seconds.low,
         tokens_per_second=tokens / seconds.median,
         speedup=Spread.of_ratios(serial.seconds, side.seconds).median,
-        peak_bytes=side.peak_bytes,
-        loss=side.loss,
+        peak_bytes=max(result.peak_bytes for result in side.results[-1]),
+        loss=sum(result.loss_sum for result in side.results[-1]) / tokens,
     )
     if not any(result.overlap.communication_ns for step in side.results for result in step):
         return row  # a peer, or spans were not recorded
@@ -203,6 +221,8 @@ def row_of(side: Side, serial: Side, tokens: int, link_mbit: float) -> OverlapRo
             return None
         return median(mean(step) / 1e9 / s for step, s in zip(values, side.seconds, strict=True))
 
+    names = ("slowdown", "links_together", "launch_gap", "bubble", "waiting")
+    shares: dict[str, Any] = {f"{name}_fraction": share(f"{name}_ns") for name in names}
     communication = [mean(rank.communication_ns for rank in step) for step in numbers]
     hidden = [mean(rank.hidden_ns for rank in step) for step in numbers]
     in_serial = [mean(r.overlap.communication_ns for r in step) / 1e9 for step in serial.results]
@@ -216,11 +236,7 @@ def row_of(side: Side, serial: Side, tokens: int, link_mbit: float) -> OverlapRo
         limit_speedup=step.limit_speedup,
         recovered=None if side is serial else step.recovered(seconds.median),
         hidden_fraction=median(h / c if c else 1.0 for h, c in zip(hidden, communication, strict=True)),
-        slowdown_fraction=share("slowdown_ns"),
-        links_together_fraction=share("links_together_ns"),
-        launch_gap_fraction=share("launch_gap_ns"),
-        bubble_fraction=share("bubble_ns"),
-        waiting_fraction=share("waiting_ns"),
+        **shares,
         communication_seconds=median(communication) / 1e9,
         link_seconds=median(max(rank.fullest_bytes for rank in step) for step in numbers) * 8e-6 / link_mbit,
         activation_bytes=side.activation_bytes,
@@ -242,36 +258,35 @@ def show(console: Console, result: OverlapResult) -> None:
         soft_wrap=True,
         highlight=False,
     )
-    table, share = Table(), partial(figures.share, places=1)
-    table.add_column("schedule")
+    share = partial(figures.share, places=1)
     two_links = any(row.links_together_fraction for row in result.rows)
-    for name in (
-        "s/step", "±", "tokens/s", "speed-up", "recovered", "hidden", *(["both links"] if two_links else []),
-        "waiting", "slowdown", "gap", "bubble", "link s", "bytes s", "peak MiB", "slots MiB", "simulated s",
-        "again s",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+
+    def cells(row: OverlapRow) -> dict[str, str]:
+        return {
+            "s/step": f"{row.seconds_per_step:.3f}",
+            "±": f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
+            "tokens/s": f"{row.tokens_per_second:.0f}",
+            "speed-up": f"{row.speedup:.3f}",
+            "recovered": figures.recovered(row.recovered, 1),
+            "hidden": share(row.hidden_fraction),
+            **({"both links": share(row.links_together_fraction)} if two_links else {}),
+            "waiting": share(row.waiting_fraction),
+            "slowdown": figures.lost(row.slowdown_fraction, share),
+            "gap": share(row.launch_gap_fraction),
+            "bubble": share(row.bubble_fraction),
+            "link s": _seconds(row.communication_seconds),
+            "bytes s": _seconds(row.link_seconds),
+            "peak MiB": f"{row.peak_bytes / 2**20:.0f}",
+            "slots MiB": "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
+            "simulated s": _seconds(row.predicted_seconds),
+            "again s": _seconds(row.beside_seconds),
+        }
+
+    table = Table("schedule", *(Column(name, justify="right") for name in cells(result.rows[0])))
     for row in result.rows:
-        table.add_row(
-            row.schedule,
-            f"{row.seconds_per_step:.3f}",
-            f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.speedup:.3f}",
-            figures.recovered(row.recovered, 1),
-            share(row.hidden_fraction),
-            *([share(row.links_together_fraction)] if two_links else []),
-            share(row.waiting_fraction),
-            figures.lost(row.slowdown_fraction, share),
-            share(row.launch_gap_fraction),
-            share(row.bubble_fraction),
-            *("-" if s is None else f"{s:.3f}" for s in (row.communication_seconds, row.link_seconds)),
-            f"{row.peak_bytes / 2**20:.0f}",
-            "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
-            *("-" if s is None else f"{s:.3f}" for s in (row.predicted_seconds, row.beside_seconds)),
-        )
+        table.add_row(row.schedule, *cells(row).values())
     console.print(table)
-    serial = result.row("megatron")
+    serial = next(row for row in result.rows if row.schedule == "megatron")
     console.print(
         f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
         highlight=False,
@@ -296,3 +311,7 @@ def show(console: Console, result: OverlapResult) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"

@@ -1,6 +1,6 @@
 """The ways a PyTorch user has today to train one Llama on several ranks.
 
-Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its exchange of messages on CPU.
+Nothing of Braid is in them, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU.
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
@@ -10,23 +10,20 @@ Nothing of Braid is in them, unless ``PeerSettings.messages`` asks for its excha
   thread, the backward half beside it in a second one.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
-Replicas are trained by `braid.jobs.benchmarks.replicated_peers`, experts that are cut over them by
-`braid.jobs.benchmarks.expert_peers`, sequences that are cut by `braid.jobs.benchmarks.context_peers`: they
-have kinds of their own, and `braid.jobs.benchmarks.peer_rank` knows all.
+Replicas, experts and parts of sequences: `braid.jobs.benchmarks.replicated_peers`.
 
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
 sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
-network always. The rest is as in a plain loop: PyTorch's own attention, norm, loss and fused AdamW,
-gradients accumulated over micro-batches, clipping by the norm of all of them, weight decay on matrices only.
+network always. The rest is the plain loop's (`braid.jobs.benchmarks.plain_torch`), at a constant learning
+rate.
 
-Legend: as in `braid.jobs.benchmarks.peer_model`.
+Legend: as in `braid.jobs.benchmarks.plain_torch`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,93 +35,78 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.nn import functional as F
 
+from braid.actors.config import Config
 from braid.jobs.benchmarks.peer_messages import MessageCollectives
-from braid.jobs.benchmarks.peer_model import Stage, global_name
-from braid.jobs.benchmarks.plain_torch import PlainSizes
+from braid.jobs.benchmarks.plain_torch import PlainModel, adamw
 from braid.jobs.benchmarks.threaded_overlap import ThreadedOverlap
 from braid.scheduling.spec import ModelShape
 
 TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
 DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
-KINDS = (TP, PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, TP_PIPELINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerSettings:
-    """What a peer trains, and how: AdamW at a constant rate; ``clip_norm`` 0: no clipping."""
+class PeerPlan:
+    """What the ranks of a peer are told."""
 
     kind: str
-    sizes: PlainSizes
-    micro_batch: int  # samples
-    micro_batches: int  # of one step
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float
-    seed: int
-    experts: ModelShape | None = None
-    """Instead of an MLP in every layer; only of kinds that cut experts."""
+    config: Config
+    shape: ModelShape
+    """Its experts are only trained by kinds that cut experts; others have an MLP in every layer."""
+    data: str = ""
     messages: bool = False
     """Collectives of tensor-parallel ranks are Braid's messages between pairs of ranks, not gloo's, whose
     reduce-scatter moves twice the bytes (`braid.jobs.benchmarks.peer_messages`)."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step."""
-        return self.micro_batch * self.micro_batches * self.sizes.sequence
 
-
-def shard(stage: Stage, mesh: DeviceMesh) -> None:
+def shard(stage: PlainModel, mesh: DeviceMesh) -> None:
     """Make a stage tensor and sequence parallel, in place. Activations between stages are sharded in S."""
     sequence, whole = Shard(1), Replicate()
-    plan: dict[str, parallel.ParallelStyle] = {
-        "embedding": parallel.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "final_norm": parallel.SequenceParallel(),
-        "head": parallel.ColwiseParallel(
-            input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False
-        ),
+    norm = parallel.SequenceParallel()
+    gathered = parallel.PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
+    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=sequence)
+    layer: dict[str, parallel.ParallelStyle] = {
+        **dict.fromkeys(("attention_norm", "mlp_norm"), norm),
+        **dict.fromkeys(("qkv", "mlp_in"), gathered),
+        **dict.fromkeys(("qkv.q", "qkv.k", "qkv.v", "mlp_in.gate", "mlp_in.up"), column),
+        **dict.fromkeys(("projection", "mlp_out"), row),
     }
-    for number in stage.layers:
-        prefix = f"layers.{number}"
-        plan[f"{prefix}.attention_norm"] = plan[f"{prefix}.mlp_norm"] = parallel.SequenceParallel()
-        plan[f"{prefix}.attention"] = parallel.PrepareModuleInput(
-            input_layouts=(sequence, None), desired_input_layouts=(whole, None)
+    plan = {f"layers.{number}.{name}": style for number in stage.layers for name, style in layer.items()}
+    if stage.embedding is not None:
+        plan["embedding"] = parallel.RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+    if stage.head is not None:
+        logits = Shard(-1)
+        plan["final_norm"] = norm
+        plan["head"] = parallel.ColwiseParallel(
+            input_layouts=sequence, output_layouts=logits, use_local_output=False
         )
-        plan[f"{prefix}.mlp"] = parallel.PrepareModuleInput(
-            input_layouts=(sequence,), desired_input_layouts=(whole,)
-        )
-        for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
-            plan[f"{prefix}.{name}"] = parallel.ColwiseParallel()
-        for name in ("attention.projection", "mlp.out"):
-            plan[f"{prefix}.{name}"] = parallel.RowwiseParallel(output_layouts=sequence)
-    here = {name for name, module in stage.named_modules() if module is not None}
-    parallel.parallelize_module(stage, mesh, {name: style for name, style in plan.items() if name in here})
+    parallel.parallelize_module(stage, mesh, plan)
 
 
 class Peer:
     """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
 
-    def __init__(self, settings: PeerSettings, rank: int, world_size: int) -> None:
-        """Build this rank's part of the model, with values drawn from ``settings.seed``; see `load`."""
-        self.settings = settings
-        self.stages: dict[int, Stage] = {}
+    def __init__(self, plan: PeerPlan, rank: int, world_size: int) -> None:
+        """Build this rank's part of the model, with values drawn from ``train.seed``; see `load`."""
+        self.plan, self.train = plan, plan.config.train
+        self.stages: dict[int, PlainModel] = {}
         self._is_sharded = False  # every stage, over tensor-parallel ranks
         self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
+        self._replicas = 1
         self._schedule: Schedule1F1B | ScheduleDualPipeV | None = None
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(self.train.seed)
         self._build(rank, world_size)
-        self._optimizer = self._adamw()
+        self._optimizer = adamw((parameter for _, parameter in self._named()), self.train)
 
     def _build(self, rank: int, world_size: int) -> None:
         """Make this rank's stages, and what lets them train with those of other ranks."""
-        settings = self.settings
-        tensor = {TP: world_size, TP_PIPELINE: 2}.get(settings.kind, 1)
+        kind = self.plan.kind
+        tensor = {TP: world_size, TP_PIPELINE: 2}.get(kind, 1)
         pipeline = world_size // tensor
-        count = pipeline * (2 if settings.kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
+        count = pipeline * (2 if kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
         place = rank // tensor
         self.stages = {
-            index: Stage(settings.sizes, index, count)
+            index: PlainModel(self.plan.shape, stage=index, stages=count)
             for index in ([place] if count == pipeline else [place, count - 1 - place])
         }
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
@@ -132,13 +114,34 @@ class Peer:
         if self._is_sharded:
             mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
             self._group = mesh.get_group("pipeline")
-            if settings.messages:
+            if self.plan.messages:
                 self._messages = MessageCollectives(mesh.get_group("tensor"))
             for stage in self.stages.values():
                 shard(stage, mesh["tensor"])
         if pipeline > 1:
             self._schedule = self._pipelined(count)
+        self._model: Any = self.stages.get(0)
+        """What makes logits of tokens where there is no pipeline."""
 
+    def _pipelined(self, count: int) -> Schedule1F1B | ScheduleDualPipeV:
+        device, micro_batches = torch.device("cpu"), self.train.global_batch // self.train.micro_batch
+        stages: list[Any] = [
+            PipelineStage(stage, index, count, device, group=self._group)
+            for index, stage in self.stages.items()
+        ]
+        # The losses are shares of the global mean, so gradients need no scaling.
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], micro_batches, self._loss, scale_grads=False)
+        schedule = ScheduleDualPipeV(stages, micro_batches, self._loss, scale_grads=False)
+        if self.plan.kind == DUALPIPEV_THREADS:
+            schedule.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
+        return schedule
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    @torch.no_grad()
     def load(self, named: Mapping[str, Tensor]) -> None:
         """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``."""
         for name, parameter in self._named():
@@ -146,8 +149,7 @@ class Peer:
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            with torch.no_grad():
-                parameter.copy_(value)
+            parameter.copy_(value)
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of this rank's parameters, whole, by the names of `load`. All ranks call it together."""
@@ -163,67 +165,49 @@ class Peer:
         """
         inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
         with parallel.loss_parallel() if self._is_sharded else nullcontext():
-            losses = self._passes(inputs_BS, targets_BS)
-        loss = self._clip(torch.stack(losses).sum() if losses else torch.zeros(()))
+            loss = self._clip(self._passes(inputs_BS, targets_BS))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def peak_bytes(self) -> int:
-        """Highest resident memory of this process so far."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                yield global_name(name), parameter
-
-    def _pipelined(self, count: int) -> Schedule1F1B | ScheduleDualPipeV:
-        device, micro_batches = torch.device("cpu"), self.settings.micro_batches
-        stages: list[Any] = [
-            PipelineStage(stage, index, count, device, group=self._group)
-            for index, stage in self.stages.items()
-        ]
-        # The losses are shares of the global mean, so gradients need no scaling.
-        if len(stages) == 1:
-            return Schedule1F1B(stages[0], micro_batches, self._loss, scale_grads=False)
-        schedule = ScheduleDualPipeV(stages, micro_batches, self._loss, scale_grads=False)
-        if self.settings.kind == DUALPIPEV_THREADS:
-            schedule.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
-        return schedule
-
-    def _adamw(self) -> torch.optim.AdamW:
-        groups: list[dict[str, Any]] = [
-            {"params": [p for _, p in self._named() if p.dim() > 1]},
-            {"params": [p for _, p in self._named() if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        s = self.settings
-        return torch.optim.AdamW(groups, s.lr, s.betas, s.eps, s.weight_decay, fused=True)
-
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         """A micro-batch's share of the mean over the global batch."""
         total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-        share = total / self.settings.tokens
+        share = total / (self.train.global_batch * self.plan.shape.sequence)
         return share.to_local() if isinstance(share, DTensor) else share
 
-    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> list[Tensor]:
-        """Forward and backward passes of all micro-batches; their losses, where the last stage is."""
-        losses: list[Tensor] = []
-        if self._schedule is None:
-            size = self.settings.micro_batch
-            for window, target in zip(inputs_BS.split(size), targets_BS.split(size), strict=True):
-                loss = self._loss(self.stages[0](window), target)
-                loss.backward()
-                losses.append(loss.detach())
-            return losses
-        self._schedule.step(
-            *((inputs_BS,) if self._is_first else ()),
-            target=targets_BS if self._is_last else None,
-            losses=losses if self._is_last else None,
-            return_outputs=False,
+    def _part(self, tokens_BS: Tensor) -> Tensor:
+        """What this rank computes of a global batch."""
+        return tokens_BS
+
+    def _passing(self, last: bool) -> AbstractContextManager[None]:
+        """Surrounds both passes of a micro-batch; ``last``: they end with gradients' mean over replicas."""
+        return nullcontext()
+
+    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Both passes of all micro-batches; returns the loss of all replicas, 0 but on the last stage."""
+        if self._schedule is not None:
+            losses = [torch.zeros(())]
+            self._schedule.step(
+                *((inputs_BS,) if self._is_first else ()),
+                target=targets_BS if self._is_last else None,
+                losses=losses if self._is_last else None,
+                return_outputs=False,
+            )
+            return torch.stack(losses).detach().sum()
+        inputs, targets = (
+            self._part(tokens_BS).split(self.train.micro_batch) for tokens_BS in (inputs_BS, targets_BS)
         )
-        return [loss.detach() for loss in losses]
+        loss = torch.zeros(())
+        for number, (window_BS, target_BS) in enumerate(zip(inputs, targets, strict=True), 1):
+            with self._passing(last=number == len(inputs)):
+                share = self._loss(self._model(window_BS), target_BS)
+                # A share of the mean over the global batch is to be added up; gradients will be averaged.
+                (share * self._replicas).backward()
+            loss += share.detach()
+        if self._replicas > 1:
+            dist.all_reduce(loss)
+        return loss
 
     def _clip(self, loss: Tensor) -> float:
         """Clip by the norm of the gradients of all ranks; returns the sum of all stages' ``loss``."""
@@ -238,6 +222,6 @@ class Peer:
         sums = torch.stack((norm.square(), loss))
         if self._schedule is not None:
             dist.all_reduce(sums, group=self._group)
-        if self.settings.clip_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, sums[0].sqrt())
+        if self.train.clip_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.train.clip_norm, sums[0].sqrt())
         return sums[1].item()

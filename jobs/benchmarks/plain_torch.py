@@ -1,82 +1,49 @@
-"""A training loop as a PyTorch user writes it: ordinary modules, autograd, AdamW; nothing of Braid in it.
+"""A training loop as a PyTorch user writes it: ordinary modules, autograd, AdamW.
 
 It is the independent reference of the tests and the peer of the benchmark, so it must be good: PyTorch's own
-attention, norms, loss and fused AdamW. Projections are separate, as in Hugging Face's Llama: fused ones were
-no faster here, since autograd puts their gradients together with a copy.
+attention, norms, loss and fused AdamW. Of Braid it has the records of sizes and settings only. Projections
+are separate, as in Hugging Face's Llama: fused ones were no faster here, since autograd puts their gradients
+together with a copy.
 
-Legend: B samples, S tokens of a sample, D hidden, N query heads, K key-value heads, H head dimension, V
-vocabulary.
+Legend: B samples, S tokens of a sample (on this rank, where a peer shards the sequence), D hidden, N query
+heads, K key-value heads, H head dimension (heads of this rank, where a peer shards them), V vocabulary.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from braid.scheduling.spec import ModelShape
 
-@dataclass(frozen=True, kw_only=True)
-class PlainSizes:
-    """Sizes of a decoder-only transformer of the family ``llama`` or ``gpt``."""
+if TYPE_CHECKING:
+    from braid.actors.config import TrainConfig
+    from braid.actors.stage.optimizer import OptimizerSettings
 
-    family: str
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    sequence: int
-    tied_head: bool = False
-    norm_eps: float = 1e-5
-    rotary_base: float = 10000.0
-    rotary_scaling: Any = None
-    """Makes frequencies of others, in radians per token, and has the magnitude of what is turned."""
-    qkv_bias: bool = False
-    projection_bias: bool = False
-    head_bias: bool = False
-    head_norm: bool = False
-    layer_norm: bool = False
-    end_of_document: int | None = None
-    """The token behind which attention begins anew; None: it sees whole samples."""
-    restart_positions: bool = False
-
-    @classmethod
-    def of(cls, shape: object) -> "PlainSizes":
-        """The sizes that a record with the same names holds."""
-        names = (field.name for field in fields(cls))
-        return cls(**{name: getattr(shape, name) for name in names if hasattr(shape, name)})
-
-    @property
-    def is_gpt(self) -> bool:
-        """LayerNorm, learned positions, GELU and biases, instead of RMSNorm, rotary embedding and SwiGLU."""
-        return self.family == "gpt"
+    Settings = TrainConfig | OptimizerSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainSettings:
-    """AdamW with linear warm-up, then cosine decay to ``min_lr_fraction``; ``clip_norm`` 0: no clipping."""
+def learning_rate(settings: "Settings", step: int) -> float:
+    """Of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr_fraction`` of ``lr``."""
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    done = min((step - settings.warmup_steps) / max(settings.steps - settings.warmup_steps, 1), 1.0)
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.min_lr_fraction + (1 - settings.min_lr_fraction) * cosine)
 
-    steps: int
-    lr: float
-    min_lr_fraction: float
-    warmup_steps: int
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip_norm: float
 
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        done = min((step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1), 1.0)
-        cosine = (1 + math.cos(math.pi * done)) / 2
-        return self.lr * (self.min_lr_fraction + (1 - self.min_lr_fraction) * cosine)
+def adamw(parameters: Iterable[nn.Parameter], settings: "Settings") -> torch.optim.AdamW:
+    """AdamW that decays matrices only."""
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    s = settings
+    return torch.optim.AdamW(groups, s.lr, s.betas, s.eps, s.weight_decay, fused=True)
 
 
 class Rotary(nn.Module):
@@ -85,15 +52,15 @@ class Rotary(nn.Module):
     cos: Tensor  # S x H
     sin: Tensor  # S x H
 
-    def __init__(self, sizes: PlainSizes) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
-        frequencies = sizes.rotary_base**-exponents
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+        frequencies = shape.rotary_base**-exponents
         magnitude = 1.0
-        if sizes.rotary_scaling is not None:
-            frequencies = frequencies.new_tensor(sizes.rotary_scaling.frequencies(frequencies.tolist()))
-            magnitude = sizes.rotary_scaling.magnitude
-        angles = torch.outer(torch.arange(sizes.sequence, dtype=torch.float64), frequencies)
+        if shape.rotary_scaling is not None:
+            frequencies = frequencies.new_tensor(shape.rotary_scaling.frequencies(frequencies.tolist()))
+            magnitude = shape.rotary_scaling.magnitude
+        angles = torch.outer(torch.arange(shape.sequence, dtype=torch.float64), frequencies)
         angles_SH = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles_SH.cos() * magnitude, persistent=False)
         self.register_buffer("sin", angles_SH.sin() * magnitude, persistent=False)
@@ -111,129 +78,144 @@ class Rotary(nn.Module):
 
 @dataclass(frozen=True)
 class Seen:
-    """Where documents are apart: positions of tokens, and which ones see each other."""
+    """Positions of tokens, and which tokens see each other; None: one document to a sample."""
 
     positions_bs: Tensor | None = None
     mask_b1ss: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens_BS: Tensor, sizes: PlainSizes) -> "Seen":
-        """Of samples; every sample begins a document."""
-        if sizes.end_of_document is None:
-            return cls()
+    def of(cls, tokens_BS: Tensor, end_of_document: int, restart_positions: bool) -> "Seen":
+        """Attention, and perhaps positions, begin anew behind every token ``end_of_document``."""
         places_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-        behind_BS = F.pad(tokens_BS[:, :-1] == sizes.end_of_document, (1, 0))
+        behind_BS = F.pad(tokens_BS[:, :-1] == end_of_document, (1, 0))
         first_BS = torch.where(behind_BS, places_BS, 0).cummax(dim=1).values
         earlier_SS = places_BS[0, :, None] >= places_BS[0]
         same_BSS = first_BS[:, :, None] == first_BS[:, None]
-        positions_BS = places_BS - first_BS if sizes.restart_positions else places_BS
+        positions_BS = places_BS - first_BS if restart_positions else places_BS
         return cls(positions_BS, (same_BSS & earlier_SS).unsqueeze(1))
+
+
+class Projections(nn.ModuleDict):
+    """Linear maps of one input, by name."""
+
+    def __init__(self, inputs: int, outputs: Mapping[str, int], bias: bool) -> None:
+        super().__init__({name: nn.Linear(inputs, width, bias) for name, width in outputs.items()})
+
+    def forward(self, x_BSD: Tensor) -> list[Tensor]:
+        return [linear(x_BSD) for linear in self.values()]
 
 
 class Layer(nn.Module):
     """A pre-norm transformer layer."""
 
-    def __init__(self, sizes: PlainSizes) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.sizes = sizes
-        hidden, bias = sizes.hidden, sizes.is_gpt
-        query, key = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.attention_norm = norm(sizes)
-        widths = {"q": query, "k": key, "v": key}
-        qkv_bias = bias or sizes.qkv_bias
-        self.qkv = nn.ModuleDict({name: nn.Linear(hidden, width, qkv_bias) for name, width in widths.items()})
+        self.sizes = shape
+        hidden, bias = shape.hidden, shape.family == "gpt"
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.attention_norm = norm(shape)
+        self.qkv = Projections(hidden, {"q": query, "k": key, "v": key}, bias or shape.qkv_bias)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.head_norm else None for _ in "qk"
+            nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.head_norm else None for _ in "qk"
         )
-        self.projection = nn.Linear(query, hidden, bias or sizes.projection_bias)
-        self.mlp_norm = norm(sizes)
-        inner = ("up",) if sizes.is_gpt else ("gate", "up")
-        self.mlp_in = nn.ModuleDict({name: nn.Linear(hidden, sizes.ffn, bias) for name in inner})
-        self.mlp_out = nn.Linear(sizes.ffn, hidden, bias)
+        self.projection = nn.Linear(query, hidden, bias or shape.projection_bias)
+        self.mlp_norm = norm(shape)
+        inner = ("up",) if shape.family == "gpt" else ("gate", "up")
+        self.mlp_in = Projections(hidden, dict.fromkeys(inner, shape.ffn), bias)
+        self.mlp_out = nn.Linear(shape.ffn, hidden, bias)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
-        x_BSD = x_BSD + self.projection(self._attention(self.attention_norm(x_BSD), rotary, seen))
-        return x_BSD + self.mlp_out(self._inner(self.mlp_norm(x_BSD)))
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, seen)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
-    def _attention(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
+    def attention(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
         q_BNSH, k_BKSH, v_BKSH = (
-            self.qkv[name](x_BSD).unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for name in "qkv"
+            y_BSD.unflatten(-1, (-1, self.sizes.head_dim)).transpose(1, 2) for y_BSD in self.qkv(x_BSD)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rotary is not None:
             q_BNSH, k_BKSH = (rotary(x_BNSH, seen.positions_bs) for x_BNSH in (q_BNSH, k_BKSH))
-        grouped = self.sizes.kv_heads != self.sizes.heads
-        o_BNSH = F.scaled_dot_product_attention(
-            q_BNSH,
-            k_BKSH,
-            v_BKSH,
-            attn_mask=seen.mask_b1ss,
-            is_causal=seen.mask_b1ss is None,
-            enable_gqa=grouped,
-        )
-        return o_BNSH.transpose(1, 2).flatten(2)
+        o_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, seen.mask_b1ss)
+        return self.projection(o_BNSH.transpose(1, 2).flatten(2))
 
-    def _inner(self, x_BSD: Tensor) -> Tensor:
-        if self.sizes.is_gpt:
-            return F.gelu(self.mlp_in["up"](x_BSD), approximate="tanh")
-        return F.silu(self.mlp_in["gate"](x_BSD)) * self.mlp_in["up"](x_BSD)
+    def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = self.sizes.kv_heads != self.sizes.heads
+        return F.scaled_dot_product_attention(
+            q_BNSH, k_BKSH, v_BKSH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+
+    def mlp(self, x_BSD: Tensor) -> Tensor:
+        *gate, up = self.mlp_in(x_BSD)
+        return self.mlp_out(F.silu(gate[0]) * up if gate else F.gelu(up, approximate="tanh"))
 
 
 class PlainModel(nn.Module):
-    """A decoder-only transformer in ``dtype``, uninitialised beyond PyTorch's defaults (see `load_named`)."""
+    """A decoder-only transformer in ``dtype``, or a stage of one, with PyTorch's default initial values."""
 
-    def __init__(self, sizes: PlainSizes, dtype: torch.dtype = torch.float32) -> None:
+    end_of_document: int | None = None
+    """The token behind which attention begins anew; None: it sees whole samples."""
+    restart_positions = False
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype = torch.float32,
+        *,
+        stage: int = 0,
+        stages: int = 1,
+        layer: Callable[[int], Layer] | None = None,
+    ) -> None:
+        """``layer``: makes the layer of a number. Of several ``stages``, the last one has the head."""
         super().__init__()
-        self.sizes = sizes
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
-        self.positions = nn.Embedding(sizes.sequence, sizes.hidden) if sizes.is_gpt else None
-        self.rotary = None if sizes.is_gpt else Rotary(sizes)
-        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
-        self.final_norm = norm(sizes)
-        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=sizes.head_bias)
-        if sizes.tied_head:
+        first, last = stage == 0, stage == stages - 1
+        is_gpt = shape.family == "gpt"
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden) if first else None
+        self.positions = nn.Embedding(shape.sequence, shape.hidden) if first and is_gpt else None
+        self.rotary = None if is_gpt else Rotary(shape)
+        numbers = range(shape.layers * stage // stages, shape.layers * (stage + 1) // stages)
+        self.layers = nn.ModuleDict(
+            {str(number): layer(number) if layer else Layer(shape) for number in numbers}
+        )
+        self.final_norm = norm(shape) if last else None
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=shape.head_bias) if last else None
+        if shape.tied_head and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
         self.to(dtype)
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Token ids to logits_BSV."""
-        x_BSD, seen = self.embedding(tokens_BS), Seen.of(tokens_BS, self.sizes)
-        if self.positions is not None:
-            positions = slice(tokens_BS.shape[1]) if seen.positions_bs is None else seen.positions_bs
-            x_BSD = x_BSD + self.positions.weight[positions]
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.rotary, seen)
-        return self.head(self.final_norm(x_BSD))
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids_BS, behind the first stage x_BSD, to logits_BSV, before the last stage x_BSD."""
+        seen = Seen()
+        if self.end_of_document is not None:
+            seen = Seen.of(x, self.end_of_document, self.restart_positions)
+        if self.embedding is not None:
+            length, x = x.shape[1], self.embedding(x)
+            if self.positions is not None:
+                positions = slice(length) if seen.positions_bs is None else seen.positions_bs
+                x = x + self.positions.weight[positions]
+        for layer in self.layers.values():
+            x = layer(x, self.rotary, seen)
+        if self.final_norm is not None and self.head is not None:
+            x = self.head(self.final_norm(x))
+        return x
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Sum of the tokens' cross-entropies, in nats."""
         return F.cross_entropy(self(tokens_BS).flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
-def norm(sizes: PlainSizes) -> nn.Module:
+def norm(shape: ModelShape) -> nn.Module:
     """The family's normalisation of the hidden dim."""
-    centers = sizes.is_gpt or sizes.layer_norm
-    kind = nn.LayerNorm if centers else nn.RMSNorm  # nn.RMSNorm is F.rms_norm with a weight
-    return kind(sizes.hidden, eps=sizes.norm_eps)
+    kind = nn.LayerNorm if shape.family == "gpt" or shape.layer_norm else nn.RMSNorm
+    return kind(shape.hidden, eps=shape.norm_eps)
 
 
 class PlainTrainer:
-    """The training loop: gradient accumulation, clipping, AdamW."""
+    """The training loop: gradient accumulation, clipping (not with ``clip_norm`` 0), AdamW."""
 
-    def __init__(self, model: PlainModel, settings: PlainSettings) -> None:
+    def __init__(self, model: PlainModel, settings: "Settings") -> None:
         self.model, self.settings = model, settings
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        vectors = [p for p in model.parameters() if p.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = adamw(model.parameters(), settings)
 
     def step(self, step: int, windows: Sequence[Tensor]) -> tuple[float, float]:
         """Train on micro-batches of windows (B x (S + 1) tokens each); returns (mean loss, gradient norm)."""
@@ -246,7 +228,7 @@ class PlainTrainer:
         limit = self.settings.clip_norm or math.inf
         gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate(step)
+            group["lr"] = learning_rate(self.settings, step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sum(loss.item() for loss in losses) / tokens, gradient_norm.item()

@@ -16,11 +16,24 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from braid.jobs.benchmarks.cases import CASES, Case, Spread, plan_of, prepare_text
-from braid.jobs.benchmarks.launchers import PROCESSES, RAY, LauncherResult, compare_launchers
-from braid.jobs.benchmarks.loops import BRAID, PLAIN, LoopResult, compare_loops
+from braid.actors.config import parse_config
+from braid.actors.controller.planning import build_schedule
+from braid.actors.stage.messages import RunPlan
+from braid.jobs.benchmarks.cases import CASES, Case, Spread, prepare_text
+from braid.jobs.benchmarks.loops import (
+    BRAID,
+    PLAIN,
+    PROCESSES,
+    RAY,
+    LauncherResult,
+    LoopResult,
+    compare_launchers,
+    compare_loops,
+)
+from braid.jobs.data.tokenizer import tokenizer_of
+from braid.scheduling.schedule_text import write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +71,12 @@ def run(
         loops = []
         for case in cases:
             progress(f"{case.name}: {rounds} rounds of {BRAID} and {PLAIN} by turns")
-            plan = plan_of(case, data, seed, threads=threads)
+            plan = _plan_of(case, data, seed, threads, {})
             loops.append(compare_loops(case, plan, rounds, steps, order))
         launchers = None
         if launcher_case is not None:
             progress(f"{launcher_case.name}: {rounds} rounds of {RAY} and {PROCESSES} by turns")
-            plan = plan_of(launcher_case, data, seed, threads=threads, parallel={"tp": 2})
+            plan = _plan_of(launcher_case, data, seed, threads, {"tp": 2})
             launchers = compare_launchers(launcher_case, plan, rounds, steps, order)
     machine = {
         "cpus": len(os.sched_getaffinity(0)),
@@ -77,6 +90,21 @@ def run(
     return TrainingBenchmark(machine=machine, loops=tuple(loops), launchers=launchers)
 
 
+def _plan_of(case: Case, data: Path, seed: int, threads: int, parallel: Mapping[str, int]) -> RunPlan:
+    """What the ranks of a case on the CPU are told."""
+    config = parse_config(
+        {
+            "model": dict(case.model),
+            "train": {**case.train, "seed": seed, "steps": 10_000, "warmup_steps": 100},
+            "parallel": dict(parallel),
+            "cluster": {"device": "cpu", "threads_per_rank": threads, "cpus_per_rank": 0.5},
+        }
+    )
+    shape = config.check(tokenizer_of(config).vocabulary)
+    schedule = write(build_schedule(config, shape))
+    return RunPlan(config=config, shape=shape, schedule=schedule, data=str(data))
+
+
 def show(console: Console, result: TrainingBenchmark) -> None:
     """Print everything as tables."""
     machine = result.machine
@@ -85,20 +113,15 @@ def show(console: Console, result: TrainingBenchmark) -> None:
         f"load {machine['load_before'][0]:.1f} -> {machine['load_after'][0]:.1f}, seed {machine['seed']}; "
         f"medians of the rounds ± half the distance of their quartiles"
     )
-    if result.loops:
-        console.print(_speed_table(result.loops))
-        console.print(_memory_table(result.loops))
+    console.print(_speed_table(result.loops))
+    console.print(_memory_table(result.loops))
     if result.launchers is not None:
         console.print(_launcher_table(result.launchers))
 
 
 def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for label in labels:
-        table.add_column(label)
-    for number in numbers:
-        table.add_column(number, justify="right")
-    return table
+    right = (Column(number, justify="right") for number in numbers)
+    return Table(*labels, *right, title=title, title_justify="left", box=box.SIMPLE_HEAD)
 
 
 def _speed_table(loops: Sequence[LoopResult]) -> Table:
@@ -138,9 +161,7 @@ def _launcher_table(result: LauncherResult) -> Table:
         ["for the controller", "slowest rank", "CPU, all ranks", "empty call"],
     )
     for name in (RAY, PROCESSES):
-        timing = result.timing[name]
-        columns = timing.wall_seconds, timing.step_seconds, timing.cpu_seconds, timing.call_seconds
-        table.add_row(name, *map(_shown, columns))
+        table.add_row(name, *map(_shown, result.timing[name].values()))
     table.add_row("ratio", *map(_shown, (result.wall_ratio, result.step_ratio, result.cpu_ratio)))
     return table
 

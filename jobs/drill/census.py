@@ -5,30 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
+@dataclass
 class Census:
     """Counts over a process and all that it has started."""
 
-    processes: int
-    threads: int
-    files: int
+    processes: int = 0
+    threads: int = 0
+    files: int = 0
     """Open files and sockets."""
-    sockets: int
-    resident_bytes: int
+    sockets: int = 0
+    resident_bytes: int = 0
 
 
 def census(*roots: int) -> Census:
     """Count what processes and their descendants hold now; a process that ends meanwhile is left out."""
-    found = family(*roots)
-    files = [link for process in found for link in _links(process)]
-    status = [_status(process) for process in found]
-    return Census(
-        processes=len(found),
-        threads=sum(int(one.get("Threads", "0")) for one in status),
-        files=len(files),
-        sockets=sum(link.startswith("socket:") for link in files),
-        resident_bytes=sum(int(one.get("VmRSS", "0 kB").split()[0]) * 1024 for one in status),
-    )
+    held = Census()
+    for process in family(*roots):
+        held.processes += 1
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
+            status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
+            held.threads += int(status["Threads"][0])
+            held.resident_bytes += int(status.get("VmRSS", ["0"])[0]) * 1024
+            for handle in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.sockets += str(handle.readlink()).startswith("socket:")
+                    held.files += 1
+    return held
 
 
 def family(*roots: int) -> list[int]:
@@ -39,25 +42,7 @@ def family(*roots: int) -> list[int]:
             state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.name))
-    found, left = [], list(roots)
-    while left:
-        process = left.pop()
-        found.append(process)
-        left += children.get(process, [])
+    found = list(roots)
+    for process in found:
+        found += children.get(process, [])
     return found
-
-
-def _links(process: int) -> list[str]:
-    links = []
-    with contextlib.suppress(OSError):
-        for handle in Path(f"/proc/{process}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                links.append(str(handle.readlink()))
-    return links
-
-
-def _status(process: int) -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return {}

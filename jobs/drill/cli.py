@@ -42,22 +42,21 @@ def drill(
     Exit code 1 if a loss, parameter or sample differs; with faults of nodes, losses may differ by 2e-5 where
     other numbers of ranks add up in another order.
     """
-    from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_CHANGES
+    from braid.jobs.drill.plan import KINDS, NEED_ROOT, NODE_FAULTS, check_faults, possible_faults
 
     console = Console(stderr=as_json)
     if listing:
-        for name, text in KINDS.items():
-            needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_CHANGES else ""
-            console.print(f"[bold]{name:16}[/bold] {text}{needs}", highlight=False)
+        for name, fault in KINDS.items():
+            needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_FAULTS else ""
+            console.print(f"[bold]{name:16}[/bold] {fault.text}{needs}", highlight=False)
         return
-    from braid.jobs.drill.possible import check_faults, possible_faults
-
     resolved = load_config(
         config, [*(overrides or []), *([f"cluster.launcher={launcher}"] if launcher else [])]
     )
     kinds = [name.strip() for name in faults.split(",")] if faults is not None else possible_faults(resolved)
     check_faults(resolved, kinds)
-    from braid.jobs.drill.runner import Drill, DrillError
+    from braid.jobs.drill.command import DrillError
+    from braid.jobs.drill.runner import Drill
 
     made = Drill(
         resolved,
@@ -91,17 +90,14 @@ def show(console: Console, report: "Report") -> None:
     for name in ("detected after", "recovered after", "steps lost"):
         table.add_column(name, justify="right")
     table.add_column("restored from", no_wrap=True)
-    for one in report.outcomes:
-        detected = "" if one.detected_after is None else f"{one.detected_after:.2f} s"
-        recovered = "" if one.recovered_after is None else f"{one.recovered_after:.2f} s"
-        lost = "" if one.detected_after is None else str(one.steps_lost)
-        table.add_row(one.fault.name, detected, recovered, lost, one.restored_from or "no rank failed")
+    for outcome in report.outcomes:
+        detected = "" if outcome.detected_after is None else f"{outcome.detected_after:.2f} s"
+        recovered = "" if outcome.recovered_after is None else f"{outcome.recovered_after:.2f} s"
+        lost = "" if outcome.detected_after is None else str(outcome.steps_lost)
+        table.add_row(
+            outcome.fault.name, detected, recovered, lost, outcome.restored_from or "no rank failed"
+        )
     console.print(table)
-    _show_verdict(console, report)
-
-
-def _show_verdict(console: Console, report: "Report") -> None:
-    """Whether the run came out as asked, and what it held of the machine."""
     allowed = report.allowed_difference
     if allowed:
         console.print(

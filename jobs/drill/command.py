@@ -1,26 +1,49 @@
-"""The runs of a drill as commands that are started, watched, ended and started again, as a user does."""
+"""The runs of a drill as commands that are started, watched, ended and started again, as a user does.
 
-import signal
+``python -m braid.jobs.drill.command SPEC`` does what ``braid train`` does; SPEC, a JSON file, adds faults and
+the emulated hosts of the ranks.
+"""
+
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from braid.actors.config import parse_config
+from braid.actors.controller.controller import RunOptions
+from braid.actors.controller.group import WorkerError
 from braid.actors.controller.json_lines import last_line, read_lines
 from braid.actors.controller.locks import FileHold, HeldError
-from braid.jobs.drill.child import Spec
+from braid.actors.controller.processes import Place
+from braid.actors.stage.messages import Fault
 
 PATIENCE_S = 300.0
 """A fault that does not come, or is not over, within so long has failed the drill."""
-RUNS = ("whole", "broken")
-"""Without and with faults."""
+WHOLE, BROKEN = "whole", "broken"
+"""The runs without and with faults."""
 _LOOK_S = 0.02
 
 
 class DrillError(RuntimeError):
     """A fault did not fire, or the run did not go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What the process of a run is told."""
+
+    config: dict[str, Any]
+    options: RunOptions
+    faults: tuple[Fault, ...]
+    places: list[Place] | None
+
+
+_SPEC = TypeAdapter(Spec)
 
 
 class Command:
@@ -29,17 +52,20 @@ class Command:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         """Holds the run directories."""
+        self.broken = folder / BROKEN
         self._process: subprocess.Popen[str] | None = None
-        for name in RUNS:
-            self._log(name).unlink(missing_ok=True)
+        # What a run prints is not on its disk, which may be full.
+        self._logs = {name: folder.with_name(f"{folder.name}-{name}.log") for name in (WHOLE, BROKEN)}
+        for log in self._logs.values():
+            log.unlink(missing_ok=True)
 
     def start(self, name: str, spec: Spec) -> None:
         """Start a run."""
         path = self.folder / f"{name}.json"
-        path.write_text(spec.to_json(), encoding="utf-8")
-        with self._log(name).open("a", encoding="utf-8") as log:
+        path.write_bytes(_SPEC.dump_json(spec))
+        with self._logs[name].open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "braid.jobs.drill.child", str(path)],
+                [sys.executable, "-m", "braid.jobs.drill.command", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -48,23 +74,17 @@ class Command:
             )
 
     @property
-    def process(self) -> int:
+    def process(self) -> "subprocess.Popen[str]":
         """Its process."""
         assert self._process is not None
-        return self._process.pid
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
+        return self._process
 
     def wait_for_end(self, limit_s: float = PATIENCE_S) -> int:
         """Wait until it has ended; returns its exit code."""
-        assert self._process is not None
         try:
-            return self._process.wait(limit_s)
+            return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise DrillError(f"the run did not end within {limit_s:g} s: {self.last_words()}") from None
+            raise self._failed(f"the run did not end within {limit_s:g} s") from None
 
     def wait_for_controller(self) -> None:
         """Wait until nobody holds the run's directory: on a cluster a controller outlives its command."""
@@ -72,10 +92,18 @@ class Command:
         try:
             lock.take(PATIENCE_S)
         except HeldError:
-            raise DrillError(
-                f"the controller did not end within {PATIENCE_S:g} s: {self.last_words()}"
-            ) from None
+            raise self._failed(f"the controller did not end within {PATIENCE_S:g} s") from None
         lock.release()
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Wait for something while the run goes on."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            if self.process.poll() not in (None, 0):
+                raise self._failed(f"the run ended before {what}")
+            if time.monotonic() > deadline:
+                raise self._failed(f"waited {PATIENCE_S:g} s in vain for {what}")
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Whatever happened: nothing of the run is left."""
@@ -83,32 +111,15 @@ class Command:
             self._process.kill()
             self._process.wait()
 
-    def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Wait for something while the run goes on."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not done():
-            assert self._process is not None
-            if self._process.poll() not in (None, 0):
-                raise DrillError(f"the run ended before {what}: {self.last_words()}")
-            if time.monotonic() > deadline:
-                raise DrillError(f"waited {PATIENCE_S:g} s in vain for {what}: {self.last_words()}")
-            time.sleep(_LOOK_S)
-
-    def _log(self, name: str) -> Path:
-        """What a run prints; not on its disk, which may be full."""
-        return self.folder.with_name(f"{self.folder.name}-{name}.log")
+    def _failed(self, what: str) -> DrillError:
+        return DrillError(f"{what}: {self.last_words()}")
 
     def last_words(self) -> str:
         """The ends of what the runs have printed."""
-        logs = [log.read_text(encoding="utf-8")[-2000:] for log in map(self._log, RUNS) if log.exists()]
-        return "\n".join(logs).strip() or "it said nothing"
+        ends = [log.read_text(encoding="utf-8")[-2000:] for log in self._logs.values() if log.exists()]
+        return "\n".join(ends).strip() or "it said nothing"
 
     # -- the run with faults ---------------------------------------------------------------------------------
-
-    @property
-    def broken(self) -> Path:
-        """Directory of the run with faults."""
-        return self.folder / "broken"
 
     def step(self) -> int:
         """Steps that are done."""
@@ -122,3 +133,17 @@ class Command:
         """Failures that were detected since a time, or changes of the number of ranks that were begun."""
         lines = read_lines(self.broken / "incidents.jsonl")
         return [line for line in lines if line["time"] >= since and (line["kind"] == "resized") == resized]
+
+
+def _run(spec: Spec) -> None:
+    from braid.jobs.train import train
+
+    train(parse_config(spec.config), spec.options, faults=spec.faults, places=spec.places)
+
+
+if __name__ == "__main__":
+    try:
+        _run(_SPEC.validate_json(Path(sys.argv[1]).read_bytes()))
+    except (ValueError, WorkerError) as error:
+        print(f"{getattr(error, 'trace', '')}\nbraid: {error}".lstrip(), file=sys.stderr)
+        sys.exit(2)

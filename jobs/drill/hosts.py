@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,11 @@ half a message that took no time; so a packet is a quarter of a message at most,
 _SLACK_BYTES = 12_000
 """What the bucket holds beside a packet: with 2 KB, `tbf` cut packets in software (docs/log.md)."""
 _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+"""The same TCP on every machine: Reno, which every kernel allows, at full speed after a pause.
+
+Some hosts have BBR, which on a link without delay keeps so little under way that ranks wake up 8000 times in
+a step of 200 MB, and sends next to nothing for 0.2 s in every 10.
+"""
 _START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
@@ -52,11 +57,7 @@ class Host:
     cpus: tuple[int, ...] | None = None
 
     def run(
-        self,
-        *command: str,
-        timeout: float,
-        cwd: Path | None = None,
-        env: dict[str, str] | None = None,
+        self, *command: str, timeout: float, cwd: Path | None = None, env: dict[str, str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command on the host."""
         return subprocess.run(
@@ -129,14 +130,14 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
+def two_hosts() -> Iterator[Hosts]:
     """Two namespaces that see only each other; whatever runs there is ended at the end, by id."""
     check_hosts()
     _remove_orphans()
     mark = f"{os.getpid():x}"
-    own, other = _shares()
-    first = Host(f"braid-{mark}-0", "10.77.0.1", own)
-    second = Host(f"braid-{mark}-1", "10.77.0.2", other)
+    halves = separate_places(2)  # of the CPUs: hosts do not compute with each other's
+    first = Host(f"braid-{mark}-0", "10.77.0.1", halves[0].cpus)
+    second = Host(f"braid-{mark}-1", "10.77.0.2", halves[1].cpus)
     hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
     with _terminates():
         try:
@@ -149,11 +150,10 @@ def two_hosts(mbit: float | None = None) -> Iterator[Hosts]:
                 _run("ip", "-n", host.namespace, "link", "set", device, "up")
                 _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
                 _set_packets(host.namespace, device, PACKET_BYTES)
-                _set_transport(host.namespace)
-            link = Hosts(hosts, devices)
-            if mbit is not None:
-                link.shape(mbit)
-            yield link
+                for name, value in _TRANSPORT.items():
+                    # A kernel may lack a setting.
+                    host.run("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}", timeout=_END_SECONDS)
+            yield Hosts(hosts, devices)
         finally:
             for host in hosts:
                 _remove(host)
@@ -192,13 +192,6 @@ def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Pace
     return two_hosts(), ""
 
 
-def _shares() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Half of the CPUs for each host: hosts do not compute with each other's."""
-    cpus = sorted(os.sched_getaffinity(0))
-    half = len(cpus) // 2
-    return (tuple(cpus[:half]), tuple(cpus[-half:])) if half else (None, None)
-
-
 def _limit(namespace: str, device: str, mbit: float, message_bytes: float) -> None:
     most = min(mbit * 1e6 / 8 * _PACKET_SECONDS, message_bytes / 4, PACKET_BYTES)
     packet = int(max(_LEAST_PACKET_BYTES, most))
@@ -214,6 +207,7 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
     """
 
     def ask() -> None:
+        enter_namespace(namespace)  # of this thread, which ends here
         attributes = b"".join(
             struct.pack("=HHI", 8, kind, most_bytes)
             for kind in (_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE)
@@ -224,32 +218,7 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
             asking.send(header + body)
             asking.recv(4096)  # refused or not: it is only faster
 
-    _on(namespace, ask)
-
-
-def _set_transport(namespace: str) -> None:
-    """The same TCP on every machine: Reno, which every kernel allows, at full speed after a pause.
-
-    Some hosts have BBR, which on a link without delay keeps so little under way that ranks wake up 8000 times
-    in a step of 200 MB, and sends next to nothing for 0.2 s in every 10.
-    """
-
-    def write() -> None:
-        for name, value in _TRANSPORT.items():
-            with contextlib.suppress(OSError):  # a kernel that has not got it
-                Path("/proc/sys/net/ipv4", name).write_text(value)
-
-    _on(namespace, write)
-
-
-def _on(namespace: str, do: Callable[[], None]) -> None:
-    """Do something on a host."""
-
-    def there() -> None:
-        enter_namespace(namespace)  # of this thread, which ends here
-        do()
-
-    thread = threading.Thread(target=there)
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
 
@@ -278,14 +247,7 @@ def ray_cluster(
 
     ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
     """
-    ray = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        f"--num-cpus={cpus}",
-        "--disable-usage-stats",
-    ]
+    start = (sys.executable, "-m", "ray.scripts.scripts", "start")
     head, other = hosts
     address = f"{head.address}:{RAY_PORT}"
     page = [f"--include-dashboard={str(job_server).lower()}"]
@@ -297,8 +259,10 @@ def ray_cluster(
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
         )
         for host, options in starts:
-            command = (*ray, f"--node-ip-address={host.address}", *options)
-            result = host.run(*command, timeout=_START_SECONDS, env={**WORKERS, MARK: str(folder), **env})
+            options += [f"--num-cpus={cpus}", f"--node-ip-address={host.address}", "--disable-usage-stats"]
+            result = host.run(
+                *start, *options, timeout=_START_SECONDS, env={**WORKERS, MARK: str(folder), **env}
+            )
             if result.returncode:
                 raise HostsError(f"Ray did not start on {host.address}: {result.stdout}{result.stderr}")
         yield address

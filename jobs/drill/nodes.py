@@ -1,18 +1,23 @@
-"""Ray nodes on this machine, for faults of nodes: a cluster of its own, with one CPU, so one rank, a node."""
+"""Faults of nodes: Ray nodes on this machine, with one CPU and so one rank each, that come, go and slow down
+under a run; what Ray knows of that, and how the run follows."""
 
 import contextlib
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
+from braid.actors.controller.json_lines import read_lines
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.census import family
-from braid.jobs.drill.command import DrillError
-from braid.jobs.drill.plan import NodeRange
+from braid.jobs.drill.command import Command, DrillError
+from braid.jobs.drill.plan import JOINS, NodeRange, Planned
+from braid.jobs.drill.report import Outcome
 from braid.jobs.session import WORKERS, environment, own_token, session_folder
 
 STEPS = 1_000_000
@@ -20,6 +25,8 @@ STEPS = 1_000_000
 TOLERANCE = 2e-5
 """Of a loss in fp32, relative, where sums are taken in another order."""
 _DRAIN_S = 60
+_STOPPED_S, _RUNS_S = 0.04, 0.02
+"""By turns, of a rank on a slow node: a third of its speed."""
 _SETTINGS = {
     **WORKERS,
     "RAY_health_check_period_ms": "500",
@@ -34,9 +41,9 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
     """The layout that an elastic run takes on so many nodes; None if there is none."""
     vocabulary = tokenizer_of(config).vocabulary
 
-    def fits(one: Config) -> bool:
+    def fits(candidate: Config) -> bool:
         try:
-            one.check(vocabulary)
+            candidate.check(vocabulary)
         except ConfigError:
             return False
         return True
@@ -45,24 +52,12 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
 
 
 def node_range(config: Config) -> NodeRange:
-    """The numbers of nodes, around the layout's, on each of which the run has a rank.
+    """The numbers of nodes, around the layout's, on each of which an elastic run has a rank.
 
-    `ConfigError` for a configuration that nodes cannot come to or leave.
+    `ConfigError` where the layout is none that elastic allows.
     """
-    cluster, elastic, start = config.cluster, config.elastic, config.layout().ranks
-    if cluster.launcher != "ray":
-        raise ConfigError("faults of nodes need cluster.launcher=ray: leave out --launcher processes")
-    if cluster.address is not None:
-        raise ConfigError(
-            f"faults of nodes come to a Ray cluster that the drill starts itself: leave out "
-            f"cluster.address={cluster.address!r}"
-        )
-    if elastic.max_ranks is None:
-        raise ConfigError(
-            f"faults of nodes need a run that follows its nodes: add a section elastic with max_ranks, such "
-            f"as --set elastic.max_ranks={start + 2}"
-        )
-    least, most = elastic.min_ranks or 1, elastic.max_ranks
+    elastic, start = config.elastic, config.layout().ranks
+    least, most = elastic.min_ranks or 1, elastic.max_ranks or start
     if not least <= start <= most:
         raise ConfigError(
             f"the layout has {start} ranks, elastic allows {least} to {most}: change elastic.min_ranks, "
@@ -87,7 +82,7 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
     `ConfigError` for a precision in which other sums than the same ones say nothing.
     """
     layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
-    cuts = {(one.tp, one.pp, one.cp, one.ep) for one in layouts if one is not None}
+    cuts = {(layout.tp, layout.pp, layout.cp, layout.ep) for layout in layouts if layout is not None}
     if len(layouts) == 1 or (config.train.deterministic_reduction and len(cuts) == 1):
         return 0.0
     if config.train.dtype == "bf16":
@@ -100,7 +95,7 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
 
 
 class Nodes:
-    """The nodes of a cluster, but for its head, which has no CPU. Nodes are known by Ray's ids."""
+    """A cluster, whose head has no CPU; the other nodes by Ray's ids, the oldest first."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
@@ -123,10 +118,16 @@ class Nodes:
         """Of the cluster."""
         return str(self._cluster.address)
 
-    @property
-    def names(self) -> list[str]:
-        """The nodes, the oldest first."""
-        return list(self._nodes)
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def name_at(self, place: float) -> str:
+        """The name of a node that is drawn by a number in [0, 1)."""
+        return list(self._nodes)[int(place * len(self))]
+
+    def address_of(self, name: str) -> str:
+        """A node's address, which Ray and the run know it by."""
+        return str(self._nodes[name].node_ip_address)
 
     def alive(self, name: str) -> bool:
         """Whether Ray takes a node to be alive."""
@@ -140,10 +141,6 @@ class Nodes:
         node = self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}")
         self._nodes[node.node_id] = node
         return str(node.node_id)
-
-    def address_of(self, name: str) -> str:
-        """A node's address, which Ray and the run know it by."""
-        return str(self._nodes[name].node_ip_address)
 
     def lose(self, name: str) -> None:
         """SIGKILL for all that runs on a node, if there is still something."""
@@ -189,8 +186,7 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
         stack.enter_context(own_token(folder))
         from ray.cluster_utils import Cluster
 
-        nodes = Nodes(Cluster())
-        stack.callback(nodes.close)
+        nodes = stack.enter_context(contextlib.closing(Nodes(Cluster())))
         nodes.start(count)
         yield nodes
 
@@ -204,3 +200,110 @@ def _kill(*roots: int) -> None:
 
 def _processes(node: Any) -> list[int]:
     return [info.process.pid for infos in node.all_processes.values() for info in infos]
+
+
+# -- the faults ----------------------------------------------------------------------------------------------
+
+
+def slow_node(fault: Planned, nodes: Nodes, command: Command, quarantine_s: float) -> Outcome:
+    """Slow a node down until the run goes on without it; it must stay out until its quarantine ends."""
+    outcome = Outcome(fault, time.time())
+    address = nodes.address_of(nodes.name_at(fault.place))
+    with _slowed(command, address):
+        command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
+    left_out = command.incidents(outcome.fired, resized=True)[0]["time"]
+
+    def comes_back() -> bool:
+        if any(rank["address"] == address for rank in _placed(command)):
+            if time.time() < left_out + quarantine_s:
+                raise DrillError(f"{fault.name}: {address} was taken again before its quarantine ended")
+            return _ranks(command) == len(nodes)
+        return False
+
+    command.wait(f"{address} to be taken again after {quarantine_s:g} s", comes_back)
+    _note_change(outcome, command, outcome.fired)
+    return outcome
+
+
+def change_nodes(fault: Planned, nodes: Nodes, command: Command) -> Outcome:
+    """Let a node come or go, and wait until Ray knows and the run has as many ranks as nodes."""
+    begun = time.time()
+    outcome = Outcome(fault, begun)
+    if fault.kind == JOINS:
+        node = nodes.join()
+        command.wait(f"Ray to have the node of {fault.name}", lambda: nodes.alive(node))
+        outcome.fired = time.time()
+    else:
+        node = nodes.name_at(fault.place)
+        if not nodes.alive(node):
+            raise DrillError(f"{fault.name}: the node was gone before")
+        if fault.kind == "node-lost":
+            nodes.lose(node)
+        elif not nodes.drain(node):
+            raise DrillError(f"{fault.name}: Ray does not drain the node")
+    command.wait(
+        f"{fault.nodes_after} ranks after {fault.name}",
+        lambda: _ranks(command) == fault.nodes_after and bool(command.incidents(begun, resized=True)),
+    )
+    if fault.kind == "node-drained":
+        nodes.lose(node)  # what was announced
+    if fault.kind != JOINS:
+        command.wait(f"Ray to know of {fault.name}", lambda: not nodes.alive(node))
+    _note_change(outcome, command, begun)
+    return outcome
+
+
+@contextlib.contextmanager
+def _slowed(command: Command, address: str) -> Iterator[None]:
+    """Stop and continue the ranks on a node, many times a second."""
+    over = threading.Event()
+
+    def by_turns() -> None:
+        while not over.is_set():
+            processes = [int(rank["process"]) for rank in _placed(command) if rank["address"] == address]
+            for number, seconds in ((signal.SIGSTOP, _STOPPED_S), (signal.SIGCONT, _RUNS_S)):
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, number)
+                time.sleep(seconds)
+
+    thread = threading.Thread(target=by_turns, name="slow node")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _ranks(command: Command) -> int:
+    """Of the newest step."""
+    return len(command.newest().get("peak_bytes", ()))
+
+
+def _placed(command: Command) -> list[dict[str, str | int]]:
+    """Where the run's ranks are, as it says; nowhere while it writes that down."""
+    with contextlib.suppress(OSError, ValueError):
+        ranks: list[dict[str, str | int]] = json.loads((command.broken / "cluster.json").read_text())["ranks"]
+        return ranks
+    return []
+
+
+def _note_change(outcome: Outcome, command: Command, since: float) -> None:
+    """What the run says of its first change of ranks after a fault."""
+    change = command.incidents(since, resized=True)[0]
+    begun = detected = change["time"]
+    if outcome.fault.kind == "node-lost":  # ranks are missed first; then it shows that nothing replaces them
+        events = read_lines(command.broken / "events.jsonl")
+        missed = [line["time"] for line in events if line["kind"] == "restarted"]
+        detected = min((when for when in missed if when >= outcome.fired), default=begun)
+    kept = change["step"] - change["steps_lost"]
+    outcome.note(
+        {
+            **change,
+            "time": detected,
+            "recovered_after_seconds": begun + change["recovered_after_seconds"] - detected,
+            "restored_from": f"checkpoint step-{kept}" if kept else "the beginning",
+            "parts": {"room": begun - detected, **change["parts"]},
+        }
+    )

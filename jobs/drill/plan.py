@@ -1,73 +1,88 @@
 """Which faults a drill has, and when each of them comes: a pure function of its seed."""
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from braid.actors.config import ConfigError
+from braid.actors.config import Config, ConfigError
 from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.suggestions import must_be_one_of
 
-_IN_RANK: Mapping[str, tuple[FaultKind, FaultPhase]] = {
-    "kill-forward": ("kill", "forward"),
-    "kill-backward": ("kill", "backward"),
-    "kill-optimizer": ("kill", "optimizer"),
-    "kill-save": ("kill", "save"),
-    "stop": ("stop", "backward"),
-    "nan": ("nan", "backward"),
-    "skip": ("skip", "backward"),
-    "cut-reduce": ("hold", "reduce"),
-    "cut-gather": ("hold", "gather"),
-    "cut-optimizer": ("hold", "optimizer"),
-}
-"""What a rank does to itself: kind and phase. It waits where something comes from outside."""
+HOSTS, DISK, NODES = "two emulated hosts", "a small disk", "emulated Ray nodes"
+"""What a fault may need; the former two need root."""
 
-KINDS = {
-    "kill-forward": "a rank is killed in a forward pass",
-    "kill-backward": "a rank is killed in a backward pass",
-    "kill-optimizer": "a rank is killed before its optimizer step",
-    "kill-save": "a rank is killed while it writes a checkpoint",
-    "stop": "a rank is stopped (SIGSTOP)",
-    "nan": "a gradient of a rank is no number",
-    "skip": "a gradient is no number whenever its step is done, so that both runs leave the step out",
-    "kill-controller": "the controller is killed, and with it the command",
-    "sigterm": "the command is asked to end (SIGTERM)",
-    "torn-checkpoint": "the newest checkpoint loses half a file, and the controller is killed",
-    "flipped-byte": "a byte of the newest checkpoint changes, and the controller is killed",
-    "disk-full": "the run's disk is full for a while",
-    "kill-host": "all ranks of a host are killed",
-    "cut-short": "the link between hosts is cut for less than the time-outs",
-    "cut-long": "the link between hosts is cut until that is noticed",
-    "cut-reduce": "the same while gradients are summed over replicas",
-    "cut-gather": "the same while updated parameters are gathered",
-    "cut-optimizer": "the same between the two, before a rank's optimizer step",
-    "cut-save": "the same while a checkpoint is written",
-    "slow-link": "the link between hosts has a tenth of its rate for a while",
-    "node-joins": "a node joins the Ray cluster",
-    "node-lost": "a node of the Ray cluster is lost: its raylet and its workers are killed",
-    "node-drained": "Ray says that a node will be taken away; when no rank is left there, it is",
-    "node-slow": "a node computes at a third of its speed for a while",
+
+@dataclass(frozen=True)
+class DrillFault:
+    """A kind of faults."""
+
+    text: str
+    in_rank: tuple[FaultKind, FaultPhase] | None = None
+    """What a rank does to itself, and where in its step; it waits ("hold") until the link is cut."""
+    needs: str = ""
+    nodes: int = 0
+    """What it does to the number of nodes."""
+    harmless: bool = False
+    """It fails no rank."""
+    gaps: int = 1
+    """How long it lasts: until a checkpoint has failed, or is written."""
+
+
+SLOW, JOINS = "node-slow", "node-joins"
+DAMAGE = ("torn-checkpoint", "flipped-byte")
+KINDS: Mapping[str, DrillFault] = {
+    "kill-forward": DrillFault("a rank is killed in a forward pass", ("kill", "forward")),
+    "kill-backward": DrillFault("a rank is killed in a backward pass", ("kill", "backward")),
+    "kill-optimizer": DrillFault("a rank is killed before its optimizer step", ("kill", "optimizer")),
+    "kill-save": DrillFault("a rank is killed while it writes a checkpoint", ("kill", "save")),
+    "stop": DrillFault("a rank is stopped (SIGSTOP)", ("stop", "backward")),
+    "nan": DrillFault("a gradient of a rank is no number", ("nan", "backward"), harmless=True),
+    "skip": DrillFault(
+        "a gradient is no number whenever its step is done, so that both runs leave the step out",
+        ("skip", "backward"),
+        harmless=True,
+    ),
+    "kill-controller": DrillFault("the controller is killed, and with it the command"),
+    "sigterm": DrillFault("the command is asked to end (SIGTERM)"),
+    "torn-checkpoint": DrillFault("the newest checkpoint loses half a file, and the controller is killed"),
+    "flipped-byte": DrillFault("a byte of the newest checkpoint changes, and the controller is killed"),
+    "disk-full": DrillFault("the run's disk is full for a while", needs=DISK, harmless=True, gaps=3),
+    "kill-host": DrillFault("all ranks of a host are killed", needs=HOSTS),
+    "cut-short": DrillFault(
+        "the link between hosts is cut for less than the time-outs", needs=HOSTS, harmless=True
+    ),
+    "cut-long": DrillFault("the link between hosts is cut until that is noticed", needs=HOSTS),
+    "cut-reduce": DrillFault(
+        "the same while gradients are summed over replicas", ("hold", "reduce"), needs=HOSTS
+    ),
+    "cut-gather": DrillFault(
+        "the same while updated parameters are gathered", ("hold", "gather"), needs=HOSTS
+    ),
+    "cut-optimizer": DrillFault(
+        "the same between the two, before a rank's optimizer step", ("hold", "optimizer"), needs=HOSTS
+    ),
+    "cut-save": DrillFault("the same while a checkpoint is written", needs=HOSTS, gaps=2),
+    "slow-link": DrillFault(
+        "the link between hosts has a tenth of its rate for a while", needs=HOSTS, harmless=True
+    ),
+    JOINS: DrillFault("a node joins the Ray cluster", needs=NODES, nodes=1),
+    "node-lost": DrillFault(
+        "a node of the Ray cluster is lost: its raylet and its workers are killed", needs=NODES, nodes=-1
+    ),
+    "node-drained": DrillFault(
+        "Ray says that a node will be taken away; when no rank is left there, it is", needs=NODES, nodes=-1
+    ),
+    SLOW: DrillFault("a node computes at a third of its speed for a while", needs=NODES),
 }
 """Faults by name."""
 
-AIMED = frozenset(name for name, (kind, _) in _IN_RANK.items() if kind == "hold")
-"""Cuts for which a rank waits at a place in its step, until the link is cut."""
-NEED_HOSTS = frozenset({"kill-host", "cut-short", "cut-long", "cut-save", "slow-link"}) | AIMED
-"""Faults of the two emulated hosts."""
-NEED_ROOT = frozenset({"disk-full"}) | NEED_HOSTS
-NODE_CHANGES: Mapping[str, int] = {"node-joins": 1, "node-lost": -1, "node-drained": -1, "node-slow": 0}
-"""Faults of emulated Ray nodes, and what each does to their number."""
-SLOW = "node-slow"
+NEED_ROOT = frozenset(name for name, fault in KINDS.items() if fault.needs in (HOSTS, DISK))
+NODE_FAULTS = tuple(name for name, fault in KINDS.items() if fault.needs == NODES)
 LEAST_TO_BE_SLOW = 3
 """Nodes that there must be for one to be slow: with two, nobody can say which one is."""
-DAMAGE = frozenset({"torn-checkpoint", "flipped-byte"})
-"""To the newest checkpoint, and the controller is killed."""
-HARMLESS = frozenset({"nan", "skip", "disk-full", "cut-short", "slow-link"})
-"""Faults that fail no rank."""
 _GAP = 6
 """Steps between two faults, at least."""
-_LAST = {"disk-full": 3, "cut-save": 2}
-"""Faults that last for more than one gap: until a checkpoint has failed, until one is written."""
 _FIRST = 4
 
 
@@ -97,23 +112,76 @@ class Planned:
     @property
     def nodes_after(self) -> int | None:
         """Nodes once it is over."""
-        return None if self.nodes is None else self.nodes + NODE_CHANGES.get(self.kind, 0)
+        return None if self.nodes is None else self.nodes + KINDS[self.kind].nodes
 
     def in_rank(self, ranks: int) -> Fault | None:
         """The fault as a rank does it to itself; None for one that comes from outside."""
-        if self.kind not in _IN_RANK:
+        if (what := KINDS[self.kind].in_rank) is None:
             return None
-        kind, phase = _IN_RANK[self.kind]
-        rank = int(self.place * ranks)
-        place = (self.place * ranks) % 1.0
+        rank, place = divmod(self.place * ranks, 1.0)
         step = self.step if self.nodes is None else None
-        return Fault(name=self.name, kind=kind, rank=rank, step=step, phase=phase, place=place)
+        return Fault(name=self.name, kind=what[0], rank=int(rank), step=step, phase=what[1], place=place)
 
 
-def check_names(kinds: Sequence[str]) -> None:
-    """`ConfigError` for a fault that there is not."""
+def possible_faults(config: Config) -> list[str]:
+    """All that can be made together on this machine, for a configuration; as many nodes join as leave."""
+    possible = [kind for kind in KINDS if not _obstacle(config, kind)]
+    if os.environ.get("RAY_ADDRESS"):
+        possible = [kind for kind in possible if kind not in NODE_FAULTS]
+    if JOINS in possible:
+        possible.remove("skip")
+        if (config.elastic.max_ranks or 0) < LEAST_TO_BE_SLOW:
+            possible.remove(SLOW)
+    return [kind for kind in possible for _ in range(2 if kind == JOINS else 1)]
+
+
+def check_faults(config: Config, kinds: Sequence[str]) -> None:
+    """`ConfigError` for faults that are not known, or cannot be made here, or not together."""
+    _check_names(kinds)
+    if not {*kinds}.isdisjoint(NODE_FAULTS):
+        if not NEED_ROOT.isdisjoint(kinds):
+            raise ConfigError(
+                f"--faults: {', '.join(NODE_FAULTS)} need cluster.launcher=ray, and "
+                f"{', '.join(sorted(NEED_ROOT))} need --launcher processes: drill them one after the other"
+            )
+        if "skip" in kinds:
+            raise ConfigError("--faults skip: the step that is left out is another one where nodes change")
+    for kind in kinds:
+        if why := _obstacle(config, kind):
+            raise ConfigError(f"--faults {kind}: {why}")
+
+
+def _check_names(kinds: Sequence[str]) -> None:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
+
+
+def _obstacle(config: Config, kind: str) -> str:
+    """Why a fault cannot be made here, for a configuration; empty where it can."""
+    layout, cluster, needs = config.layout(), config.cluster, KINDS[kind].needs
+    if needs in (HOSTS, DISK):
+        if os.geteuid() != 0:
+            return "network namespaces and mounts need root"
+        if cluster.launcher != "processes":
+            return "faults of emulated hosts need --launcher processes"
+    if needs == NODES:
+        if cluster.launcher != "ray":
+            return "faults of nodes need cluster.launcher=ray: leave out --launcher processes"
+        if cluster.address is not None:
+            return (
+                f"faults of nodes come to a Ray cluster that the drill starts itself: leave out "
+                f"cluster.address={cluster.address!r}"
+            )
+        if config.elastic.max_ranks is None:
+            return (
+                f"faults of nodes need a run that follows its nodes: add a section elastic with max_ranks, "
+                f"such as --set elastic.max_ranks={layout.ranks + 2}"
+            )
+    if kind == "cut-gather" and not layout.zero:
+        return "no parameters are gathered without sharding: --set parallel.zero=1"
+    if kind == "cut-reduce" and layout.dp * layout.cp == 1:
+        return "no gradients are summed over replicas: --set parallel.dp=2"
+    return ""
 
 
 def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None) -> list[Planned]:
@@ -121,7 +189,7 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
 
     ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
     """
-    check_names(kinds)
+    _check_names(kinds)
     draw = random.Random(seed)
     every = [kind for kind in kinds for _ in range(count)]
     draw.shuffle(every)
@@ -130,10 +198,10 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
     planned, step = [], _FIRST
     there = None if nodes is None else nodes.start
     for number, kind in enumerate(every):
-        one = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
-        planned.append(one)
-        there = one.nodes_after
-        step += _GAP * _LAST.get(kind, 1)
+        fault = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
+        planned.append(fault)
+        there = fault.nodes_after
+        step += _GAP * KINDS[kind].gaps
     return planned
 
 
@@ -143,9 +211,10 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
     If the number of nodes at the end lies in the range, and the range holds more than one number, there is
     always a fault left that is possible: at the most of nodes, one that takes a node, and so on.
     """
-    changes = [NODE_CHANGES[kind] for kind in kinds if kind in NODE_CHANGES]
+    changes = [KINDS[kind].nodes for kind in kinds]
     end = nodes.start + sum(changes)
-    if changes and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
+    some = not {*kinds}.isdisjoint(NODE_FAULTS)
+    if some and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
         raise ConfigError(
             f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave lead from {nodes.start} "
             f"to {end} nodes, and elastic and the model's layouts allow {nodes.least} to {nodes.most}: name "
@@ -156,11 +225,11 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
 
     def possible(kind: str) -> bool:
         enough = there >= LEAST_TO_BE_SLOW and there > nodes.least if kind == SLOW else True
-        return enough and nodes.least <= there + NODE_CHANGES.get(kind, 0) <= nodes.most
+        return enough and nodes.least <= there + KINDS[kind].nodes <= nodes.most
 
     while left:
         # While a node is still to be slow, nodes rather join than leave: there may not be as many again.
-        can = sorted(filter(possible, left), key=lambda one: SLOW in left and NODE_CHANGES.get(one, 0) < 0)
+        can = sorted(filter(possible, left), key=lambda kind: SLOW in left and KINDS[kind].nodes < 0)
         kind = SLOW if SLOW in can else next(iter(can), "")
         if not kind:
             raise ConfigError(
@@ -169,7 +238,7 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
             )
         left.remove(kind)
         ordered.append(kind)
-        there += NODE_CHANGES.get(kind, 0)
+        there += KINDS[kind].nodes
     return ordered
 
 

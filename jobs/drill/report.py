@@ -1,5 +1,6 @@
 """What came of a drill."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,23 @@ class Outcome:
     parts: dict[str, float] = field(default_factory=dict)
     noticed: str = ""
     """What the controller said of it."""
+
+    def note(self, incident: Mapping[str, Any]) -> None:
+        """Take over what the controller has written down of it."""
+        self.detected_after = max(0.0, incident["time"] - self.fired)
+        self.recovered_after = incident["recovered_after_seconds"]
+        self.steps_lost, self.restored_from = incident["steps_lost"], incident["restored_from"]
+        self.parts, self.noticed = incident["parts"], incident["text"]
+
+    def __str__(self) -> str:
+        parts = [self.fault.name]
+        if self.detected_after is not None:
+            parts.append(f"detected after {self.detected_after:.2f} s")
+        if self.recovered_after is not None:
+            parts.append(f"recovered after {self.recovered_after:.2f} s")
+        if self.restored_from:
+            parts.append(f"from {self.restored_from}, {self.steps_lost} steps lost")
+        return ", ".join(parts)
 
 
 @dataclass
@@ -61,15 +79,3 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """One object."""
         return {**asdict(self), "most_lost": self.most_lost, "passed": self.passed}
-
-
-def describe(outcome: Outcome) -> str:
-    """One line."""
-    parts = [outcome.fault.name]
-    if outcome.detected_after is not None:
-        parts.append(f"detected after {outcome.detected_after:.2f} s")
-    if outcome.recovered_after is not None:
-        parts.append(f"recovered after {outcome.recovered_after:.2f} s")
-    if outcome.restored_from:
-        parts.append(f"from {outcome.restored_from}, {outcome.steps_lost} steps lost")
-    return ", ".join(parts)

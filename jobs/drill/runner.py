@@ -7,39 +7,46 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from braid.actors.config import Config, ConfigError, parse_config
+from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
+from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import MANIFEST, CheckpointStore
-from braid.actors.controller.step_record import StepRecord, read_metrics
+from braid.actors.controller.step_record import read_metrics
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.faults import FOLDER, call, fire, fired_at, let_go
-from braid.actors.stage.messages import Fault
 from braid.jobs.drill.census import Census, census
-from braid.jobs.drill.child import Spec
-from braid.jobs.drill.command import PATIENCE_S, Command, DrillError
+from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command, DrillError, Spec
 from braid.jobs.drill.hosts import Hosts, two_hosts
-from braid.jobs.drill.node_faults import change_nodes, slow_node
-from braid.jobs.drill.nodes import STEPS, Nodes, allowed_difference, degrees_on, node_range, ray_nodes
+from braid.jobs.drill.nodes import (
+    STEPS,
+    Nodes,
+    allowed_difference,
+    change_nodes,
+    degrees_on,
+    node_range,
+    ray_nodes,
+    slow_node,
+)
 from braid.jobs.drill.plan import (
-    AIMED,
     DAMAGE,
-    HARMLESS,
-    NEED_HOSTS,
-    NODE_CHANGES,
+    HOSTS,
+    KINDS,
+    NODE_FAULTS,
     SLOW,
     Planned,
+    check_faults,
     plan_drill,
     steps_of,
 )
-from braid.jobs.drill.possible import check_faults
-from braid.jobs.drill.report import Outcome, Report, describe
+from braid.jobs.drill.report import Outcome, Report
 
 _SHORT_CUT_S = 1.5
 _SLOW_S = 3.0
@@ -51,44 +58,44 @@ _QUARANTINE_S = 20.0
 class Drill:
     """One drill."""
 
+    _hosts: Hosts | None = None
+    _nodes: Nodes | None = None
+
     def __init__(
         self,
         config: Config,
-        kinds: Sequence[str],
+        kinds: list[str],
         *,
         count: int,
         seed: int,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`ConfigError` for faults that are not known, or cannot be made here."""
-        with_nodes = not set(kinds).isdisjoint(NODE_CHANGES)
         check_faults(config, kinds)
+        with_nodes = not {*kinds}.isdisjoint(NODE_FAULTS)
         self._planned = plan_drill(kinds, count, seed, node_range(config) if with_nodes else None)
         self._base, self._progress = config, progress
-        self._hosts: Hosts | None = None
-        self._needs_hosts = bool(set(kinds) & NEED_HOSTS)
-        self._nodes: Nodes | None = None
-        counts = [one.nodes for one in self._planned] + [one.nodes_after for one in self._planned]
-        counts += [one.nodes - 1 for one in self._planned if one.kind == SLOW and one.nodes is not None]
+        counts = [fault.nodes for fault in self._planned] + [fault.nodes_after for fault in self._planned]
+        counts += [
+            fault.nodes - 1 for fault in self._planned if fault.kind == SLOW and fault.nodes is not None
+        ]
         self._counts = [count for count in counts if count is not None]
         """Numbers of nodes that the run has; empty without faults of nodes."""
-        self._allowed = allowed_difference(config, self._counts) if self._counts else 0.0
-        self._faults: tuple[Fault, ...] = tuple(
-            fault
-            for one in self._planned
-            if (fault := one.in_rank(one.nodes or config.layout().ranks)) is not None
-        )
+        self._allowed = allowed_difference(config, self._counts) if with_nodes else 0.0
+        in_ranks = (fault.in_rank(fault.nodes or config.layout().ranks) for fault in self._planned)
+        self._faults = tuple(fault for fault in in_ranks if fault is not None)
         self._folder = config.runs / f"{config.name}-drill-{seed}"
         self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
-        """A second home of checkpoints, on another disk: faults damage the first one, or fill it."""
+        """A second home of checkpoints, on another disk: faults damage the first fault, or fill it."""
         self._command = Command(self._folder)
+        self._broken = self._command.broken
         self._outcomes: list[Outcome] = []
 
     def run(self) -> Report:
         """Run it. Raises `DrillError`; nothing is left running, and nothing mounted."""
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if self._needs_hosts:
+            if any(KINDS[fault.kind].needs == HOSTS for fault in self._planned):
                 self._hosts = stack.enter_context(two_hosts())
                 self._hosts.shape(1000)
             for folder in (self._folder, self._mirror):
@@ -96,7 +103,7 @@ class Drill:
                     shutil.rmtree(folder)
             self._folder.mkdir(parents=True)
             stack.callback(shutil.rmtree, self._mirror, ignore_errors=True)
-            if any(one.kind == "disk-full" for one in self._planned):
+            if any(fault.kind == "disk-full" for fault in self._planned):
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
             if not self._counts:
@@ -113,78 +120,85 @@ class Drill:
     def _undisturbed(self, until: int | None) -> None:
         """The run without faults, except those that make both runs skip a step. ``until``: its last step."""
         self._progress("the undisturbed run" + ("" if until is None else f", {until} steps"))
-        both = [fault for fault in self._faults if fault.kind == "skip"]
-        self._start("whole", both, resume=False, until=until)
-        self._wait_for_end("whole")
+        self._start(WHOLE, resume=False, until=until)
+        self._wait_for_end(WHOLE)
 
     def _disturbed(self) -> list[Census]:
         """The run with faults; returns what it held before and after them, if with as many ranks."""
         steps = "" if self._counts else f" in {steps_of(self._planned)} steps"
         self._progress(f"the disturbed run: {len(self._planned)} faults{steps}")
-        self._start("broken", self._faults, resume=False)
+        self._start(BROKEN, resume=False)
         self._command.wait("the first steps", lambda: self._command.step() >= 2)
-        held = [census(*self._roots())]
-        for one, before in zip(self._planned, [None, *self._planned], strict=False):
-            outcome = self._meet(one, before)
+        held = [self._held()]
+        for fault, before in zip(self._planned, [None, *self._planned], strict=False):
+            outcome = self._meet(fault, before)
             self._outcomes.append(outcome)
-            self._progress(describe(outcome))
+            self._progress(str(outcome))
         after = self._command.step() if self._counts else self._planned[-1].step
         self._command.wait("the steps after the last fault", lambda: self._command.step() >= after + 3)
-        held.append(census(*self._roots()))
+        held.append(self._held())
         if self._counts:
-            self._command.signal(signal.SIGTERM)
-        self._wait_for_end("broken")
+            self._command.process.send_signal(signal.SIGTERM)
+        self._wait_for_end(BROKEN)
         return held if not self._counts or self._counts[0] == self._planned[-1].nodes_after else []
 
     # -- the run ---------------------------------------------------------------------------------------------
 
     def _config(self, name: str) -> Config:
+        """Of a run: the user's configuration, with defaults below it and what a drill needs above it."""
         base = self._base
-        content = base.model_dump(mode="json", exclude_unset=True)
-        checkpoint = {"every": 5, "copies_every": 1, **content.get("checkpoint", {})}
-        checkpoint["mirror"] = (self._mirror / name).as_uri()
-        failure = {**content.get("failure", {}), "max_restarts": -1}
-        train = {**content.get("train", {}), "steps": max(base.train.steps, steps_of(self._planned))}
-        cluster = {"group_timeout_s": 15.0, **content.get("cluster", {})}
+        defaults: dict[str, Any] = {
+            "checkpoint": {"every": 5, "copies_every": 1},
+            "cluster": {"group_timeout_s": 15.0},
+            "data": {"directory": str(self._folder / "data")},
+        }
+        needed: dict[str, Any] = {
+            "name": name,
+            "runs": str(self._folder),
+            "checkpoint": {"mirror": (self._mirror / name).as_uri()},
+            "failure": {"max_restarts": -1},
+            "train": {"steps": max(base.train.steps, steps_of(self._planned))},
+            "telemetry": {"page": False, "progress": False},
+        }
         if self._hosts is not None:
-            cluster["launcher"] = "processes"
-        changed = {"name": name, "runs": str(self._folder), "checkpoint": checkpoint, "failure": failure}
+            needed["cluster"] = {"launcher": "processes"}
         if self._counts:
-            train["steps"] = STEPS
-            cluster |= {"device": "cpu", "cpus_per_rank": 1.0}
-            changed["elastic"] = {"quarantine_s": _QUARANTINE_S, **content.get("elastic", {})}
+            needed["train"] = {"steps": STEPS}
+            needed["cluster"] = {"device": "cpu", "cpus_per_rank": 1.0}
         if self._nodes is not None:
-            cluster = {"placement_timeout_s": 5.0, **cluster, "address": self._nodes.address}
-            degrees = degrees_on(base, len(self._nodes.names))  # also for a run that is started again
+            defaults["cluster"]["placement_timeout_s"] = 5.0
+            defaults["elastic"] = {"quarantine_s": _QUARANTINE_S}
+            degrees = degrees_on(base, len(self._nodes))  # also for a run that is started again
             assert degrees is not None
-            changed["parallel"] = {**content.get("parallel", {}), **asdict(degrees)}
+            needed["cluster"]["address"] = self._nodes.address
+            needed["parallel"] = asdict(degrees)
         elif self._counts:
-            cluster["launcher"] = "processes"  # with fixed ranks
-            changed["elastic"] = {}
-        data = {"directory": str(self._folder / "data"), **content.get("data", {})}
-        telemetry = {**content.get("telemetry", {}), "page": False, "progress": False}
-        return parse_config(
-            {**content, **changed, "train": train, "cluster": cluster, "telemetry": telemetry, "data": data}
-        )
+            needed["cluster"]["launcher"] = "processes"
+            base = base.model_copy(update={"elastic": ElasticConfig()})  # with fixed ranks
+        content: dict[str, Any] = {}
+        for layer in (defaults, base.model_dump(mode="json", exclude_unset=True), needed):
+            for key, value in layer.items():
+                content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
+        return parse_config(content)
 
-    def _start(self, name: str, faults: Sequence[Fault], *, resume: bool, until: int | None = None) -> None:
-        config = self._config(name)
-        places = None
+    def _start(self, name: str, *, resume: bool, until: int | None = None) -> None:
+        config, places = self._config(name), None
         if self._hosts is not None:
-            own = self._hosts.places(config.layout().ranks)
-            places = [replace(place, cpus=None) for place in own]
-        spec = Spec(
-            config=config.model_dump(mode="json"),
-            faults=list(faults),
-            places=places,
-            resume=resume,
-            until=until,
+            places = [replace(place, cpus=None) for place in self._hosts.places(config.layout().ranks)]
+        self._command.start(
+            name,
+            Spec(
+                config=config.model_dump(mode="json"),
+                options=RunOptions(resume=resume, overwrite=not resume, again=resume, until=until),
+                faults=tuple(fault for fault in self._faults if name == BROKEN or fault.kind == "skip"),
+                places=places,
+            ),
         )
-        self._command.start(name, spec)
 
-    def _roots(self) -> list[int]:
-        """What the disturbed run consists of, with all that these processes have started."""
-        return [self._command.process, *(self._nodes.processes() if self._nodes is not None else ())]
+    def _held(self) -> Census:
+        """What the disturbed run holds, with all that its processes have started."""
+        nodes = [] if self._nodes is None else self._nodes.processes()
+        return census(self._command.process.pid, *nodes)
 
     def _wait_for_end(self, name: str) -> None:
         if code := self._command.wait_for_end(PATIENCE_S + 10.0 * steps_of(self._planned)):
@@ -192,62 +206,57 @@ class Drill:
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _meet(self, one: Planned, before: Planned | None) -> Outcome:
+    def _meet(self, fault: Planned, before: Planned | None) -> Outcome:
         """Let a fault come, and wait until it is over."""
-        command, mark = self._command, self._command.broken / FOLDER / one.name
-        due, own = one.step, one.in_rank(1)
+        command, marks = self._command, self._broken / FOLDER
+        due, in_rank = fault.step, fault.in_rank(1)
         if self._counts and before is not None:
             due += command.step() - before.step
-        if own is None or own.step is None:
+        if in_rank is None or in_rank.step is None:
             command.wait(f"step {due}", lambda: command.step() >= due)
-        if one.kind == "cut-save":
+        if fault.kind == "cut-save":
             command.wait("a checkpoint to be written", self._saving)
-        if one.kind in DAMAGE:
+        if fault.kind in DAMAGE:
             command.wait("a second checkpoint", self._two_saved)
-        if own is not None:
-            if own.step is None:
-                call(mark.parent, one.name)
-            command.wait(f"fault {one.name} to fire", mark.exists)
-        elif not fire(mark.parent, one.name):
-            raise DrillError(f"fault {one.name} had fired before")
-        if one.kind in NODE_CHANGES:
+        if in_rank is not None:
+            if in_rank.step is None:
+                call(marks, fault.name)
+            command.wait(f"fault {fault.name} to fire", (marks / fault.name).exists)
+        elif not fire(marks, fault.name):
+            raise DrillError(f"fault {fault.name} had fired before")
+        if fault.kind in NODE_FAULTS:
             assert self._nodes is not None
-            if one.kind == SLOW:
-                return slow_node(one, self._nodes, command, self._config("broken").elastic.quarantine_s)
-            return change_nodes(one, self._nodes, command)
-        outcome = Outcome(one, fired_at(mark.parent, one.name))
+            if fault.kind == SLOW:
+                return slow_node(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
+            return change_nodes(fault, self._nodes, command)
+        outcome = Outcome(fault, fired_at(marks, fault.name))
         after = command.step()
-        self._act(one)
-        if one.kind in HARMLESS or one.kind == "sigterm":
-            command.wait(f"training after {one.name}", lambda: command.step() >= after + 2)
-            if one.kind == "sigterm":
+        self._act(fault)
+        if KINDS[fault.kind].harmless or fault.kind == "sigterm":
+            command.wait(f"training after {fault.name}", lambda: command.step() >= after + 2)
+            if fault.kind == "sigterm":
                 outcome.recovered_after = time.time() - outcome.fired
-            return outcome
-        command.wait(f"recovery after {one.name}", lambda: bool(command.incidents(outcome.fired)))
-        incident = command.incidents(outcome.fired)[0]
-        outcome.detected_after = incident["time"] - outcome.fired
-        outcome.recovered_after = incident["recovered_after_seconds"]
-        outcome.steps_lost = incident["steps_lost"]
-        outcome.restored_from = incident["restored_from"]
-        outcome.parts, outcome.noticed = incident["parts"], incident["text"]
+        else:
+            command.wait(f"recovery after {fault.name}", lambda: bool(command.incidents(outcome.fired)))
+            outcome.note(command.incidents(outcome.fired)[0])
         return outcome
 
-    def _act(self, one: Planned) -> None:
+    def _act(self, fault: Planned) -> None:
         """Do what comes from outside."""
-        match one.kind:
+        match fault.kind:
             case "kill-controller":
                 self._again(signal.SIGKILL)
             case "sigterm":
                 self._again(signal.SIGTERM)
             case kind if kind in DAMAGE:
-                self._damage(one)
+                self._damage(fault)
                 self._again(signal.SIGKILL)
             case "disk-full":
                 self._fill_disk()
             case "kill-host":
-                self._kill_host(one)
+                self._kill_host(fault)
             case kind if kind.startswith("cut-"):
-                self._cut(one)
+                self._cut(fault)
             case "slow-link":
                 assert self._hosts is not None
                 self._hosts.shape(100)
@@ -256,33 +265,29 @@ class Drill:
 
     def _again(self, number: signal.Signals) -> None:
         """End the command, and start it again as a user would."""
-        self._command.signal(number)
+        self._command.process.send_signal(number)
         self._command.wait_for_end()
         self._command.wait_for_controller()
-        self._start("broken", self._faults, resume=True)
-
-    @property
-    def _store(self) -> CheckpointStore:
-        return CheckpointStore(self._command.broken / "checkpoints")
+        self._start(BROKEN, resume=True)
 
     def _two_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from when the newest one is damaged."""
-        steps = self._store.steps()
-        lines = read_lines(self._command.broken / "events.jsonl")
+        """Whether there is a checkpoint to go on from when the newest fault is damaged."""
+        steps = CheckpointStore(self._broken / "checkpoints").steps()
+        lines = read_lines(self._broken / "events.jsonl")
         return len(steps) > 1 and steps[-1] in {line["step"] for line in lines if line["kind"] == "saved"}
 
-    def _damage(self, one: Planned) -> None:
-        """Half a file, or one wrong byte, in the newest checkpoint."""
-        store = self._store
+    def _damage(self, fault: Planned) -> None:
+        """Half a file, or fault wrong byte, in the newest checkpoint."""
+        store = CheckpointStore(self._broken / "checkpoints")
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
-        path = files[int(one.place * len(files))]
+        path = files[int(fault.place * len(files))]
         size = path.stat().st_size
-        if one.kind == "torn-checkpoint":
+        if fault.kind == "torn-checkpoint":
             os.truncate(path, size // 2)
             return
         with path.open("r+b") as file:
-            file.seek(int(one.place * 1e6) % size)
+            file.seek(int(fault.place * 1e6) % size)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 0x10]))
@@ -290,77 +295,73 @@ class Drill:
     def _fill_disk(self) -> None:
         """Take all the space there is until a checkpoint has failed for want of it, then give it back."""
         filler = self._folder / "filler"
-        records = read_metrics(self._command.broken / "metrics.jsonl")
+        records = read_metrics(self._broken / "metrics.jsonl")
         step_s = median(record.seconds for record in records)
         try:
             with contextlib.suppress(OSError), filler.open("wb") as file:
                 while True:
                     file.write(bytes(1 << 20))
                     file.flush()
-            time.sleep(1.0 + step_s * (self._config("broken").checkpoint.every + 1))
+            time.sleep(1.0 + step_s * (self._config(BROKEN).checkpoint.every + 1))
         finally:
             filler.unlink()
 
-    def _kill_host(self, one: Planned) -> None:
+    def _kill_host(self, fault: Planned) -> None:
         """SIGKILL for all ranks of a host."""
         assert self._hosts is not None
-        cluster = json.loads((self._command.broken / "cluster.json").read_text(encoding="utf-8"))
-        address = self._hosts.hosts[int(one.place * 2)].address
+        cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
+        address = self._hosts.hosts[int(fault.place * 2)].address
         for process, place in zip(cluster["processes"], cluster["addresses"], strict=True):
             if place == address:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
-    def _cut(self, one: Planned) -> None:
+    def _cut(self, fault: Planned) -> None:
         """Cut the link for a moment, or until the controller has noticed."""
         assert self._hosts is not None
-        events = self._command.broken / "events.jsonl"
 
         def restarts() -> int:
-            return sum(line["kind"] == "restarted" for line in read_lines(events))
+            lines = read_lines(self._broken / "events.jsonl")
+            return sum(line["kind"] == "restarted" for line in lines)
 
         known = restarts()
         with self._hosts.cut():
-            if one.kind in AIMED:
-                let_go(self._command.broken / FOLDER, one.name)
-            if one.kind == "cut-short":
+            if KINDS[fault.kind].in_rank is not None:
+                let_go(self._broken / FOLDER, fault.name)
+            if fault.kind == "cut-short":
                 time.sleep(_SHORT_CUT_S)
             else:
                 self._command.wait("the cut link to be noticed", lambda: restarts() > known)
 
     def _saving(self) -> bool:
         """Whether ranks write a checkpoint at present."""
-        folders = (self._command.broken / "checkpoints").glob("step-*.tmp-*")
+        folders = (self._broken / "checkpoints").glob("step-*.tmp-*")
         return any(not (folder / ".metadata").exists() for folder in folders)
 
     # -- what came of it -------------------------------------------------------------------------------------
 
     def _compare(self, seconds: float, held: list[Census]) -> Report:
-        whole, broken = (
-            list(read_metrics(self._folder / name / "metrics.jsonl")) for name in ("whole", "broken")
+        folders = [self._folder / name for name in (WHOLE, BROKEN)]
+        whole, broken = (list(read_metrics(folder / "metrics.jsonl")) for folder in folders)
+        tensors, others = (
+            read_tensors(folder / "checkpoints" / f"step-{records[-1].step}")
+            for folder, records in zip(folders, (whole, broken), strict=True)
         )
-        tensors = [self._tensors(name, whole) for name in ("whole", "broken")]
-        same = tensors[0].keys() == tensors[1].keys() and all(
-            torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items()
-        )
+        pairs = zip(whole, broken, strict=False)
         return Report(
             outcomes=self._outcomes,
             identical_losses=[r.loss for r in whole] == [r.loss for r in broken],
-            identical_parameters=same,
+            identical_parameters=tensors.keys() == others.keys()
+            and all(torch.equal(tensor, others[name]) for name, tensor in tensors.items()),
             identical_samples=[(r.step, r.samples) for r in whole] == [(r.step, r.samples) for r in broken],
             allowed_difference=self._allowed,
-            largest_difference=max(
-                (abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(whole, broken, strict=False)), default=0.0
-            ),
-            interval=self._config("broken").checkpoint.every,
+            largest_difference=max((abs(a.loss - b.loss) / abs(a.loss) for a, b in pairs), default=0.0),
+            interval=self._config(BROKEN).checkpoint.every,
             seconds=seconds,
             emulated_hosts=self._hosts is not None,
             emulated_nodes=bool(self._counts),
             held=held,
         )
-
-    def _tensors(self, name: str, records: Sequence[StepRecord]) -> dict[str, torch.Tensor]:
-        return read_tensors(self._folder / name / "checkpoints" / f"step-{records[-1].step}")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
+from braid.actors.config import TrainConfig
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, learning_rate
 from braid.scheduling.partition import parse_partition
 from tests.cuda.steps import IN_STAGES, OF_TOKENS
 from tests.cuda.training import Runs, assert_near, assert_predicted, assert_same_bits, sections
@@ -136,7 +137,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
 class Replicas(PlainTrainer):
     """Ranks that have every so many-th micro-batch of a step, in one process."""
 
-    def __init__(self, model: PlainModel, settings: PlainSettings, parallel: Mapping[str, int]) -> None:
+    def __init__(self, model: PlainModel, settings: TrainConfig, parallel: Mapping[str, int]) -> None:
         super().__init__(model, settings)
         self._ranks, self._each_pass = parallel["dp"], parallel.get("zero", 0) > 1
         self._group = parallel.get("shards", 0) or self._ranks
@@ -155,7 +156,7 @@ class Replicas(PlainTrainer):
             parameter.grad = self._sum([each[rank :: self._ranks] for rank in range(self._ranks)])
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate(step)
+            group["lr"] = learning_rate(self.settings, step)
         self.optimizer.step()
         return total / tokens, norm.item()
 

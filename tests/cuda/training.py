@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.actors.config import Config
+from braid.actors.config import Config, TrainConfig
 from braid.actors.controller.planning import model_graphs
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
@@ -25,7 +25,7 @@ from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.parameters import Place
 from braid.actors.stage.samples import Batches, ReplicaSamples
 from braid.actors.stage.telemetry import Recorder
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainTrainer
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.planning.work import Request, fixed_setting
@@ -50,7 +50,7 @@ STEPS = 2
 CPU = torch.device("cpu")
 Sections = Mapping[str, Mapping[str, Any]]
 """Of a configuration."""
-TrainerOf = Callable[[PlainModel, PlainSettings], PlainTrainer]
+TrainerOf = Callable[[PlainModel, TrainConfig], PlainTrainer]
 
 
 @dataclass

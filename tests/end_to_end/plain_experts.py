@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes
+from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, Projections
 from braid.scheduling.spec import ModelShape
 
 
@@ -37,8 +37,8 @@ class ExpertLayer(Layer):
     ``groups``: places of the micro-batch's flattened tokens on every rank, of which each has a capacity.
     """
 
-    def __init__(self, sizes: PlainSizes, shape: ModelShape, groups: Sequence[Tensor]) -> None:
-        super().__init__(sizes)
+    def __init__(self, shape: ModelShape, groups: Sequence[Tensor]) -> None:
+        super().__init__(shape)
         del self.mlp_in, self.mlp_out
         self.shape, self.groups = shape, groups
         width, hidden, experts = shape.expert_width, shape.hidden, shape.experts
@@ -54,15 +54,12 @@ class ExpertLayer(Layer):
         )
         if shape.shared_experts:
             wide = width * shape.shared_experts
-            self.shared_mlp_in = nn.ModuleDict(
-                {name: nn.Linear(hidden, wide, bias=False) for name in ("gate", "up")}
-            )
+            self.shared_mlp_in = Projections(hidden, {"gate": wide, "up": wide}, bias=False)
             self.shared_mlp_out = nn.Linear(wide, hidden, bias=False)
         self.auxiliary = torch.zeros(())
         self.counted = Counted(torch.zeros(experts, dtype=torch.int64))
-        self.mlp_out = nn.Identity()
 
-    def _inner(self, x_BSD: Tensor) -> Tensor:
+    def mlp(self, x_BSD: Tensor) -> Tensor:
         shape, x_TD = self.shape, x_BSD.flatten(0, 1)
         logits_TE = F.linear(x_TD, self.router.weight)
         bias_E = self.bias_E if shape.balance_rate else torch.zeros(())
@@ -102,8 +99,8 @@ class ExpertLayer(Layer):
             made_nD = (F.silu(x_nD @ gate.T) * (x_nD @ up.T)) @ down.T
             y_TD = y_TD.index_add(0, tokens, made_nD * gates_Tk[tokens, places].unsqueeze(-1))
         if shape.shared_experts:
-            inner = F.silu(self.shared_mlp_in["gate"](x_TD)) * self.shared_mlp_in["up"](x_TD)
-            y_TD = y_TD + self.shared_mlp_out(inner)
+            gate_TF, up_TF = self.shared_mlp_in(x_TD)
+            y_TD = y_TD + self.shared_mlp_out(F.silu(gate_TF) * up_TF)
         return y_TD.view(x_BSD.shape)
 
 
@@ -124,19 +121,16 @@ def sparse_mixer(logits_TE: Tensor, jitter: float, top_k: int) -> tuple[Tensor, 
 class ExpertModel(PlainModel):
     """With the gradients of the auxiliary losses, whose values are no part of the loss."""
 
-    def __init__(
-        self, sizes: PlainSizes, shape: ModelShape, dtype: torch.dtype, groups: Sequence[Tensor]
-    ) -> None:
-        super().__init__(sizes, dtype)
-        self.layers = nn.ModuleList(
-            ExpertLayer(sizes, shape, groups) if kind == "layer" else Layer(sizes) for kind in shape.kinds
-        )
-        self.to(dtype)
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, groups: Sequence[Tensor]) -> None:
+        def layer(number: int) -> Layer:
+            return ExpertLayer(shape, groups) if shape.kinds[number] == "layer" else Layer(shape)
+
+        super().__init__(shape, dtype, layer=layer)
 
     @property
     def mixtures(self) -> list[ExpertLayer]:
         """The layers that have experts."""
-        return [layer for layer in self.layers if isinstance(layer, ExpertLayer)]
+        return [layer for layer in self.layers.values() if isinstance(layer, ExpertLayer)]
 
     def take_counted(self) -> list[Counted]:
         """Of every mixture since the last time; a bias that balances is moved by that."""

@@ -11,7 +11,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,9 +36,8 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.rank import Rank
 from braid.jobs.benchmarks.plain_torch import (
     PlainModel,
-    PlainSettings,
-    PlainSizes,
     PlainTrainer,
+    learning_rate,
     load_named,
 )
 from braid.jobs.data.corpus import Corpus
@@ -258,14 +257,6 @@ def tokens_of_ranks(shape: ModelShape, parallel: ParallelConfig, micro_batch: in
     return [part for one in own for part in places[:, one].flatten().chunk(parallel.tp)]
 
 
-def plain_trainer(
-    model: PlainModel, train: TrainConfig, trainer_of: Callable[..., PlainTrainer] = PlainTrainer
-) -> PlainTrainer:
-    """The plain loop, or another one, with a run's settings."""
-    names = PlainSettings.__dataclass_fields__
-    return trainer_of(model, PlainSettings(**{name: getattr(train, name) for name in names}))
-
-
 def plain_steps(
     trainer: PlainTrainer, train: TrainConfig, data: Path, sequence: int
 ) -> Iterator[tuple[float, float]]:
@@ -279,16 +270,15 @@ def plain_steps(
 def run_plain(config: Config, data: Path, trainer_of: Callable[..., PlainTrainer] = PlainTrainer) -> PlainRun:
     """Do what ``config`` says in this process, one rank, with the plain loop or another one."""
     shape, train = config.check(BYTES_VOCABULARY), config.train
-    sizes = PlainSizes.of(shape)
-    if config.data.document_mask:
-        end, restart = read_index(data).end_of_document, config.data.restart_positions
-        sizes = replace(sizes, end_of_document=end, restart_positions=restart)
     dtype = DTYPES[train.dtype]
     groups = tokens_of_ranks(shape, config.parallel, train.micro_batch)
-    model = ExpertModel(sizes, shape, dtype, groups) if shape.experts else PlainModel(sizes, dtype)
+    model = ExpertModel(shape, dtype, groups) if shape.experts else PlainModel(shape, dtype)
+    if config.data.document_mask:
+        model.end_of_document = read_index(data).end_of_document
+        model.restart_positions = config.data.restart_positions
     initial = initial_parameters(shape, train.seed)
     load_named(model, {name: value for name, value in initial.items() if not name.endswith("router.bias")})
-    trainer = plain_trainer(model, train, trainer_of)
+    trainer = trainer_of(model, train)
     results, counted = [], []
     for result in plain_steps(trainer, train, data, shape.sequence):
         results.append(result)
@@ -297,7 +287,7 @@ def run_plain(config: Config, data: Path, trainer_of: Callable[..., PlainTrainer
     return PlainRun(
         losses=[loss for loss, _ in results],
         gradient_norms=[norm for _, norm in results],
-        lr=[trainer.settings.learning_rate(step) for step in range(train.steps)],
+        lr=[learning_rate(train, step) for step in range(train.steps)],
         validation=expected_validation(trainer.mean_loss(validation.split(train.micro_batch)), validation),
         model=model,
         counted=counted,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from braid.actors.config import Config, load_config
 from braid.actors.stage import exchange as exchanging
 from braid.actors.stage.hub_files import StoredTensor
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSizes, load_named
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, load_named
 from braid.jobs.cli import main
 from braid.scheduling.presets.hugging_face import initial_shape
 from tests.end_to_end.plain_experts import ExpertModel
@@ -30,7 +30,6 @@ from tests.end_to_end.runs import (
     Run,
     expected_validation,
     plain_steps,
-    plain_trainer,
     prepare_text,
     run_layout,
     run_plan,
@@ -155,7 +154,7 @@ class Exchange:
             model = opened(self.stored(kind))
             model.train(not kind.startswith("phi"))  # where it trains, it draws experts at random
             with in_float64(model) if train.dtype == "fp64" else nullcontext():
-                trainer = plain_trainer(LossOf(model), train)
+                trainer = PlainTrainer(LossOf(model), train)
                 losses, norms = zip(*plain_steps(trainer, train, self.data, SEQUENCE), strict=True)
                 self._references[key] = [*losses], [*norms]
         return self._references[key]
@@ -229,9 +228,8 @@ def test_exported_model_gives_the_same_logits(exchange: Exchange, kind: str) -> 
     run = exchange.run(kind, "tp 2", None)
     there = opened(exchange.exported(run))
     assert there.dtype == torch.float32
-    sizes = PlainSizes.of(run.shape)
     mixture = kind in MIXTURES
-    here = ExpertModel(sizes, run.shape, torch.float32, ()) if mixture else PlainModel(sizes)
+    here = ExpertModel(run.shape, torch.float32, ()) if mixture else PlainModel(run.shape)
     load_named(here, run.parameters())
     held_out = validated(exchange.data, SEQUENCE, run.config.train.validation_samples)
     ours, theirs = logits(here, held_out[:, :-1]), logits(there, held_out[:, :-1])

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.profiling import measure
 from braid.actors.stage.layers import load_layer, load_layers
-from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, PlainSizes, Rotary, Seen, load_named
+from braid.jobs.benchmarks.plain_torch import (
+    Layer,
+    PlainModel,
+    PlainTrainer,
+    Projections,
+    Rotary,
+    Seen,
+    load_named,
+)
 from braid.scheduling.layers import layer_part
 from braid.scheduling.operators import Kind, Part
 from braid.scheduling.sizes import PartSizes, part_sizes
@@ -24,7 +32,6 @@ from tests.end_to_end.runs import (
     KeptRanks,
     Run,
     plain_steps,
-    plain_trainer,
     run_layout,
     run_plan,
     small_config,
@@ -39,30 +46,28 @@ REFERENCE = f"{EXAMPLE}:ParallelLayer"
 class PlainParallelLayer(Layer):
     """y = x + attention(norm(x)) + mlp(norm(x)), by autograd."""
 
-    def __init__(self, sizes: PlainSizes) -> None:
-        super().__init__(sizes)
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
         self.norm = self.attention_norm
         del self.attention_norm, self.mlp_norm
-        self.mlp_in = nn.ModuleDict({"up": nn.Linear(sizes.hidden, sizes.ffn, bias=False)})
+        self.mlp_in = Projections(shape.hidden, {"up": shape.ffn}, bias=False)
 
     def forward(self, x_BSD: Tensor, rotary: Rotary | None, seen: Seen) -> Tensor:
         n_BSD = self.norm(x_BSD)
-        mlp = self.mlp_out(torch.relu(self.mlp_in["up"](n_BSD)).square())
-        return x_BSD + self.projection(self._attention(n_BSD, rotary, seen)) + mlp
+        (up_BSF,) = self.mlp_in(n_BSD)
+        mlp = self.mlp_out(torch.relu(up_BSF).square())
+        return x_BSD + self.attention(n_BSD, rotary, seen) + mlp
 
 
 def plain_losses(run: Run, data: Path) -> list[float]:
     """The losses of the plain model from the same initial values; kinds of the user's own are the example."""
     shape, own, train = run.shape, run.config.model.own_layers, run.config.train
-    sizes = PlainSizes.of(shape)
-    model = PlainModel(sizes)
     kinds = [PlainParallelLayer if kind in own else Layer for kind in shape.kinds]
-    model.layers = nn.ModuleList(kind(sizes) for kind in kinds)
-    model.to(torch.float64)
+    model = PlainModel(shape, torch.float64, layer=lambda number: kinds[number](shape))
     ours = whole_model(shape, dtype=torch.float64, layers=load_layers(own))
     pieces = [piece for parameter in ours.parameters for piece in parameter.slices]
     load_named(model, {piece.source.name: piece.source.initial(0) for piece in pieces})
-    return [loss for loss, _ in plain_steps(plain_trainer(model, train), train, data, shape.sequence)]
+    return [loss for loss, _ in plain_steps(PlainTrainer(model, train), train, data, shape.sequence)]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ updates is as exact as in Braid.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from typing import Final
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainSettings, PlainSizes, PlainTrainer, load_named
+from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, load_named
 from braid.kernels.clock import DeviceClock
 from braid.scheduling.memory import model_flops, rank_memory
 from braid.scheduling.spec import ParallelLayout
@@ -68,11 +68,11 @@ def train(
         step = lambda number: rank.step(executor, number).loss  # noqa: E731
     else:
         kind = AutocastModel if job.dtype is torch.bfloat16 else PlainModel
-        model = kind(PlainSizes.of(job.shape)).to(lab.device)
+        model = kind(job.shape).to(lab.device)
         load_named(model, initial)
         if way == COMPILED:
             model.loss_sum = torch.compile(model.loss_sum, dynamic=False)  # type: ignore[method-assign]
-        trainer = PlainTrainer(model, PlainSettings(**asdict(job.settings)))
+        trainer = PlainTrainer(model, job.settings)
         step = lambda number: trainer.step(number, job.windows(number, lab.device))[0]  # noqa: E731
     run.losses = [step(number) for number in range(first)]
     for number in range(first, first + counted):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -113,7 +112,7 @@ def test_hosts_of_a_dead_maker_are_removed() -> None:
     dead.wait()
     orphan = f"braid-{dead.pid:x}-0"
     subprocess.run(["ip", "netns", "add", orphan], check=True)
-    with two_hosts(100):
+    with two_hosts():
         assert orphan not in namespaces(dead.pid)
 
 
@@ -133,7 +132,8 @@ def test_the_link_takes_packets_that_are_larger_than_64_kb() -> None:
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 3):
         pytest.skip("this kernel has no larger packets of IPv4")
     sent = bytes(20 << 20)
-    with two_hosts(10_000) as link, ThreadPoolExecutor(1) as beside:
+    with two_hosts() as link, ThreadPoolExecutor(1) as beside:
+        link.shape(10_000)
         first, second = link.hosts
         listening = in_namespace(first.namespace, lambda: socket.create_server((first.address, 0)))
 
@@ -163,7 +163,7 @@ def test_hosts_do_not_share_cpus() -> None:
     here = os.sched_getaffinity(0)
     if len(here) < 2:
         pytest.skip("there is one CPU")
-    with two_hosts(100) as link:
+    with two_hosts() as link:
         config = OverlapCase(hidden=64, layers=1, tokens=32).config("megatron")
         group = ProcessLauncher(config, link.places(2)).start(2)
         try:
@@ -218,18 +218,12 @@ def test_without_root_there_are_no_hosts_for_ray(tmp_path: Path) -> None:
     assert "Traceback" not in outcome.stderr
 
 
-def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
-    config = pickle.loads(pickle.dumps(OverlapCase(layout="ep2", route_evenly=True).config("megatron")))
-    changed = config.model_copy(update={"cluster": config.cluster.model_copy(update={"spread": True})})
-    assert changed.shape(257).route_evenly
-    assert not OverlapCase(layout="ep2").config("megatron").shape(257).route_evenly
-
-
 @pytest.mark.parametrize("inside_mbit", [None, 100])
 def test_a_link_that_slows_down_does_so_both_ways(inside_mbit: float | None) -> None:
     """What a run makes of that: `tests.end_to_end.test_drill`."""
     require_hosts()
-    with two_hosts(100) as link:
+    with two_hosts() as link:
+        link.shape(100)
         link.shape(10, inside_mbit=inside_mbit)
         for host in link.hosts:
             rates = host.run("tc", "qdisc", "show", timeout=10).stdout

@@ -154,7 +154,6 @@ FOUND = Demo(
     compared=12,
     alike=12,
     validation={"loss": 5.0, "bits_per_byte": 3.0},
-    link_mbit=300.0,
     runs=(Path("a"), Path("b")),
 )
 

@@ -14,12 +14,21 @@ from hypothesis import strategies as st
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.jobs.drill.command import Command
 from braid.jobs.drill.nodes import TOLERANCE, allowed_difference, node_range
-from braid.jobs.drill.plan import KINDS, NODE_CHANGES, NodeRange, plan_drill, steps_of
+from braid.jobs.drill.plan import (
+    KINDS,
+    NODE_FAULTS,
+    NodeRange,
+    check_faults,
+    plan_drill,
+    possible_faults,
+    steps_of,
+)
 from braid.jobs.drill.report import Report
+from braid.jobs.drill.runner import Drill
 from tests.end_to_end.runs import SMALL
 
 SOME = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6, unique=True)
-CHANGES = [kind for kind, change in NODE_CHANGES.items() if change]
+CHANGES = [kind for kind, fault in KINDS.items() if fault.nodes]
 MANY = st.lists(st.sampled_from([*CHANGES, "stop", "sigterm"]), min_size=1, max_size=12)
 
 
@@ -49,7 +58,7 @@ def test_a_plan_follows_from_its_seed(kinds: list[str], count: int, seed: int) -
 @given(MANY, st.integers(0, 2**32), node_ranges())
 def test_nodes_stay_in_their_range(kinds: list[str], seed: int, nodes: NodeRange) -> None:
     """In an order if there is one, and else with an error: checked against all orders of the changes."""
-    changes = [NODE_CHANGES[kind] for kind in kinds if kind in NODE_CHANGES]
+    changes = [KINDS[kind].nodes for kind in kinds if KINDS[kind].nodes]
     if not exists(changes, nodes):
         with pytest.raises(ConfigError, match=r"lead from .*elastic.*--faults.*--count"):
             plan_drill(kinds, 1, seed, nodes)
@@ -115,6 +124,16 @@ def elastic_config(**sections: dict[str, object]) -> Config:
     return parse_config(content)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_that_can_be_made_can_be_made_together(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = elastic_config(elastic={"max_ranks": ranks})
+    kinds = possible_faults(config)
+    check_faults(config, kinds)
+    assert ("node-slow" in kinds) == (ranks > 2)
+    assert {*NODE_FAULTS} - {"node-slow"} <= {*kinds}
+
+
 def test_the_range_of_nodes() -> None:
     assert node_range(elastic_config()) == NodeRange(2, 1, 4)
     assert node_range(elastic_config(elastic={"min_ranks": 2, "max_ranks": 3})) == NodeRange(2, 2, 3)
@@ -133,7 +152,7 @@ def test_the_range_of_nodes() -> None:
 )
 def test_what_nodes_need(sections: dict[str, dict[str, object]], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        node_range(elastic_config(**sections))
+        Drill(elastic_config(**sections), ["node-lost"], count=1, seed=0)
 
 
 def test_what_is_asked_of_losses() -> None:
@@ -175,20 +194,6 @@ HELD = ("cut-reduce", "cut-gather", "cut-optimizer")
 
 
 # What a drill reads of the run that it breaks, and what it takes for a run that came out well.
-
-
-def test_the_newest_step_of_a_file_that_grows(tmp_path: Path) -> None:
-    command = Command(tmp_path)
-    assert command.step() == 0
-    command.broken.mkdir()
-    metrics = command.broken / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "peak_bytes": [1] * 40}) + "\n" for step in range(1, 3001)]
-    metrics.write_text("".join(lines), encoding="utf-8")
-    assert metrics.stat().st_size > 1 << 17, "more than is read"
-    assert command.newest() == json.loads(lines[-1])
-    with metrics.open("a", encoding="utf-8") as file:
-        file.write('{"step": 3001, "peak_')
-    assert command.step() == 3000
 
 
 def test_changes_of_ranks_are_no_failures(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,17 @@ from braid.actors.controller.processes import Place
 from braid.jobs.benchmarks import overlap
 from braid.jobs.benchmarks.cases import Spread
 from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import LAYOUTS, MIXED, PEERS, SCHEDULES, OverlapCase, compared, drawn
-from braid.jobs.benchmarks.peer_rank import SPECIAL
-from braid.jobs.benchmarks.peers import KINDS
+from braid.jobs.benchmarks.overlap_case import (
+    FILLED,
+    LAYOUTS,
+    MIXED,
+    PEERS,
+    SCHEDULES,
+    OverlapCase,
+    compared,
+    drawn,
+)
+from braid.jobs.benchmarks.replicated_peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced
 from braid.scheduling.analytic import analytic_profile
@@ -59,12 +68,19 @@ class FakeLink:
 
 
 def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
-    assert LAYOUTS.keys() == SCHEDULES.keys() == PEERS.keys()
+    assert LAYOUTS.keys() == SCHEDULES.keys() >= PEERS.keys()
     for names in SCHEDULES.values():
         assert names[0] == "megatron"
         assert [str(ScheduleName.parse(name)) for name in names] == [*names]
     assert {"megatron", "braid"} <= set(SCHEDULES["dp2"])
-    assert {kind for peers in PEERS.values() for kind, _ in peers} == {*KINDS, *SPECIAL}
+    assert {name.partition(",")[0] for peers in PEERS.values() for name in peers} == KINDS.keys()
+
+
+def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
+    for even in (False, True):
+        case = OverlapCase(layout="ep2", route_evenly=even)
+        bench = overlap._Bench(case, FakeLink(), "", ExitStack(), lambda text: None)
+        assert bench.shape.route_evenly == even
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["dp2"])
@@ -83,7 +99,7 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     """The rate is set so that 4 bytes a parameter, in each direction, take that share of the step."""
     link: Any = FakeLink()
     case = replace(REPLICAS, alpha=0.35)
-    bench = overlap._Bench(case, link, "", lambda text: None)
+    bench = overlap._Bench(case, link, "", ExitStack(), lambda text: None)
     config = case.config("megatron")
     monkeypatch.setattr(bench, "_measure", lambda rounds=5: profile_at(link.mbit, config))
     mbit = bench.set_rate()
@@ -130,7 +146,7 @@ def test_baselines_on_the_data_axis(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_neighbours_share_a_host_where_there_are_two_on_each(layout: str) -> None:
     ranks = replace(REPLICAS, layout=layout).config("megatron").layout().ranks
-    filled = replace(REPLICAS, layout=layout).filled
+    filled = layout in FILLED
     hosts = [place.machine for place in Paced().places(ranks, filled=filled)]
     assert len(set(hosts)) == 2
     assert (hosts[0] == hosts[1]) == filled
