@@ -22,8 +22,6 @@ class _Partial(NamedTuple):
     order: tuple[int, ...]
     left: tuple[float, float, float]
     """Work that has not been issued, per stream."""
-    ready: tuple[int, ...]
-    """What may be issued next, in the order of the graphs."""
 
 
 def beam_order(problem: PairProblem, width: int = WIDTH, shares: tuple[float, ...] = SHARES) -> IssueOrder:
@@ -34,24 +32,20 @@ def beam_order(problem: PairProblem, width: int = WIDTH, shares: tuple[float, ..
 
 def _search(machine: Machine, width: int, share: float) -> IssueOrder:
     left = [0.0, 0.0, 0.0]
-    for op in range(machine.count):
-        left[machine.streams[op]] += machine.solo[op]
-    begin = machine.start()
-    ready = tuple(machine.choices(begin))
-    beam = [_Partial(0.0, begin, (), (left[0], left[1], left[2]), ready)]
+    for stream, ns in zip(machine.streams, machine.solo, strict=True):
+        left[stream] += ns
+    beam = [_Partial(0.0, machine.start(), (), (left[0], left[1], left[2]))]
     for _ in range(machine.count):
-        best: dict[tuple[int, int], _Partial] = {}
+        best: dict[int, _Partial] = {}
         for partial in beam:
-            for op in partial.ready:
+            for op in partial.state.ready:
                 following = _issue(machine, partial, op, share)
-                key = following.state.done_f, following.state.done_b
-                rival = best.get(key)
+                rival = best.get(following.state.done)
                 if rival is None or _rank(following) < _rank(rival):
-                    best[key] = following
+                    best[following.state.done] = following
         beam = sorted(best.values(), key=_rank)[:width]
-    return min(
-        (IssueOrder(operators=p.order, ns=machine.finish(p.state)) for p in beam), key=lambda found: found.ns
-    )
+    ends = (IssueOrder(operators=partial.order, ns=machine.finish(partial.state)) for partial in beam)
+    return min(ends, key=lambda found: found.ns)
 
 
 def _rank(partial: _Partial) -> tuple[float, float]:
@@ -62,10 +56,9 @@ def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Parti
     state = machine.issue(partial.state, op)
     left = [*partial.left]
     left[machine.streams[op]] -= machine.solo[op]
-    ready = machine.ready_after(partial.ready, op, state)
     tail, solo = machine.tail, machine.solo
     chain = 0.0
-    for choice in ready:
+    for choice in state.ready:
         if tail[choice] > chain:
             chain = tail[choice]
     loads = [left[0]]
@@ -77,4 +70,4 @@ def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Parti
                 chain = end
         loads.append(left[link] + ahead)
     estimate = state.clock + max(*loads, chain) + share * (loads[1] + loads[2])
-    return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]), ready)
+    return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]))

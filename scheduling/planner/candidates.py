@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from braid.scheduling.analytic import analytic_profile, axis_groups, axis_streams
 from braid.scheduling.cluster import ClusterSpec
@@ -22,6 +24,8 @@ from braid.scheduling.units import chunk_parameters
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
+
+MOST_STAGES = 64
 
 OURS = ScheduleName("braid")
 """The schedule that layouts are compared with where none is given."""
@@ -57,18 +61,16 @@ class Candidate:
 def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
     """All settings that divide model and batch, with estimates."""
     recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
-    priced: dict[tuple[int, int, int, int, str], _Layer] = {}
-    for division, micro_batch in _layouts(search, cluster):
+    priced: dict[tuple[int, int, int, int, str], _LayerPrice] = {}
+    for layout, micro_batch in _layouts(search, cluster):
         for recompute in recomputes:
-            layout = division
             key = (layout.tp, layout.cp, layout.ep, micro_batch, recompute)
             if key not in priced:
                 priced[key] = _price(search, cluster, layout, micro_batch, recompute)
-            layer = priced[key]
-            layout = _balanced(search.model, layout, layer)
+            balanced = _balanced(search.model, layout, priced[key])
             for zero, shards in _shardings(search, cluster, layout):
-                sharded = replace(layout, zero=zero, shards=shards)
-                candidate = _estimate(search, cluster, sharded, micro_batch, recompute, layer)
+                sharded = replace(balanced, zero=zero, shards=shards)
+                candidate = _estimate(search, cluster, sharded, micro_batch, recompute, priced[key])
                 yield candidate
                 if candidate.bytes <= cluster.usable_bytes:
                     break  # what cuts more travels more
@@ -93,12 +95,22 @@ def _shardings(search: Search, cluster: ClusterSpec, layout: ParallelLayout) -> 
 
 def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
     """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
-    schedule = search.schedule or OURS
+    schedule, model = search.schedule or OURS, search.model
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
-    for division in _divisions(search, cluster):
-        if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
+    degrees = product(
+        _powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
+        _powers(max(1, model.sequence // 4096)),
+        range(1, min(cluster.gpus, model.layers, MOST_STAGES) + 1),
+        _powers(min(cluster.gpus, max(1, model.experts))),
+    )
+    for tp, cp, pp, ep in degrees:
+        if cluster.gpus % (tp * cp * pp * ep):
             continue
-        layout = replace(division, placement=schedule.placement_on(division.pp))
+        layout = ParallelLayout(
+            dp=cluster.gpus // (tp * cp * pp), tp=tp, pp=pp, cp=cp, ep=ep, placement=schedule.placement_on(pp)
+        )
+        if any(layout.degree(axis) != degree for axis, degree in search.fixed.items()):
+            continue
         for micro_batch in batches:
             workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
             try:
@@ -109,29 +121,12 @@ def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLay
                 yield layout, micro_batch
 
 
-def _divisions(search: Search, cluster: ClusterSpec) -> Iterator[ParallelLayout]:
-    model = search.model
-    for tp in _powers(min(2 * cluster.gpus_per_node, cluster.gpus)):
-        for cp in _powers(max(1, model.sequence // 4096)):
-            for pp in _divisors_up_to(cluster.gpus, model.layers):
-                if cluster.gpus % (tp * cp * pp):
-                    continue
-                dp = cluster.gpus // (tp * cp * pp)
-                for ep in _powers(min(dp, max(1, model.experts))):
-                    if dp % ep == 0:
-                        yield ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-
-
 def _powers(limit: int) -> list[int]:
-    return [2**n for n in range(int(math.log2(limit)) + 1)]
-
-
-def _divisors_up_to(number: int, limit: int) -> list[int]:
-    return [n for n in range(1, min(number, limit, 64) + 1) if number % n == 0]
+    return [2**n for n in range(limit.bit_length())]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerPrice:
     """What a layer, the mean of all, and the ends of the model cost on a rank for one micro-batch."""
 
     parts: Mapping[str, Part]
@@ -146,20 +141,26 @@ class _Layer:
 
 def _price(
     search: Search, cluster: ClusterSpec, layout: ParallelLayout, micro_batch: int, recompute: str
-) -> _Layer:
+) -> _LayerPrice:
     """Serial times, and an estimate of the paired time between its bounds."""
     streams = axis_streams(layout, cluster.gpus_per_node)
     sizes = part_sizes(search.model, layout, micro_batch, streams, search.context, recompute)
     parts = built_in_parts(sizes)
     width = DTYPE_BYTES[search.dtype]
     profile = analytic_profile(cluster, layout, parts, width)
-    kinds, ends = search.model.kinds, (parts["embedding"], parts["head"])
+    kinds, head = search.model.kinds, parts["head"]
+    ends = parts["embedding"], head
     shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]
 
     def ns(graph: Graph) -> float:
         return sum(profile.solo(op.key) for op in graph.operators)
 
-    return _Layer(
+    # Bytes that an operator of the head's forward pass reads and writes.
+    touched = (
+        sum(head.values[name].bytes(width) for name in {*op.reads, *op.writes})
+        for op in head.forward.operators
+    )
+    return _LayerPrice(
         parts=parts,
         forward_ns=sum(share * ns(part.forward) for part, share in shares),
         backward_ns=sum(share * ns(part.backward) for part, share in shares),
@@ -167,7 +168,7 @@ def _price(
         ends_ns=sum(ns(part.forward) + ns(part.backward) for part in ends),
         saved_bytes=round(sum(share * part.saved_bytes(width) for part, share in shares)),
         ends_saved_bytes=sum(part.saved_bytes(width) for part in ends),
-        working_bytes=_widest(parts["head"], width) + 2 * parts["head"].values["x"].bytes(width),
+        working_bytes=max(touched) + 2 * head.values["x"].bytes(width),
     )
 
 
@@ -180,23 +181,14 @@ def _paired_ns(layer: Part, profile: Profile) -> float:
     return busiest + 0.3 * (sum(loads.values()) - busiest)
 
 
-def _widest(part: Part, width: int) -> int:
-    """Most bytes that an operator of a forward pass reads and writes."""
-    names = ({*op.reads, *op.writes} for op in part.forward.operators)
-    return max(sum(part.values[name].bytes(width) for name in touched) for touched in names)
-
-
-def _balanced(model: ModelShape, layout: ParallelLayout, layer: _Layer) -> ParallelLayout:
+def _balanced(model: ModelShape, layout: ParallelLayout, layer: _LayerPrice) -> ParallelLayout:
     """The layout with the head counted as the layers that it costs as much as."""
     counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
-    while counts:
-        balanced = replace(layout, head_layers=counts)
-        try:
+    for head_layers in range(counts, 0, -1):
+        balanced = replace(layout, head_layers=head_layers)
+        with suppress(ValueError):
             balanced.layers_of(0, model.layers)
-        except ValueError:
-            counts -= 1
-            continue
-        return balanced
+            return balanced
     return layout
 
 
@@ -206,7 +198,7 @@ def _estimate(
     layout: ParallelLayout,
     micro_batch: int,
     recompute: str,
-    layer: _Layer,
+    layer: _LayerPrice,
 ) -> Candidate:
     schedule, pipeline, hop = search.schedule or OURS
     setting = Setting(

@@ -6,7 +6,6 @@ pipeline. Weight gradients are needed by nothing in their pass, so they can alwa
 comes last in a backward pass that gives its gradient to nobody: one that stops at the embedding.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from braid.scheduling.operators import Part
@@ -31,58 +30,41 @@ def gives_gradient(part: Part) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def unit_order(
-    problem: PairProblem, *, goes_on: bool, whole: bool = False
-) -> tuple[tuple[str, ...], IssueOrder]:
-    """The best order for two units, and what it leaves to the next paired block, where they go on.
+def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> tuple[int, IssueOrder]:
+    """The best order for two units, and what it leaves to the next paired block (a mask), where they go on.
 
     whole: it leaves all that comes last in the backward pass, whose input must need no gradient; else it may
     leave weight gradients of the last layer.
     """
+    graph = problem.backward
+    movable = graph.weights & graph.last_layer
     if goes_on and whole:
-        end = _whole_end(problem.backward)
+        end = _last_collective_on(graph) | movable
         ring = leaving(problem, end)
-        beams = BEAMS[:1] if len(ring.forward) + len(ring.backward) > MANY else BEAMS
-        starts = [beam_order(ring, width, (share,)) for width, share in beams]
-        return end, min((improved(ring, one.operators, one.ns) for one in starts), key=lambda one: one.ns)
-    count = len(problem.forward) + len(problem.backward)
-    shares = SHARES[1:2] if count > MOST else SHARES
-    best: tuple[tuple[str, ...], IssueOrder] = ((), beam_order(problem, shares=shares))
+        beams = BEAMS[:1] if len(ring) > MANY else BEAMS
+        found = [improved(ring, beam_order(ring, width, (share,))) for width, share in beams]
+        return end, min(found, key=lambda order: order.ns)
+    shares = SHARES[1:2] if len(problem) > MOST else SHARES
+    end, best = 0, beam_order(problem, shares=shares)
     if goes_on:
-        movable = _gradients(problem.backward, _last_layer(problem.backward))
-        found = beam_order(leaving(problem, movable), shares=shares)
-        if found.ns < best[1].ns * (1 - 1e-6):
-            best = movable, found
-    end, found = best
-    return end, improved(leaving(problem, end), found.operators, found.ns)
+        later = beam_order(leaving(problem, movable), shares=shares)
+        if later.ns < best.ns * (1 - 1e-6):
+            end, best = movable, later
+    return end, improved(leaving(problem, end), best)
 
 
-def _last_layer(graph: StrandGraph) -> tuple[str, ...]:
-    """Names of the operators of the layer that a unit's backward pass comes to last."""
-    place = [place for place, layer in zip(graph.places, graph.layers, strict=True) if layer][-1]
-    return tuple(name for name, own in zip(graph.names, graph.places, strict=True) if own == place)
+def _last_collective_on(graph: StrandGraph) -> int:
+    """The last layer's last collective and all that comes after it."""
+    layer = list(bits(graph.last_layer))
+    first = next((op for op in reversed(layer) if graph.streams[op]), layer[-1])
+    return graph.all & ~((1 << first) - 1)
 
 
-def _gradients(graph: StrandGraph, names: Sequence[str]) -> tuple[str, ...]:
-    """The weight gradients among some operators."""
-    weights = {graph.names[n] for n in bits(graph.weights)}
-    return tuple(name for name in names if name in weights)
-
-
-def _whole_end(graph: StrandGraph) -> tuple[str, ...]:
-    """The last layer's last collective, what comes after it, and the weight gradients of that layer."""
-    layer = _last_layer(graph)
-    streams = dict(zip(graph.names, graph.streams, strict=True))
-    first = next((name for name in reversed(layer) if streams[name]), layer[-1])
-    last, gradients = graph.names[graph.names.index(first) :], _gradients(graph, layer)
-    return tuple(name for name in graph.names if name in last or name in gradients)
-
-
-def possible_ends(problem: PairProblem) -> list[tuple[str, ...]]:
+def possible_ends(problem: PairProblem) -> list[int]:
     """What may be left to the next layer: nothing, each long weight gradient, and all of these together.
 
     Long: a twentieth of its pass or more.
     """
     graph = problem.backward
-    movable = [graph.names[n] for n in bits(graph.weights) if graph.solo_ns[n] >= graph.total_ns / 20]
-    return [(), *((name,) for name in movable), *([tuple(movable)] if len(movable) > 1 else [])]
+    movable = [1 << n for n in bits(graph.weights) if graph.solo_ns[n] >= graph.total_ns / 20]
+    return [0, *movable, *([sum(movable)] if len(movable) > 1 else [])]
