@@ -15,6 +15,13 @@ from braid.scheduling.draw_simulation import moving, pair_text, paired_run
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.decide import ALIKE, Outcome
 from braid.scheduling.planner.explain import Explanation
+from braid.scheduling.presets.library import (
+    cluster_names,
+    cluster_preset,
+    model_names,
+    model_preset,
+    model_source,
+)
 from braid.scheduling.records import to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
@@ -34,7 +41,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def simulation_json(outcome: Outcome) -> dict[str, Any]:
     """The numbers of a simulated step, and what was simulated."""
-    setting = outcome.bench.setting
+    setting = outcome.setting
     return {
         **outcome.numbers.as_json(),
         "simulated": True,
@@ -144,9 +151,9 @@ def _show_notes(console: Console, notes: Sequence[str]) -> None:
     console.print(grid)
 
 
-def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str], **more: Any) -> Table:
     """A table whose cells are never broken; with few and short ones it fits in 80 columns."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", **more)
     for name in texts:
         table.add_column(name, no_wrap=True)
     for name in numbers:
@@ -180,7 +187,7 @@ def _add_rows(table: Table, columns: list[Numbers]) -> None:
 
 def show_simulation(console: Console, outcome: Outcome) -> None:
     """The numbers, the start of the pipeline and a paired block."""
-    setting = outcome.bench.setting
+    setting = outcome.setting
     console.print(
         f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.told})"
     )
@@ -330,3 +337,57 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
             f"{row.difference_ns / 1e6:+.2f}",
         )
     console.print(table)
+
+
+# -- presets -------------------------------------------------------------------------------------------------
+
+
+def presets_json() -> dict[str, Any]:
+    """All presets with their figures and sources."""
+    return {
+        "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
+        "models": {
+            name: {
+                **to_mapping(model_preset(name)),
+                "parameters": model_preset(name).parameters(),
+                "source": model_source(name),
+            }
+            for name in model_names()
+        },
+    }
+
+
+def show_presets(console: Console) -> None:
+    """Clusters and models in two tables whose names are never cut; sources stand below, by number."""
+    sources: dict[str, int] = {}
+
+    def number_of(source: str) -> str:
+        return f"[{sources.setdefault(source, len(sources) + 1)}]"
+
+    plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+    table = _narrow(
+        "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", ""), **plain
+    )
+    for name in cluster_names():
+        c = cluster_preset(name)
+        table.add_row(
+            name,
+            f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
+            f"{c.gpu.peak_flops_per_s / 1e12:g}",
+            f"{c.gpu.memory_bytes / 1e9:g}",
+            f"{c.intra.bytes_per_s / 1e9:g}",
+            f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
+            Text(number_of(c.source)),
+        )
+    console.print(table)
+    columns = ("parameters", "layers", "hidden", "sequence", "")
+    table = _narrow("models", ("name", "family"), columns, **plain)
+    for name in model_names():
+        m = model_preset(name)
+        sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))
+        table.add_row(name, m.family, *sizes, Text(number_of(model_source(name))))
+    console.print(table)
+    grid = Table.grid(padding=(0, 1))
+    for source, number in sources.items():
+        grid.add_row(Text(f"[{number}]"), Text(source))
+    console.print("sources; rates are of one GPU", grid)
