@@ -14,8 +14,7 @@ from braid.scheduling.lowering.programs import Order
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.plan import PairingNote
-from braid.scheduling.planner.beam import beam_order
-from braid.scheduling.planner.ends import gives_gradient, possible_ends, unit_order
+from braid.scheduling.planner.beam import beam_order, gives_gradient, possible_ends, unit_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,

@@ -323,7 +323,8 @@ def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path)
             return content[name]
     if key not in known.defaults:
         raise ValueError(f"{path}: {key} is missing")
+    default = known.defaults[key]
     try:
-        return known.defaults[key](content)
+        return default(content) if callable(default) else default
     except (KeyError, TypeError, ZeroDivisionError):
         raise ValueError(f"{path}: {key} is missing, and what it follows from is wrong") from None
