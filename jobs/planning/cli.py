@@ -108,12 +108,13 @@ def _outcome(
 ) -> "Outcome":
     from braid.actors.config import ConfigError
     from braid.jobs.planning import work
+    from braid.scheduling.plan import read_plan
     from braid.scheduling.profile import read_profile
 
     if work.is_plan(reference):
         if overrides:
             raise ConfigError("--set changes configurations; edit the plan's YAML instead")
-        plan = work.load_plan(reference)
+        plan = read_plan(Path(reference))
         costs = None if profile is None else read_profile(profile)
         spec = work.cluster_of(plan, cluster, nodes)
         return work.simulate_plan(plan, spec, schedule, costs)

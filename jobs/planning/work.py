@@ -9,7 +9,7 @@ from braid.actors.config.paths import expanded
 from braid.actors.controller.planning import setting_of
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
+from braid.scheduling.plan import Plan, RunnerUp, read_plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
@@ -198,11 +198,6 @@ def is_plan(reference: str) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return any(line.startswith("braid_plan:") for line in head.splitlines())
-
-
-def load_plan(reference: str) -> Plan:
-    """A plan file."""
-    return parse_plan(Path(reference).read_text(encoding="utf-8"), reference)
 
 
 def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpec:

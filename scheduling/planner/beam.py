@@ -90,7 +90,7 @@ def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Parti
     return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]))
 
 
-# -- ends that are left to the next block ---------------------------------------------------------------------
+# -- ends that are left to the next block --------------------------------------------------------------------
 
 
 def gives_gradient(part: Part) -> bool:

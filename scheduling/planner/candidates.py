@@ -7,18 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from braid.scheduling.analytic import analytic_profile, axis_groups, axis_streams
+from braid.scheduling.analytic import axis_groups
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.fit import check_fit
-from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, sent_width, state_bytes
 from braid.scheduling.operators import Graph, Kind, Parameters, Part
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters
 
@@ -151,12 +150,8 @@ class _LayerPrice:
 
 def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
     """Serial times, and an estimate of the paired time between its bounds."""
-    layout, micro_batch = setting.layout, setting.workload.micro_batch
-    streams = axis_streams(layout, cluster.gpus_per_node)
-    sizes = part_sizes(setting.model, layout, micro_batch, streams, setting.context, setting.recompute)
-    parts = built_in_parts(sizes)
-    width = DTYPE_BYTES[setting.dtype]
-    profile = analytic_profile(cluster, layout, parts, width)
+    bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
+    parts, profile = bench.members, bench.profile
     kinds, head = setting.model.kinds, parts["head"]
     ends = parts["embedding"], head
     shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]

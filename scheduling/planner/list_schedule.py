@@ -84,24 +84,17 @@ class Machine:
             return clock
         return clock + run_compute(lanes, self.slowdown, op, self.solo[op])
 
-    def complete(self, state: State, order: Sequence[int], limit: float) -> float:
-        """The time of an order's end; infinity as soon as it is beyond a limit."""
+    def finish(self, state: State, order: Sequence[int] = (), limit: float = _FOREVER) -> float:
+        """When all has finished, with the rest of an order; infinity as soon as it is beyond a limit."""
         clock, lanes = state.clock, [[*state.queues[0]], [*state.queues[1]]]
         for op in order:
             clock = self._advance(clock, lanes, op)
             if clock >= limit:
                 return _FOREVER
-        return clock + self._drained(lanes)
-
-    def finish(self, state: State) -> float:
-        """The time at which everything that was issued has finished."""
-        return state.clock + self._drained([[*state.queues[0]], [*state.queues[1]]])
-
-    def _drained(self, lanes: list[Lane]) -> float:
         passed = 0.0
         while lanes[0] or lanes[1]:
             passed += run_lanes(lanes, self.slowdown, _FOREVER)
-        return passed
+        return clock + passed
 
     def bound(self, state: State) -> float:
         """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
@@ -145,12 +138,10 @@ def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) ->
 
 def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
     """The order of a pairing's segments without their barriers: collectives first, then compute."""
-    forward, backward = problem.forward.names, problem.backward.names
-    order: list[int] = []
-    for segment in pairing.segments:
-        ops = [len(forward) + backward.index(name) for name in segment.backward]
-        ops += [forward.index(name) for name in segment.forward]
-        order += sorted(ops, key=lambda op: problem.streams[op] == 0)
+    streams, order = problem.streams, list[int]()
+    for forward, backward in pairing.segments:
+        ops = [*(len(problem.forward) + op for op in bits(backward)), *bits(forward)]
+        order += sorted(ops, key=lambda op: streams[op] == 0)
     return tuple(order)
 
 
@@ -211,7 +202,7 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
             state = machine.issue(state, rest[place - 1])
         if place == start:
             continue
-        ns = machine.complete(state, (*moved, *rest[place:]), best_ns)
+        ns = machine.finish(state, (*moved, *rest[place:]), best_ns)
         if ns < best_ns:
             best, best_ns = rest[:place] + moved + rest[place:], ns
     return best, best_ns

@@ -223,7 +223,7 @@ def decide_pairing(
     if method is PairMethod.ORDER:
         order = order_steps(problem, found.operators, end)
     elif method is PairMethod.BARRIERS:
-        order = segment_steps(segments)
+        order = segment_steps(problem, segments)
     note = _note(problem, method, prices.pop(method), prices)
     return _pair_sides(names, end if method is PairMethod.ORDER else 0), order, note
 
@@ -276,6 +276,9 @@ def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> O
     return tuple(write_step(strand[op], names[op]) for op in order)
 
 
-def segment_steps(pairing: Pairing) -> Order:
+def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
     """A pairing as the steps of a decision."""
-    return tuple(f"{' '.join(s.forward)} | {' '.join(s.backward)}".strip() for s in pairing.segments)
+    return tuple(
+        f"{' '.join(problem.forward.named(f))} | {' '.join(problem.backward.named(b))}".strip()
+        for f, b in pairing.segments
+    )

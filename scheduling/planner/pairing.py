@@ -11,7 +11,7 @@ prefix to a larger one. So one shortest path over pairs of prefixes gives the be
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +25,14 @@ MOST_PREFIXES = 512
 """Of a graph whose pairings are all searched: beyond, seconds become minutes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedSegment:
-    """Operators of each strand that run together; one side may be empty."""
-
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    ns: float
+Segment = tuple[int, int]
+"""Masks of the forward and of the backward operators that run together; one side may be empty."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairing:
+class Pairing(NamedTuple):
     """Segments in order and the time they take."""
 
-    segments: tuple[PairedSegment, ...]
+    segments: tuple[Segment, ...]
     ns: float
 
 
@@ -73,15 +67,9 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     return float(fluid_ns(loads, means)[0]) + barrier
 
 
-def pairing_of(problem: PairProblem, masks: Sequence[tuple[int, int]]) -> Pairing:
+def pairing_of(problem: PairProblem, segments: Sequence[Segment]) -> Pairing:
     """A given sequence of paired segments with its cost."""
-    segments = tuple(
-        PairedSegment(
-            forward=problem.forward.named(f), backward=problem.backward.named(b), ns=segment_ns(problem, f, b)
-        )
-        for f, b in masks
-    )
-    return Pairing(segments=segments, ns=sum(segment.ns for segment in segments))
+    return Pairing(tuple(segments), sum(segment_ns(problem, f, b) for f, b in segments))
 
 
 def pair(problem: PairProblem) -> Pairing:
@@ -122,7 +110,7 @@ def pair(problem: PairProblem) -> Pairing:
             reached = np.minimum.reduceat(row[b.source] + together(segment), starts)
             target[targets] = np.minimum(target[targets], reached)
 
-    masks: list[tuple[int, int]] = []
+    segments: list[Segment] = []
     at_f, at_b = len(f.prefixes) - 1, len(b.prefixes) - 1
     while at_f or at_b:
         choices: list[tuple[float, int, int, int, int]] = []
@@ -135,9 +123,9 @@ def pair(problem: PairProblem) -> Pairing:
             for n, source, mask in into_b:
                 ns = table[before, source] + together(segment)[n]
                 choices.append((ns, before, source, mask_f, mask))
-        _, at_f, at_b, *taken = min(choices)
-        masks.append((taken[0], taken[1]))
-    return pairing_of(problem, masks[::-1])
+        _, at_f, at_b, mask_f, mask_b = min(choices)
+        segments.append((mask_f, mask_b))
+    return pairing_of(problem, segments[::-1])
 
 
 class _Segments:

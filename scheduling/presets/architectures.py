@@ -34,7 +34,7 @@ class Architecture:
     keys: Mapping[str, str]
     """Field of `ModelShape` -> key."""
     defaults: Mapping[str, Any]
-    """Key -> what `transformers` takes where the key is missing or null: a value, or a function of the content.
+    """Key -> what `transformers` takes where the key is missing or null: a value, or a function of all keys.
     Other keys must be there."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Key -> values that compute what Braid computes; the first is the default and is what is written."""
