@@ -29,7 +29,6 @@ from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers, Simulation
-from braid.scheduling.sizes import part_sizes
 from braid.scheduling.uneven import of_fullest_rank
 from braid.scheduling.validate import check, linked
 
@@ -97,16 +96,7 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
                 f"{cluster.name} has {cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
                 f"change parallel, or the number of nodes"
             )
-        streams = axis_streams(setting.layout, cluster.gpus_per_node)
-        sizes = part_sizes(
-            setting.model,
-            setting.layout,
-            setting.workload.micro_batch,
-            streams,
-            setting.context,
-            setting.recompute,
-        )
-        parts = built_in_parts(sizes)
+        parts = built_in_parts(setting.sizes(axis_streams(setting.layout, cluster.gpus_per_node)))
         members = with_partitions(parts, setting.partitions, setting.layout)
         if profile is not None:
             costs = with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])

@@ -74,7 +74,7 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     kind, layout = setting.kind, setting.layout
     partitions = [setting.partitions]
     if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
-        partitions = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
+        partitions = [mega_scale(ways) for ways in WAYS if ways <= setting.sizes().local_tokens]
     lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
     pipelines = (setting.pipeline,) if setting.pipeline else kind.pipelines_on(layout) or kind.pipelines[:1]
     distances: tuple[tuple[int, int], ...] = (setting.distances,)
