@@ -32,13 +32,6 @@ class Request:
     model: ModelShape
     cluster: ClusterSpec
     profile: Profile | None = None
-    is_preset: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """Of activations: what a run's file says; presets are planned in bf16 unless an override says so."""
-        given = "dtype" in self.config.train.model_fields_set
-        return self.config.train.dtype if given or not self.is_preset else "bf16"
 
 
 def request(
@@ -52,19 +45,18 @@ def request(
     config = _config(reference, overrides or [])
     model = config.shape(config.model.vocabulary or _vocabulary(config))
     costs = None if profile is None else read_profile(profile)
-    return Request(config, model, load_cluster(cluster, nodes), costs, reference in model_names())
+    return Request(config, model, load_cluster(cluster, nodes), costs)
 
 
 def _config(reference: str, overrides: list[str]) -> Config:
     if reference in model_names():
-        content = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
+        content: dict[str, Any] = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
+        content["train"] = {"dtype": "bf16"}
         config = expanded(parse_config(content, overrides, source=reference))
         if "global_batch" in config.train.model_fields_set:
             return config
-        sequence = config.model.shape(1).sequence
-        samples = max(1, PRESET_BATCH_TOKENS // sequence)
-        batch = f"train.global_batch={samples}"
-        return expanded(parse_config(content, [batch, *overrides], source=reference))
+        content["train"]["global_batch"] = max(1, PRESET_BATCH_TOKENS // config.model.shape(1).sequence)
+        return expanded(parse_config(content, overrides, source=reference))
     path = Path(reference)
     if not path.exists():
         near = nearest(reference, model_names())
@@ -95,7 +87,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
         search = Search(
             model=job.model,
             global_batch=config.train.global_batch,
-            dtype=job.dtype,
+            dtype=config.train.dtype,
             reduce_dtype=config.train.reduce_dtype,
             micro_batch=config.train.micro_batch if "micro_batch" in given else None,
             recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
@@ -106,7 +98,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
         )
         return plan_layout(search, job.cluster, tell=tell)
     tell("orders of the schedule" if overlap.schedule != AUTO else "all schedules of this layout")
-    setting = fixed_setting(job)
+    setting = setting_of(job.config, job.model)
     outcome, others = _with_layers(job, setting) if config.chooses_layers else (_decided(job, setting), ())
     if outcome.missing_bytes:
         missing, usable = outcome.missing_bytes / 2**30, job.cluster.usable_bytes / 2**30
@@ -140,11 +132,6 @@ def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerU
     opened = with_schedule(best.setting, best.setting.name if auto else job.config.overlap.name)
     taken = decide([opened], bench_of, over, PART_BY_PART)[0]
     return taken, tuple(runner_up(outcome, best) for outcome in others[:5])
-
-
-def fixed_setting(job: Request) -> Setting:
-    """The setting of a configuration whose degrees are given; `ConfigError` names what does not fit."""
-    return replace(setting_of(job.config, job.model), dtype=job.dtype)
 
 
 _LISTS = ("tensor_degrees", "recompute")
@@ -228,7 +215,7 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
     """The configuration's layout under its schedule, or another one; with ``auto``, of the best plan."""
     if job.config.parallel.auto:
         return simulate_plan(make_plan(job), job.cluster, schedule)
-    setting = fixed_setting(job)
+    setting = setting_of(job.config, job.model)
     if schedule is not None:
         return evaluate(with_schedule(setting, known_schedule(schedule)), job.cluster, job.profile)
     return _decided(job, setting)

@@ -12,7 +12,6 @@ import pytest
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.combining import combine
 from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
-from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.partitions import mega_scale, with_partitions
@@ -99,7 +98,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
 def planned() -> Plan:
     """The plan of `configured`."""
     config, spec = configured(), cluster(gpus=2, intra=2e8)
-    return plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    return plan_of(evaluate(setting_of(config, shape_of(config)), spec), spec)
 
 
 def test_a_plan_says_how(tmp_path: Path) -> None:
