@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def step_ns(self) -> float:
-        """The simulated step."""
+        """The simulated step. `ValueError` for a cost that the profile does not have."""
         return self.simulation.step_ns
 
     @property
