@@ -21,7 +21,7 @@ from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
 from braid.jobs.output import background, check_output, complain, surviving
 from braid.jobs.planning.cli import register
-from braid.jobs.planning.profiling import profile
+from braid.jobs.planning.profiling import known_schedule, profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
 from braid.jobs.viewing_cli import report, trace
@@ -184,7 +184,6 @@ def schedule(
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
     from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_schedule
-    from braid.jobs.planning.known import known_schedule
     from braid.scheduling.schedule_text import write
 
     resolved = _config(config, overrides)

@@ -16,7 +16,6 @@ from braid.actors.controller.profiling import find_or_measure
 from braid.jobs.layouts import MeasuredLayout, Tell
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.planner.decide import Outcome, measured
-from braid.scheduling.planner.degree_problem import LayerChoice
 from braid.scheduling.planner.layer_choices import (
     LayerSearch,
     Schedules,
@@ -26,6 +25,7 @@ from braid.scheduling.planner.layer_choices import (
 )
 from braid.scheduling.planner.orders import Bench
 from braid.scheduling.planner.space import searched_schedules
+from braid.scheduling.planner.tensor_degrees import LayerChoice
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ModelShape

@@ -4,7 +4,7 @@ A plan is YAML. `braid.scheduling.planner.decide` makes one and lowers it to a `
 edited into nonsense fails there, with the key that is wrong.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -73,20 +73,10 @@ class Plan:
     """The usual schedules with the same degrees, the quickest first: what there is without this plan."""
     braid_plan: int = VERSION
 
-    def __post_init__(self) -> None:
-        if self.braid_plan != VERSION:
-            raise ValueError(
-                f"braid_plan={self.braid_plan} is not version {VERSION}; make the plan anew with `braid plan`"
-            )
-
     @property
     def not_executed(self) -> tuple[str, ...]:
         """What of the setting is planned and simulated, but not executed in this version."""
-        setting = self.setting
-        found = []
-        if setting.layout.head_layers:
-            found.append("fewer layers on the stage with the head")
-        return tuple(found)
+        return ("fewer layers on the stage with the head",) if self.setting.layout.head_layers else ()
 
     def to_yaml(self) -> str:
         """The plan as YAML that `parse_plan` reads back to an equal object."""
@@ -97,15 +87,8 @@ class Plan:
 
 def score_of(numbers: Numbers) -> Score:
     """The part of a simulation's numbers that a plan keeps."""
-    return Score(
-        step_seconds=numbers.step_seconds,
-        tokens_per_second=numbers.tokens_per_second,
-        mfu=numbers.mfu or 0.0,
-        hidden_fraction=numbers.hidden_fraction,
-        exposed_seconds=numbers.exposed_seconds,
-        bubble_fraction=numbers.bubble_fraction,
-        peak_bytes=numbers.peak_bytes,
-    )
+    kept = {field.name: getattr(numbers, field.name) for field in fields(Score)}
+    return Score(**{**kept, "mfu": numbers.mfu or 0.0})
 
 
 def parse_plan(text: str, where: str) -> Plan:
@@ -113,19 +96,14 @@ def parse_plan(text: str, where: str) -> Plan:
     content = parse_yaml(text, where)
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
+    if (version := content["braid_plan"]) != VERSION:
+        raise ValueError(
+            f"{where}: braid_plan={version} is not version {VERSION}; make the plan anew with `braid plan`"
+        )
     setting = content.get("setting")
     name = setting.get("schedule") if isinstance(setting, dict) else None
     if isinstance(name, str) and (trouble := schedule_trouble(name)):
         raise ValueError(f"{where}.setting.schedule={name!r} {trouble}")
-    if isinstance(setting, dict) and "zero" in setting:
-        raise ValueError(
-            f"{where}.setting: 'zero' stands in setting.layout; write it there and braid_plan: {VERSION}"
-        )
-    if isinstance(setting, dict) and "pieces" in setting:
-        raise ValueError(
-            f"{where}.setting: 'pieces' are partitions now (of what: tp/all_gather); make the plan anew with "
-            f"`braid plan`"
-        )
     return from_mapping(Plan, content, where)
 
 

@@ -1,5 +1,6 @@
 """Setting: what a step computes and how it is laid out, all that operators, sizes and memory follow from."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,8 +15,9 @@ from braid.scheduling.lowering.named import (
 )
 from braid.scheduling.lowering.recompute import policies_of, with_policies
 from braid.scheduling.memory import DTYPE_BYTES
+from braid.scheduling.operators import Stream
 from braid.scheduling.partition import Partition
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.sizes import PartSizes, part_sizes
 from braid.scheduling.spec import CONTEXT_MODES, ModelShape, ParallelLayout, Workload
 from braid.scheduling.suggestions import must_be_one_of
 
@@ -124,10 +126,10 @@ class Setting:
         named = self.pipeline in self.kind.more
         return ScheduleName(self.schedule, self.pipeline if named else "")
 
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a micro-batch on one rank, outside the tensor-parallel region."""
-        return part_sizes(self.model, self.layout, self.workload.micro_batch).local_tokens
+    def sizes(self, streams: Mapping[str, Stream] | None = None) -> PartSizes:
+        """Of the model's parts on a rank, for one micro-batch; ``streams``: where axes lie."""
+        micro_batch = self.workload.micro_batch
+        return part_sizes(self.model, self.layout, micro_batch, streams, self.context, self.recompute)
 
     @property
     def micro_batches(self) -> int:

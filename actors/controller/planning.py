@@ -4,7 +4,7 @@ Decisions are those of `braid.scheduling.planner.decide`, here with a run's own 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
@@ -18,7 +18,6 @@ from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import (
     Outcome,
     Over,
-    activation_bytes,
     anything,
     decide,
     measured,
@@ -31,7 +30,8 @@ from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Schedule
 from braid.scheduling.schedule_text import parse
 from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.simulate import Simulation
+from braid.scheduling.spec import ModelShape, ParallelLayout
 from braid.scheduling.validate import check, linked
 
 IN_BOUNDS = Space(unit_layers=(0, 1, 2, 4))
@@ -57,15 +57,13 @@ def model_graphs(
 
 def setting_of(config: Config, shape: ModelShape) -> Setting:
     """What the planner is told of a run, with nothing decided; of ``auto``, the serial schedule."""
-    schedule, pipeline, hop = config.overlap.name
+    layout = config.layout()
     try:
-        setting = Setting(
+        return Setting(
             model=shape,
-            layout=config.layout(),
+            layout=layout,
             workload=config.workload(),
-            schedule=schedule,
-            pipeline=pipeline,
-            hop=hop,
+            **config.overlap.name._asdict(),
             dtype=config.train.dtype,
             reduce_dtype=config.train.reduce_dtype,
             recompute=config.recompute,
@@ -73,7 +71,6 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return setting
 
 
 @dataclass(frozen=True)
@@ -116,15 +113,11 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
         check(outcome.code)
         return Planned((outcome,), serial)
     if config.overlap.schedule_file is not None:
-        schedule = _from_file(config.overlap.schedule_file, setting, graphs)
-        bench = bench_of(replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions))
-        return Planned((outcome_of_schedule(schedule, bench, over),), serial)
-    if config.overlap.schedule == AUTO:
-        settings = list(searched_schedules(setting))
-    elif setting == serial_setting:
+        planned, schedule = _from_file(config.overlap.schedule_file, setting, graphs)
+        return Planned((outcome_of_schedule(schedule, bench_of(planned), over),), serial)
+    if setting == serial_setting and config.overlap.schedule != AUTO:
         return Planned((serial,), serial)
-    else:
-        settings = [setting]
+    settings = searched_schedules(setting) if config.overlap.schedule == AUTO else [setting]
     space = Space() if config.overlap.memory_slack is None else IN_BOUNDS
     return Planned(tuple(decide(settings, bench_of, over, space)), serial)
 
@@ -136,8 +129,12 @@ def _over(config: Config, serial: Outcome) -> Over:
     slack, total = config.overlap.memory_slack, in_memory(config)
     if slack is None:
         return total
-    limit = activation_bytes(serial.simulation) * (1 + slack)
-    return lambda simulation: max(total(simulation), activation_bytes(simulation) - limit)
+
+    def activations(simulation: Simulation) -> int:
+        return max(rank.activation_bytes for rank in simulation.memory)
+
+    limit = activations(serial.simulation) * (1 + slack)
+    return lambda simulation: max(total(simulation), activations(simulation) - limit)
 
 
 def in_memory(config: Config) -> Over:
@@ -146,42 +143,30 @@ def in_memory(config: Config) -> Over:
     return anything if room is None else within(room * 1e9)
 
 
-def build_schedule(config: Config, shape: ModelShape, profile: Profile | None = None) -> Schedule:
-    """The run's training schedule: the named one, a plan's, or the text of a file; checked.
+def build_schedule(config: Config, shape: ModelShape) -> Schedule:
+    """The run's training schedule without costs: the named one, a plan's, or the text of a file; checked.
 
-    Without a profile nothing is searched for: as few pieces as can overlap, and `ConfigError` for schedules
-    that need a pairing.
+    Nothing is searched for: as few pieces as can overlap; `ConfigError` for schedules that need a pairing.
     """
-    if profile is not None:
-        return plan_run(config, shape, profile).taken.code.schedule
-    setting, choices = setting_of(config, shape), Choices()
+    setting, choices, schedule = setting_of(config, shape), Choices(), None
     graphs = model_graphs(config, shape)
     if config.overlap.schedule_file is not None:
-        schedule = _from_file(config.overlap.schedule_file, setting, graphs)
-        setting = replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions)
-        parts = _parts(graphs, setting)
-    else:
-        if config.overlap.plan is not None:
-            setting, choices = _planned(config.overlap.plan, setting, graphs)
-        elif setting.kind.cuts_collectives and setting.layout.tp > 1:
-            setting = replace(setting, partitions=mega_scale(WAYS[0]))
-        try:
-            parts = _parts(graphs, setting)
+        setting, schedule = _from_file(config.overlap.schedule_file, setting, graphs)
+    elif config.overlap.plan is not None:
+        setting, choices = _planned(config.overlap.plan, setting, graphs)
+    elif setting.kind.cuts_collectives and setting.layout.tp > 1:
+        setting = replace(setting, partitions=mega_scale(WAYS[0]))
+    layout, kinds = setting.layout, setting.kinds
+    try:
+        parts = scheduled_parts(
+            graphs, layout, kinds, unit_layers=setting.unit_layers, partitions=setting.partitions
+        )
+        if schedule is None:
             schedule = training_schedule(setting, parts, choices)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    linked(schedule, setting.layout, setting.kinds, parts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    linked(schedule, layout, kinds, parts)
     return schedule
-
-
-def _parts(graphs: Mapping[str, Part], setting: Setting) -> Mapping[str, Part]:
-    return scheduled_parts(
-        graphs,
-        setting.layout,
-        setting.kinds,
-        unit_layers=setting.unit_layers,
-        partitions=setting.partitions,
-    )
 
 
 # -- plans and schedules of the user's -----------------------------------------------------------------------
@@ -234,21 +219,18 @@ def _check_partitions(
 
 def _told(value: object, other: object) -> str:
     """A value of a setting in words; of a record only what differs."""
-    if value is None:
-        return "null"
-    describe = getattr(value, "describe", None)
-    if describe is not None:
-        return str(describe())
-    try:
-        names = [field.name for field in fields(value)]  # type: ignore[arg-type]
-    except TypeError:
-        return str(value)
-    differing = (name for name in names if getattr(value, name) != getattr(other, name))
-    return ", ".join(f"{name} {getattr(value, name)}" for name in differing)
+    if isinstance(value, ParallelLayout):
+        return value.describe()
+    if not is_dataclass(value):
+        return "null" if value is None else str(value)
+    names = (field.name for field in fields(value))
+    return ", ".join(
+        f"{name} {getattr(value, name)}" for name in names if getattr(value, name) != getattr(other, name)
+    )
 
 
-def _from_file(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> Schedule:
-    """The schedule of ``overlap.schedule_file``."""
+def _from_file(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> tuple[Setting, Schedule]:
+    """The schedule of ``overlap.schedule_file``, and the setting with what it decides."""
     try:
         schedule = parse(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -263,4 +245,4 @@ def _from_file(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> Sche
             f"train.global_batch, train.micro_batch and parallel.dp give {setting.micro_batches}"
         )
     _check_partitions(schedule.partitions, setting, graphs, f"overlap.schedule_file={file}")
-    return schedule
+    return replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions), schedule

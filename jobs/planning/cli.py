@@ -1,7 +1,7 @@
 """The commands that plan and simulate: no GPU, no torch, no Ray."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,10 +22,7 @@ ClusterOfPlan = Annotated[
 ]
 Cluster = Annotated[str, typer.Option(help="Cluster preset, or YAML file.", metavar="PRESET|FILE")]
 Nodes = Annotated[int | None, typer.Option(help="Another number of nodes than the preset's.", min=1)]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(help="Measured costs: profile.json."),
-]
+ProfileFile = Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")]
 Svg = Annotated[Path | None, typer.Option(help="Also draw an SVG to this file.")]
 
 
@@ -70,7 +67,7 @@ def simulate(
     schedule: Annotated[
         str | None, typer.Option(help="Another schedule on the same layout.", metavar="SCHEDULE[:PIPELINE]")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Measured costs: profile.json.")] = None,
+    profile: ProfileFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the spans: .json for Perfetto, .arrows for compare.", metavar="FILE"),
@@ -111,12 +108,13 @@ def _outcome(
 ) -> "Outcome":
     from braid.actors.config import ConfigError
     from braid.jobs.planning import work
+    from braid.scheduling.plan import read_plan
     from braid.scheduling.profile import read_profile
 
     if work.is_plan(reference):
         if overrides:
             raise ConfigError("--set changes configurations; edit the plan's YAML instead")
-        plan = work.load_plan(reference)
+        plan = read_plan(Path(reference))
         costs = None if profile is None else read_profile(profile)
         spec = work.cluster_of(plan, cluster, nodes)
         return work.simulate_plan(plan, spec, schedule, costs)
@@ -129,7 +127,7 @@ def _draw(outcome: "Outcome", path: Path) -> None:
     from braid.jobs.planning import work
     from braid.scheduling.draw_simulation import pair_svg, paired_run, pipeline_svg
 
-    setting = outcome.bench.setting
+    setting = outcome.setting
     title = f"{setting.title}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
     work.write_file(path, pipeline_svg(outcome.simulation, title), "--svg")
     run = paired_run(outcome.simulation)
@@ -186,12 +184,8 @@ def compare(
         return
     outcomes = {name: _outcome(name, cluster, nodes) for name in (first, second)}
     if as_json:
-        content: dict[str, Any] = {
-            "a": view.simulation_json(outcomes[first]),
-            "b": view.simulation_json(outcomes[second]),
-        }
-        content["speedup"] = content["a"]["step_seconds"] / content["b"]["step_seconds"]
-        typer.echo(json_text(content))
+        a, b = (view.simulation_json(outcomes[name]) for name in (first, second))
+        typer.echo(json_text({"a": a, "b": b, "speedup": a["step_seconds"] / b["step_seconds"]}))
     else:
         view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
 
@@ -214,12 +208,12 @@ def _trace(path: Path) -> "list[Batch]":
 
 def presets(as_json: AsJson = False) -> None:
     """List the clusters and models that are known by name, with their sources."""
-    from braid.jobs.planning import presets_view
+    from braid.jobs.planning import view
 
     if as_json:
-        typer.echo(json_text(presets_view.presets_json()))
+        typer.echo(json_text(view.presets_json()))
     else:
-        presets_view.show_presets(Console())
+        view.show_presets(Console())
 
 
 def register(app: typer.Typer) -> None:

@@ -67,28 +67,17 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     )
     facts.add_row("FLOPs", f"{model_flops(shape, tokens) / 1e12:.3f} TFLOP a step (without recomputation)")
     console.print(facts)
+    kinds, train = config.sizes(shape).kinds, config.train
+    graphs, unit_layers, partitions = model_graphs(config, shape), schedule.unit_layers, schedule.partitions
+    parts = scheduled_parts(graphs, layout, kinds, unit_layers=unit_layers, partitions=partitions)
+    code = link(schedule, layout, kinds, parts)
     memory = Table(title="memory per rank (MiB, estimated)", title_justify="left")
     for name in ("stage", "parameters", "gradients", "optimizer", "activations", "total"):
         memory.add_column(name, justify="right")
-    members = model_graphs(config, shape)
-    parts = scheduled_parts(
-        members,
-        layout,
-        kinds := config.sizes(shape).kinds,
-        unit_layers=schedule.unit_layers,
-        partitions=schedule.partitions,
-    )
-    code = link(schedule, layout, kinds, parts)
     for stage in range(layout.pp):
-        train = config.train
         rank = rank_memory(code, shape, train.dtype, stage, reduce_dtype=train.reduce_dtype)
-        sizes = (
-            rank.parameter_bytes,
-            rank.gradient_bytes,
-            rank.optimizer_bytes,
-            rank.activation_bytes,
-            rank.total_bytes,
-        )
+        states = rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes
+        sizes = (*states, rank.activation_bytes, rank.total_bytes)
         memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))
     console.print(memory)
     show_schedule(console, schedule)

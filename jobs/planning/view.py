@@ -15,6 +15,13 @@ from braid.scheduling.draw_simulation import moving, pair_text, paired_run
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.decide import ALIKE, Outcome
 from braid.scheduling.planner.explain import Explanation
+from braid.scheduling.presets.library import (
+    cluster_names,
+    cluster_preset,
+    model_names,
+    model_preset,
+    model_source,
+)
 from braid.scheduling.records import to_mapping
 from braid.scheduling.setting import Setting
 from braid.scheduling.simulate import Numbers
@@ -34,7 +41,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def simulation_json(outcome: Outcome) -> dict[str, Any]:
     """The numbers of a simulated step, and what was simulated."""
-    setting = outcome.bench.setting
+    setting = outcome.setting
     return {
         **outcome.numbers.as_json(),
         "simulated": True,
@@ -71,7 +78,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     tokens = workload.global_batch * model.sequence
     table.add_row("batch", f"{workload.global_batch:,} samples, {tokens:,} tokens a step")
     table.add_row("layout", setting.layout.describe())
-    batches = f"{setting.micro_batches} micro-batches of {_samples(plan)}"
+    samples = f"{workload.micro_batch} sample{'s' if workload.micro_batch > 1 else ''}"
+    batches = f"{setting.micro_batches} micro-batches of {samples} of {model.sequence:,} tokens"
     table.add_row("schedule", f"{_schedule(setting)}, {batches}")
     table.add_row("recompute", setting.recompute)
     if plan.pairing is not None:
@@ -118,35 +126,23 @@ def _schedule(setting: Setting) -> str:
     return setting.schedule + (f" ({setting.pipeline})" if several else "")
 
 
-def _samples(plan: Plan) -> str:
-    count = plan.setting.workload.micro_batch
-    return f"{count} sample{'s' if count > 1 else ''} of {plan.setting.model.sequence:,} tokens"
-
-
 def _show_runners_up(console: Console, plan: Plan) -> None:
     """Numbered; why each was not taken stands below, where there is room for it."""
     if not plan.runners_up:
         return
     table = _narrow("runners-up (simulated)", ("", "layout", "schedule"), ("s/step", "GiB"))
+    notes = Table.grid(padding=(0, 2))
     for number, other in enumerate(plan.runners_up, 1):
         memory = f"{other.peak_bytes / GIB:.1f}"
         table.add_row(str(number), other.layout, other.schedule, f"{other.step_seconds:.3f}", memory)
-    console.print(table)
-    settings = (f"micro-batch {one.micro_batch}, recompute {one.recompute}" for one in plan.runners_up)
-    _show_notes(console, [f"{o.reason} ({s})" for o, s in zip(plan.runners_up, settings, strict=True)])
+        why = f"{other.reason} (micro-batch {other.micro_batch}, recompute {other.recompute})"
+        notes.add_row(f"  {number}", why)
+    console.print(table, notes)
 
 
-def _show_notes(console: Console, notes: Sequence[str]) -> None:
-    """What is to be said of the numbered rows of a table."""
-    grid = Table.grid(padding=(0, 2))
-    for number, note in enumerate(notes, 1):
-        grid.add_row(f"  {number}", note)
-    console.print(grid)
-
-
-def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str], **more: Any) -> Table:
     """A table whose cells are never broken; with few and short ones it fits in 80 columns."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", **more)
     for name in texts:
         table.add_column(name, no_wrap=True)
     for name in numbers:
@@ -180,7 +176,7 @@ def _add_rows(table: Table, columns: list[Numbers]) -> None:
 
 def show_simulation(console: Console, outcome: Outcome) -> None:
     """The numbers, the start of the pipeline and a paired block."""
-    setting = outcome.bench.setting
+    setting = outcome.setting
     console.print(
         f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.told})"
     )
@@ -296,26 +292,23 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
     helps = [one for one in explanation.what_if if one.speedup >= 1 + _HELPS]
     if helps:
         table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))
+        notes = Table.grid(padding=(0, 2))
         for number, answer in enumerate(helps, 1):
             table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
-        console.print(table)
-        _show_notes(console, [answer.layout for answer in helps])
+            notes.add_row(f"  {number}", answer.layout)
+        console.print(table, notes)
     if others := [f"{one.change} (x {one.speedup:.3f})" for one in explanation.what_if if one not in helps]:
         console.print(f"what does not help: {', '.join(others)}")
 
 
 def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:
     """Two traces: their steps, and the operators that make the difference."""
-    totals = Table(title=f"A {first}, B {second}", title_justify="left")
-    totals.add_column("")
-    for name in ("A", "B", "B / A"):
-        totals.add_column(name, justify="right")
-    lines = ("step ms", "step_ns"), ("compute ms", "compute_ns"), ("communication ms", "communication_ns")
-    for name, key in lines:
-        a, b = getattr(compared.first, key), getattr(compared.second, key)
-        totals.add_row(name, f"{a / 1e6:.2f}", f"{b / 1e6:.2f}", f"{b / a:.3f}" if a else "-")
-    hidden = compared.first.hidden_fraction, compared.second.hidden_fraction
-    totals.add_row("hidden", *(f"{share:.1%}" for share in hidden), "")
+    totals = _narrow(f"A {first}, B {second}", ("",), ("A", "B", "B / A"))
+    steps = compared.first, compared.second
+    for name in ("step", "compute", "communication"):
+        a, b = (getattr(step, f"{name}_ns") for step in steps)
+        totals.add_row(f"{name} ms", f"{a / 1e6:.2f}", f"{b / 1e6:.2f}", f"{b / a:.3f}" if a else "-")
+    totals.add_row("hidden", *(f"{step.hidden_fraction:.1%}" for step in steps), "")
     console.print(totals)
     title = "operators, by what they add to the difference of a rank's step (all ms)"
     table = _narrow(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
@@ -330,3 +323,57 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
             f"{row.difference_ns / 1e6:+.2f}",
         )
     console.print(table)
+
+
+# -- presets -------------------------------------------------------------------------------------------------
+
+
+def presets_json() -> dict[str, Any]:
+    """All presets with their figures and sources."""
+    return {
+        "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
+        "models": {
+            name: {
+                **to_mapping(model_preset(name)),
+                "parameters": model_preset(name).parameters(),
+                "source": model_source(name),
+            }
+            for name in model_names()
+        },
+    }
+
+
+def show_presets(console: Console) -> None:
+    """Clusters and models in two tables whose names are never cut; sources stand below, by number."""
+    sources: dict[str, int] = {}
+
+    def number_of(source: str) -> str:
+        return f"[{sources.setdefault(source, len(sources) + 1)}]"
+
+    plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+    table = _narrow(
+        "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", ""), **plain
+    )
+    for name in cluster_names():
+        c = cluster_preset(name)
+        table.add_row(
+            name,
+            f"{c.nodes} x {c.gpus_per_node} {c.gpu.name}",
+            f"{c.gpu.peak_flops_per_s / 1e12:g}",
+            f"{c.gpu.memory_bytes / 1e9:g}",
+            f"{c.intra.bytes_per_s / 1e9:g}",
+            f"{c.inter.bytes_per_s / 1e9:g}" if c.inter else "-",
+            Text(number_of(c.source)),
+        )
+    console.print(table)
+    columns = ("parameters", "layers", "hidden", "sequence", "")
+    table = _narrow("models", ("name", "family"), columns, **plain)
+    for name in model_names():
+        m = model_preset(name)
+        sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))
+        table.add_row(name, m.family, *sizes, Text(number_of(model_source(name))))
+    console.print(table)
+    grid = Table.grid(padding=(0, 1))
+    for source, number in sources.items():
+        grid.add_row(Text(f"[{number}]"), Text(source))
+    console.print("sources; rates are of one GPU", grid)

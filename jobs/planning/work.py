@@ -6,18 +6,18 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import expanded
+from braid.actors.controller.planning import setting_of
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.fit import check_fit
 from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.plan import Plan, RunnerUp, parse_plan, read_plan
+from braid.scheduling.plan import Plan, RunnerUp, read_plan
 from braid.scheduling.planner.candidates import Search
 from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
-from braid.scheduling.planner.space import AUTO, PART_BY_PART, Space, searched_schedules, with_schedule
+from braid.scheduling.planner.space import AUTO, EVERYTHING, PART_BY_PART, searched_schedules, with_schedule
 from braid.scheduling.presets.library import load_cluster, model_names
 from braid.scheduling.profile import Profile, read_profile
 from braid.scheduling.setting import Setting
-from braid.scheduling.spec import AXES, ModelShape, Workload
+from braid.scheduling.spec import AXES, ModelShape
 from braid.scheduling.suggestions import nearest
 
 PRESET_BATCH_TOKENS = 2**22
@@ -32,13 +32,6 @@ class Request:
     model: ModelShape
     cluster: ClusterSpec
     profile: Profile | None = None
-    is_preset: bool = False
-
-    @property
-    def dtype(self) -> str:
-        """Of activations: what a run's file says; presets are planned in bf16 unless an override says so."""
-        given = "dtype" in self.config.train.model_fields_set
-        return self.config.train.dtype if given or not self.is_preset else "bf16"
 
 
 def request(
@@ -52,19 +45,18 @@ def request(
     config = _config(reference, overrides or [])
     model = config.shape(config.model.vocabulary or _vocabulary(config))
     costs = None if profile is None else read_profile(profile)
-    return Request(config, model, load_cluster(cluster, nodes), costs, reference in model_names())
+    return Request(config, model, load_cluster(cluster, nodes), costs)
 
 
 def _config(reference: str, overrides: list[str]) -> Config:
     if reference in model_names():
-        content = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
+        content: dict[str, Any] = {"name": reference, "model": {"preset": reference}, "parallel": "auto"}
+        content["train"] = {"dtype": "bf16"}
         config = expanded(parse_config(content, overrides, source=reference))
         if "global_batch" in config.train.model_fields_set:
             return config
-        sequence = config.model.shape(1).sequence
-        samples = max(1, PRESET_BATCH_TOKENS // sequence)
-        batch = f"train.global_batch={samples}"
-        return expanded(parse_config(content, [batch, *overrides], source=reference))
+        content["train"]["global_batch"] = max(1, PRESET_BATCH_TOKENS // config.model.shape(1).sequence)
+        return expanded(parse_config(content, overrides, source=reference))
     path = Path(reference)
     if not path.exists():
         near = nearest(reference, model_names())
@@ -84,92 +76,62 @@ def _vocabulary(config: Config) -> int:
 
 def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
     """Search with ``parallel: auto``, else decide for the layout that is given. ``tell``: what it is at."""
-    config = job.config
-    if not config.parallel.auto:
-        tell("orders of the schedule" if config.overlap.schedule != AUTO else "all schedules of this layout")
-        choose = _layers_chosen if config.chooses_layers else _decided_alone
-        outcome, others = choose(job, fixed_setting(job))
-        if outcome.missing_bytes:
-            missing, usable = outcome.missing_bytes / 2**30, job.cluster.usable_bytes / 2**30
+    config, overlap = job.config, job.config.overlap
+    if config.parallel.auto:
+        if job.profile is not None:
             raise ConfigError(
-                f"the layout {outcome.bench.setting.layout.describe()} needs {missing:.1f} GiB more than the "
-                f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
-                f"parallel.tp or parallel.pp, raise parallel.zero, or set train.recompute to fine or full"
+                "--profile holds the costs of one layout: set the degrees in parallel, not auto"
             )
-        tell("what the usual schedules would take")
-        bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
-        return plan_of(outcome, job.cluster, others, usual_schedules(outcome, bench_of, over))
-    if job.profile is not None:
-        raise ConfigError("--profile holds the costs of one layout: set the degrees in parallel, not auto")
-    given = config.train.model_fields_set
-    search = Search(
-        model=job.model,
-        global_batch=config.train.global_batch,
-        dtype=job.dtype,
-        reduce_dtype=config.train.reduce_dtype,
-        micro_batch=config.train.micro_batch if "micro_batch" in given else None,
-        recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
-        schedule=_searched_schedule(config),
-        fixed=config.parallel.fixed,
-        zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
-        context=config.parallel.context,
-    )
-    return plan_layout(search, job.cluster, tell=tell)
-
-
-def _searched_schedule(config: Config) -> ScheduleName | None:
-    """The schedule that a search over layouts keeps to; None: the best of them."""
-    overlap = config.overlap
-    return overlap.name if "schedule" in overlap.model_fields_set and overlap.schedule != AUTO else None
+        given = config.train.model_fields_set
+        named = "schedule" in overlap.model_fields_set and overlap.schedule != AUTO
+        search = Search(
+            model=job.model,
+            global_batch=config.train.global_batch,
+            dtype=config.train.dtype,
+            reduce_dtype=config.train.reduce_dtype,
+            micro_batch=config.train.micro_batch if "micro_batch" in given else None,
+            recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
+            schedule=overlap.name if named else None,
+            fixed=config.parallel.fixed,
+            zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
+            context=config.parallel.context,
+        )
+        return plan_layout(search, job.cluster, tell=tell)
+    tell("orders of the schedule" if overlap.schedule != AUTO else "all schedules of this layout")
+    setting = setting_of(job.config, job.model)
+    outcome, others = _with_layers(job, setting) if config.chooses_layers else (_decided(job, setting), ())
+    if outcome.missing_bytes:
+        missing, usable = outcome.missing_bytes / 2**30, job.cluster.usable_bytes / 2**30
+        raise ConfigError(
+            f"the layout {outcome.setting.layout.describe()} needs {missing:.1f} GiB more than the "
+            f"{usable:.1f} GiB that a GPU of {job.cluster.name} can use; set parallel to auto, raise "
+            f"parallel.tp or parallel.pp, raise parallel.zero, or set train.recompute to fine or full"
+        )
+    tell("what the usual schedules would take")
+    bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
+    return plan_of(outcome, job.cluster, others, usual_schedules(outcome, bench_of, over))
 
 
 def _decided(job: Request, setting: Setting) -> Outcome:
     """A layout under the configuration's schedule, or, with ``auto``, under the best one."""
+    space = PART_BY_PART if job.profile is None else EVERYTHING  # with measured costs: as `braid train`
+    bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
     auto = job.config.overlap.schedule == AUTO
-    space = PART_BY_PART if job.profile is None else Space()  # with measured costs: as `braid train`
-    settings = searched_schedules(setting) if auto else [setting]
-    return decide(settings, modelled(job.cluster, job.profile), within(job.cluster.usable_bytes), space)[0]
+    return decide(searched_schedules(setting) if auto else [setting], bench_of, over, space)[0]
 
 
-def _decided_alone(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
-    return _decided(job, setting), ()
-
-
-def _layers_chosen(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
+def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
     """With a degree and a policy for every layer, and what all of one kind would take."""
     from braid.jobs.layers import layer_search, schedules_of
     from braid.scheduling.planner.layer_choices import choose_layers
 
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
-    search = layer_search(job.config, usable)
-    found = choose_layers(setting, search, bench_of, within(usable), schedules_of(job.config))
-    best, auto = found[0], job.config.overlap.schedule == AUTO
+    search, over = layer_search(job.config, usable), within(usable)
+    best, *others = choose_layers(setting, search, bench_of, over, schedules_of(job.config))
+    auto = job.config.overlap.schedule == AUTO
     opened = with_schedule(best.setting, best.setting.name if auto else job.config.overlap.name)
-    taken = decide([opened], bench_of, within(usable), PART_BY_PART)
-    return taken[0], tuple(runner_up(one, best) for one in found[1:6])
-
-
-def fixed_setting(job: Request) -> Setting:
-    """The setting of a configuration whose degrees are given; `ConfigError` names what does not fit."""
-    config = job.config
-    layout = config.layout()
-    workload = Workload(global_batch=config.train.global_batch, micro_batch=config.train.micro_batch)
-    try:
-        check_fit(job.model, layout, workload)
-        return Setting(
-            model=job.model,
-            layout=layout,
-            workload=workload,
-            schedule=config.overlap.name.schedule,
-            pipeline=config.overlap.name.pipeline,
-            hop=config.overlap.name.hop,
-            dtype=job.dtype,
-            reduce_dtype=config.train.reduce_dtype,
-            recompute=config.recompute,
-            context=config.parallel.context,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    taken = decide([opened], bench_of, over, PART_BY_PART)[0]
+    return taken, tuple(runner_up(outcome, best) for outcome in others[:5])
 
 
 _LISTS = ("tensor_degrees", "recompute")
@@ -225,11 +187,6 @@ def is_plan(reference: str) -> bool:
     return any(line.startswith("braid_plan:") for line in head.splitlines())
 
 
-def load_plan(reference: str) -> Plan:
-    """A plan file."""
-    return parse_plan(Path(reference).read_text(encoding="utf-8"), reference)
-
-
 def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpec:
     """The cluster that is named, or the plan's own with as many nodes as its layout fills."""
     if cluster is not None:
@@ -258,7 +215,7 @@ def simulate_request(job: Request, schedule: str | None) -> Outcome:
     """The configuration's layout under its schedule, or another one; with ``auto``, of the best plan."""
     if job.config.parallel.auto:
         return simulate_plan(make_plan(job), job.cluster, schedule)
-    setting = fixed_setting(job)
+    setting = setting_of(job.config, job.model)
     if schedule is not None:
         return evaluate(with_schedule(setting, known_schedule(schedule)), job.cluster, job.profile)
     return _decided(job, setting)

@@ -3,25 +3,28 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 
-from braid.scheduling.analytic import analytic_profile, axis_groups, axis_streams
+from braid.scheduling.analytic import axis_groups
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.fit import check_fit
-from braid.scheduling.layers import built_in_parts
 from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.memory import DTYPE_BYTES, sent_width, state_bytes
 from braid.scheduling.operators import Graph, Kind, Parameters, Part
+from braid.scheduling.planner.decide import modelled
 from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
 from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
 from braid.scheduling.units import chunk_parameters
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
+
+MOST_STAGES = 64
 
 OURS = ScheduleName("braid")
 """The schedule that layouts are compared with where none is given."""
@@ -56,82 +59,83 @@ class Candidate:
 
 def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
     """All settings that divide model and batch, with estimates."""
+    priced: dict[tuple[int, int, int, int, str], _LayerPrice] = {}
+    for setting in _settings(search, cluster):
+        layout = setting.layout
+        key = (layout.tp, layout.cp, layout.ep, setting.workload.micro_batch, setting.recompute)
+        if key not in priced:
+            priced[key] = _price(setting, cluster)
+        balanced = _balanced(setting, priced[key])
+        for zero, shards in _shardings(search.zero, cluster, layout):
+            sharded = replace(setting, layout=replace(balanced, zero=zero, shards=shards))
+            candidate = _estimate(sharded, cluster, priced[key])
+            yield candidate
+            if candidate.bytes <= cluster.usable_bytes:
+                break  # what cuts more travels more
+
+
+def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
+    """Every division of the GPUs that the model and the batch allow, with every micro-batch and policy."""
+    named, model = search.schedule or OURS, search.model
+    batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
     recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
-    priced: dict[tuple[int, int, int, int, str], _Layer] = {}
-    for division, micro_batch in _layouts(search, cluster):
-        for recompute in recomputes:
-            layout = division
-            key = (layout.tp, layout.cp, layout.ep, micro_batch, recompute)
-            if key not in priced:
-                priced[key] = _price(search, cluster, layout, micro_batch, recompute)
-            layer = priced[key]
-            layout = _balanced(search.model, layout, layer)
-            for zero, shards in _shardings(search, cluster, layout):
-                sharded = replace(layout, zero=zero, shards=shards)
-                candidate = _estimate(search, cluster, sharded, micro_batch, recompute, layer)
-                yield candidate
-                if candidate.bytes <= cluster.usable_bytes:
-                    break  # what cuts more travels more
+    degrees = product(
+        _powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
+        _powers(max(1, model.sequence // 4096)),
+        range(1, min(cluster.gpus, model.layers, MOST_STAGES) + 1),
+        _powers(min(cluster.gpus, max(1, model.experts))),
+    )
+    for tp, cp, pp, ep in degrees:
+        if cluster.gpus % (tp * cp * pp * ep):
+            continue
+        dp = cluster.gpus // (tp * cp * pp)
+        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, placement=named.placement_on(pp))
+        if any(layout.degree(axis) != degree for axis, degree in search.fixed.items()):
+            continue
+        for micro_batch in batches:
+            workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
+            try:
+                check_fit(model, layout, workload)
+            except ValueError:
+                continue
+            if workload.micro_batches(layout) < pp:
+                continue
+            for recompute in recomputes:
+                yield Setting(
+                    model=model,
+                    layout=layout,
+                    workload=workload,
+                    **named._asdict(),
+                    dtype=search.dtype,
+                    reduce_dtype=search.reduce_dtype,
+                    recompute=recompute,
+                    context=search.context,
+                )
 
 
-def _shardings(search: Search, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
-    """ZeRO stages, and over how many ranks, to try, what travels least first.
+def _shardings(zero: int | None, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
+    """ZeRO stages, and over how many ranks, to try, what travels least first. ``zero``: the given stage.
 
     Cutting optimizer states costs nothing. What is gathered and summed again and again stays inside a node
     where its ranks have room for it (hybrid sharding).
     """
     if layout.dp * layout.cp == 1:
         return [(0, 0)]
-    stages = (1, 2, 3) if search.zero is None else (search.zero,)
+    stages = (1, 2, 3) if zero is None else (zero,)
     inside = cluster.gpus_per_node // (layout.tp * layout.cp)
     hybrid = [inside] if 1 < inside < layout.dp and layout.dp % inside == 0 and layout.ep == 1 else []
     return [
-        *((zero, 0) for zero in stages if zero < 2),
-        *((zero, shards) for shards in (*hybrid, 0) for zero in stages if zero > 1),
+        *((stage, 0) for stage in stages if stage < 2),
+        *((stage, shards) for shards in (*hybrid, 0) for stage in stages if stage > 1),
     ]
 
 
-def _layouts(search: Search, cluster: ClusterSpec) -> Iterator[tuple[ParallelLayout, int]]:
-    """Every division of the GPUs that the model and the batch allow, with every micro-batch."""
-    schedule = search.schedule or OURS
-    batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
-    for division in _divisions(search, cluster):
-        if any(division.degree(axis) != degree for axis, degree in search.fixed.items()):
-            continue
-        layout = replace(division, placement=schedule.placement_on(division.pp))
-        for micro_batch in batches:
-            workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
-            try:
-                check_fit(search.model, layout, workload)
-            except ValueError:
-                continue
-            if workload.micro_batches(layout) >= layout.pp:
-                yield layout, micro_batch
-
-
-def _divisions(search: Search, cluster: ClusterSpec) -> Iterator[ParallelLayout]:
-    model = search.model
-    for tp in _powers(min(2 * cluster.gpus_per_node, cluster.gpus)):
-        for cp in _powers(max(1, model.sequence // 4096)):
-            for pp in _divisors_up_to(cluster.gpus, model.layers):
-                if cluster.gpus % (tp * cp * pp):
-                    continue
-                dp = cluster.gpus // (tp * cp * pp)
-                for ep in _powers(min(dp, max(1, model.experts))):
-                    if dp % ep == 0:
-                        yield ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-
-
 def _powers(limit: int) -> list[int]:
-    return [2**n for n in range(int(math.log2(limit)) + 1)]
-
-
-def _divisors_up_to(number: int, limit: int) -> list[int]:
-    return [n for n in range(1, min(number, limit, 64) + 1) if number % n == 0]
+    return [2**n for n in range(limit.bit_length())]
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerPrice:
     """What a layer, the mean of all, and the ends of the model cost on a rank for one micro-batch."""
 
     parts: Mapping[str, Part]
@@ -144,22 +148,23 @@ class _Layer:
     working_bytes: int
 
 
-def _price(
-    search: Search, cluster: ClusterSpec, layout: ParallelLayout, micro_batch: int, recompute: str
-) -> _Layer:
+def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
     """Serial times, and an estimate of the paired time between its bounds."""
-    streams = axis_streams(layout, cluster.gpus_per_node)
-    sizes = part_sizes(search.model, layout, micro_batch, streams, search.context, recompute)
-    parts = built_in_parts(sizes)
-    width = DTYPE_BYTES[search.dtype]
-    profile = analytic_profile(cluster, layout, parts, width)
-    kinds, ends = search.model.kinds, (parts["embedding"], parts["head"])
+    bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
+    parts, profile = bench.members, bench.profile
+    kinds, head = setting.model.kinds, parts["head"]
+    ends = parts["embedding"], head
     shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]
 
     def ns(graph: Graph) -> float:
         return sum(profile.solo(op.key) for op in graph.operators)
 
-    return _Layer(
+    # Bytes that an operator of the head's forward pass reads and writes.
+    touched = (
+        sum(head.values[name].bytes(width) for name in {*op.reads, *op.writes})
+        for op in head.forward.operators
+    )
+    return _LayerPrice(
         parts=parts,
         forward_ns=sum(share * ns(part.forward) for part, share in shares),
         backward_ns=sum(share * ns(part.backward) for part, share in shares),
@@ -167,7 +172,7 @@ def _price(
         ends_ns=sum(ns(part.forward) + ns(part.backward) for part in ends),
         saved_bytes=round(sum(share * part.saved_bytes(width) for part, share in shares)),
         ends_saved_bytes=sum(part.saved_bytes(width) for part in ends),
-        working_bytes=_widest(parts["head"], width) + 2 * parts["head"].values["x"].bytes(width),
+        working_bytes=max(touched) + 2 * head.values["x"].bytes(width),
     )
 
 
@@ -180,86 +185,48 @@ def _paired_ns(layer: Part, profile: Profile) -> float:
     return busiest + 0.3 * (sum(loads.values()) - busiest)
 
 
-def _widest(part: Part, width: int) -> int:
-    """Most bytes that an operator of a forward pass reads and writes."""
-    names = ({*op.reads, *op.writes} for op in part.forward.operators)
-    return max(sum(part.values[name].bytes(width) for name in touched) for touched in names)
-
-
-def _balanced(model: ModelShape, layout: ParallelLayout, layer: _Layer) -> ParallelLayout:
+def _balanced(setting: Setting, layer: _LayerPrice) -> ParallelLayout:
     """The layout with the head counted as the layers that it costs as much as."""
     counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
-    while counts:
-        balanced = replace(layout, head_layers=counts)
-        try:
-            balanced.layers_of(0, model.layers)
-        except ValueError:
-            counts -= 1
-            continue
-        return balanced
-    return layout
+    for head_layers in range(counts, 0, -1):
+        balanced = replace(setting.layout, head_layers=head_layers)
+        with suppress(ValueError):
+            balanced.layers_of(0, setting.model.layers)
+            return balanced
+    return setting.layout
 
 
-def _estimate(
-    search: Search,
-    cluster: ClusterSpec,
-    layout: ParallelLayout,
-    micro_batch: int,
-    recompute: str,
-    layer: _Layer,
-) -> Candidate:
-    schedule, pipeline, hop = search.schedule or OURS
-    setting = Setting(
-        model=search.model,
-        layout=layout,
-        workload=Workload(global_batch=search.global_batch, micro_batch=micro_batch),
-        schedule=schedule,
-        pipeline=pipeline,
-        hop=hop,
-        dtype=search.dtype,
-        reduce_dtype=search.reduce_dtype,
-        recompute=recompute,
-        context=search.context,
-    )
-    m, p = setting.micro_batches, layout.pp
-    layers = math.ceil(search.model.layers / p)
+def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Candidate:
+    m, p, layout = setting.micro_batches, setting.layout.pp, setting.layout
+    layers = math.ceil(setting.model.layers / p)
     serial = layer.forward_ns + layer.backward_ns
     pairs = setting.pairs is not None
     steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
     # The ends of the model make their stages longer: all others wait for them.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
-    kinds, chunks = search.model.kinds, layout.chunks_of(0)
+    kinds, chunks = setting.model.kinds, layout.chunks_of(0)
     held = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
-    parameters = held.total
-    width = DTYPE_BYTES[search.dtype]
-    sent = sent_width(search.dtype, search.reduce_dtype)
-    step += _sharing_ns(cluster, layout, held, width, sent, m, step)
-    states = sum(state_bytes(parameters, width, layout.share_ranks, layout.zero))
+    step += _sharing_ns(setting, cluster, held, step)
+    width = DTYPE_BYTES[setting.dtype]
+    states = sum(state_bytes(held.total, width, layout.share_ranks, layout.zero))
     if layout.zero > 1:  # buckets that are whole for a while, of two layers
-        rounded = sent if search.reduce_dtype else 0
-        states += parameters // layers * 2 * (4 + rounded + width * (layout.zero > 2))
+        rounded = sent_width(setting.dtype, setting.reduce_dtype) if setting.reduce_dtype else 0
+        states += held.total // layers * 2 * (4 + rounded + width * (layout.zero > 2))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
     if pairs:
         alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
     return Candidate(setting, step, states + alive + layer.working_bytes)
 
 
-def _sharing_ns(
-    cluster: ClusterSpec,
-    layout: ParallelLayout,
-    held: Parameters,
-    width: int,
-    sent: int,
-    micro_batches: int,
-    compute_ns: float,
-) -> float:
+def _sharing_ns(setting: Setting, cluster: ClusterSpec, held: Parameters, compute_ns: float) -> float:
     """What sums of gradients and gathers of parameters add to a step that computes for so long.
 
-    ``width``: bytes of a parameter; ``sent``: of a gradient that is summed.
-
-    ZeRO 2 and 3 repeat them for every micro-batch; a quarter of what compute can hide stays exposed.
+    ``held``: of a rank. ZeRO 2 and 3 repeat them for every micro-batch; a quarter of what compute can hide
+    stays exposed.
     """
+    layout, micro_batches = setting.layout, setting.micro_batches
     groups = axis_groups(layout, cluster.gpus_per_node)
+    sent = sent_width(setting.dtype, setting.reduce_dtype)
 
     def along(kind: Kind, element_bytes: int) -> float:
         dense = collective_ns(cluster, kind, held.dense * element_bytes, groups["dp"])
@@ -268,7 +235,8 @@ def _sharing_ns(
     if layout.zero < 2:
         return 0.75 * along(Kind.ALL_REDUCE, sent)
     gathers = 2 * micro_batches if layout.zero > 2 else 1
-    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent) + gathers * along(Kind.ALL_GATHER, width)
+    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent)
+    travel += gathers * along(Kind.ALL_GATHER, DTYPE_BYTES[setting.dtype])
     share = held.total * sent // layout.share_ranks
     travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
     return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -6,12 +6,11 @@ stages each combination takes the first that fits, from 1 on.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.memory import least_bytes
 from braid.scheduling.plan import Plan, RunnerUp, score_of
 from braid.scheduling.planner.candidates import OURS, Candidate, Search, candidates
@@ -61,116 +60,104 @@ def plan_layout(
     tell("which layouts fit")
     found = list(candidates(search, cluster))
     if not found:
-        raise ValueError(_nothing_divides(search, cluster))
-    fitting = [c for c in found if c.bytes <= cluster.usable_bytes]
-    if not fitting:
-        raise DoesNotFitError(_missing_memory(search, cluster, found))
-    fitting.sort(key=lambda candidate: candidate.step_ns)
-    outcomes, refused = _simulate(fitting, simulated, cluster, tell)
+        model = search.model
+        raise ValueError(
+            f"no layout of {cluster.gpus} GPUs divides model.layers={model.layers}, model.kv_heads="
+            f"{model.kv_heads} and train.global_batch={search.global_batch}; change train.global_batch to a "
+            f"multiple of {cluster.gpus}, or the number of GPUs"
+        )
+    fitting = sorted(
+        (candidate for candidate in found if candidate.bytes <= cluster.usable_bytes),
+        key=lambda candidate: candidate.step_ns,
+    )
+    bench_of, over = modelled(cluster), within(cluster.usable_bytes)
+    outcomes, refused = _simulate(fitting, simulated, bench_of, over, tell)
     if not outcomes:
         raise DoesNotFitError(_missing_memory(search, cluster, found))
-    outcomes.sort(key=_step)
-    tell(f"all pipelines of the best layout, {outcomes[0].setting.layout.describe()}")
-    outcomes[0] = _refined(outcomes[0], search.schedule or OURS, cluster)
-    tell("what the usual schedules would take")
-    usual = usual_schedules(outcomes[0], modelled(cluster), within(cluster.usable_bytes))
-    if search.schedule is None:
-        outcomes += [one for one in usual if one is not outcomes[0]]
-        outcomes.sort(key=_step)
+    outcomes.sort(key=rank)
     best = outcomes[0]
-    _validate(best, cluster)
-    others = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
-    return plan_of(best, cluster, tuple(others + refused), usual)
-
-
-def _validate(best: Outcome, cluster: ClusterSpec) -> None:
-    """What is taken, and its memory instruction by instruction."""
+    tell(f"all pipelines of the best layout, {best.setting.layout.describe()}")
+    # Here every part is a unit: searching the orders of units takes seconds each.
+    opened = variants(with_schedule(best.setting, search.schedule or OURS), PART_BY_PART)
+    others = [setting for setting in opened if setting != best.setting]
+    if others := [setting for setting in others if _may_fit(setting, bench_of, cluster.usable_bytes)]:
+        best = min(best, best_of(others, bench_of, over), key=rank)
+    outcomes[0] = best = with_cuts(best, bench_of, over)
+    tell("what the usual schedules would take")
+    usual = usual_schedules(best, bench_of, over)
+    if search.schedule is None:
+        outcomes += [outcome for outcome in usual if outcome is not best]
+        outcomes.sort(key=rank)
+    best = outcomes[0]
     setting = best.setting
     check(best.code)
+    # Instruction by instruction.
     check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
+    others_told = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
+    return plan_of(best, cluster, (*others_told, *refused), usual)
 
 
 def plan_of(
     best: Outcome,
     cluster: ClusterSpec,
-    runners_up: tuple[RunnerUp, ...] = (),
+    runners_up: Sequence[RunnerUp] = (),
     usual: Sequence[Outcome] = (),
 ) -> Plan:
     """An outcome as a plan."""
     return Plan(
         cluster=cluster.name,
         profile=best.bench.profile.source,
-        setting=best.bench.setting,
+        setting=best.setting,
         choices=best.choices,
         score=score_of(best.numbers),
         pairing=best.note,
-        runners_up=runners_up,
-        usual=tuple(runner_up(one, best) for one in usual),
+        runners_up=tuple(runners_up),
+        usual=tuple(runner_up(outcome, best) for outcome in usual),
     )
 
 
-def _step(outcome: Outcome) -> float:
-    return outcome.step_ns
-
-
 def _simulate(
-    ranked: Sequence[Candidate], simulated: int, cluster: ClusterSpec, tell: Tell
+    ranked: Sequence[Candidate], simulated: int, bench_of: BenchOf, over: Over, tell: Tell
 ) -> tuple[list[Outcome], list[RunnerUp]]:
-    """Outcomes of those that also fit when memory is counted instruction by instruction."""
+    """Outcomes of those that also fit when memory is counted instruction by instruction.
+
+    The most promising come first, but no more than three of the same degrees: the estimate is not trusted.
+    """
     outcomes: list[Outcome] = []
     refused: list[RunnerUp] = []
     fitting: set[Setting] = set()
-    for candidate in islice(_varied(ranked), 3 * simulated):
-        best = min(map(_step, outcomes), default=math.inf)
-        if len(outcomes) == simulated or candidate.step_ns * LEAST > best:
-            break  # nor are those quicker that follow
+    tried: Counter[ParallelLayout] = Counter()
+    for candidate in ranked:
         setting = candidate.setting
+        if tried[setting.layout] == 3:
+            continue
+        tried[setting.layout] += 1
+        best = min((outcome.step_ns for outcome in outcomes), default=math.inf)
+        # What follows is no quicker either.
+        no_hope = len(outcomes) == simulated or candidate.step_ns * LEAST > best
+        if no_hope or tried.total() > 3 * simulated:
+            break
         quickest = f", the quickest takes {best / 1e9:.3f} s" if outcomes else ""
         tell(f"layouts: {len(outcomes)} of {simulated} simulated{quickest}")
         less = COMPUTE_LESS.get(setting.recompute, ())
-        if not fitting.isdisjoint(replace(setting, recompute=one) for one in less):
+        if not fitting.isdisjoint(replace(setting, recompute=policy) for policy in less):
             continue
-        outcome = _best(variants(setting, COARSE), cluster)
+        outcome = best_of(variants(setting, COARSE), bench_of, over)
         if not outcome.missing_bytes:
             outcomes.append(outcome)
             fitting.add(setting)
         elif len(refused) < REFUSED:
-            refused.append(_refused(candidate, outcome))
+            reason = f"needs {outcome.missing_bytes / 2**30:.1f} GiB more than a GPU has; step estimated"
+            refused.append(_described(outcome, candidate.step_ns, reason))
     return outcomes, refused
 
 
-def _refined(best: Outcome, schedule: ScheduleName, cluster: ClusterSpec) -> Outcome:
-    """The same layout with every pipeline of its schedule; every part is a unit (see `Space`)."""
-    opened = with_schedule(best.setting, schedule)
-    others = [one for one in variants(opened, PART_BY_PART) if one != best.setting]
-    if others := list(_fitting(others, modelled(cluster), cluster.usable_bytes)):
-        best = min(best, _best(others, cluster), key=rank)
-    return with_cuts(best, modelled(cluster), within(cluster.usable_bytes))
-
-
-def _best(settings: Iterable[Setting], cluster: ClusterSpec) -> Outcome:
-    return best_of(settings, modelled(cluster), within(cluster.usable_bytes))
-
-
-def _fitting(settings: Iterable[Setting], bench_of: BenchOf, usable_bytes: float) -> Iterator[Setting]:
-    """Those that may fit, by what they hold at least."""
-    for setting in settings:
-        layout, parts = setting.layout, bench_of(setting).members
-        members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
-        order = setting.order.order(layout, setting.micro_batches, setting.hop)
-        if least_bytes(order, members, layout, setting.dtype) <= usable_bytes:
-            yield setting
-
-
-def _varied(ranked: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The most promising first, but no more than three of the same degrees, so that the estimate is not
-    trusted."""
-    count: dict[ParallelLayout, int] = {}
-    for candidate in ranked:
-        layout = candidate.setting.layout
-        if count.get(layout, 0) < 3:
-            count[layout] = count.get(layout, 0) + 1
-            yield candidate
+def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
+    """By what it holds at least."""
+    layout, parts = setting.layout, bench_of(setting).members
+    members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
+    order = setting.order.order(layout, setting.micro_batches, setting.hop)
+    return least_bytes(order, members, layout, setting.dtype) <= usable_bytes
 
 
 def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:
@@ -188,7 +175,7 @@ def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcom
             continue  # a schedule that wants another number of micro-batches or layers
         if not outcome.missing_bytes:
             found.append(outcome)
-    return sorted(found, key=_step)
+    return sorted(found, key=rank)
 
 
 def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
@@ -201,16 +188,10 @@ def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
         reasons.append(f"{more:.2f} s more exposed communication")
     if theirs.bubble_seconds > ours.bubble_seconds * 1.02:
         reasons.append(f"{theirs.bubble_seconds - ours.bubble_seconds:.2f} s more bubble")
-    if outcome.bench.setting.recompute != best.bench.setting.recompute:
-        reasons.append(f"recomputes {outcome.bench.setting.recompute}")
+    if outcome.setting.recompute != best.setting.recompute:
+        reasons.append(f"recomputes {outcome.setting.recompute}")
     why = f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else "")
     return _described(outcome, outcome.step_ns, why)
-
-
-def _refused(candidate: Candidate, outcome: Outcome) -> RunnerUp:
-    """What a plan says of a setting that does not fit, which is not simulated."""
-    over = outcome.missing_bytes / 2**30
-    return _described(outcome, candidate.step_ns, f"needs {over:.1f} GiB more than a GPU has; step estimated")
 
 
 def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
@@ -221,24 +202,13 @@ def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
         micro_batch=setting.workload.micro_batch,
         recompute=setting.recompute,
         step_seconds=step_ns / 1e9,
-        peak_bytes=max(held.total_bytes for held in outcome.simulation.memory),
+        peak_bytes=outcome.held_bytes(),
         reason=reason,
     )
 
 
-# -- messages ------------------------------------------------------------------------------------------------
-
-
-def _nothing_divides(search: Search, cluster: ClusterSpec) -> str:
-    model = search.model
-    return (
-        f"no layout of {cluster.gpus} GPUs divides model.layers={model.layers}, model.kv_heads="
-        f"{model.kv_heads} and train.global_batch={search.global_batch}; change train.global_batch to a "
-        f"multiple of {cluster.gpus}, or the number of GPUs"
-    )
-
-
 def _missing_memory(search: Search, cluster: ClusterSpec, found: Sequence[Candidate]) -> str:
+    """The leanest layout, and the first doubling of the nodes that would do, if one within 64 times does."""
     leanest = min(found, key=lambda candidate: candidate.bytes)
     setting = leanest.setting
     over = leanest.bytes - cluster.usable_bytes
@@ -248,18 +218,9 @@ def _missing_memory(search: Search, cluster: ClusterSpec, found: Sequence[Candid
         f"needs {leanest.bytes / 2**30:.1f} GiB a GPU, {over / 2**30:.1f} GiB more than the "
         f"{cluster.usable_bytes / 2**30:.1f} GiB that it can use"
     )
-    nodes = _enough_nodes(search, cluster)
-    if nodes is not None:
-        return f"{text}; {nodes} nodes ({nodes * cluster.gpus_per_node} GPUs) would do, or a shorter sequence"
-    return f"{text}; use fewer layers, a shorter model.sequence or GPUs with more memory"
-
-
-def _enough_nodes(search: Search, cluster: ClusterSpec) -> int | None:
-    """The first doubling of the nodes that fits, if one within 64 times does."""
-    if cluster.inter is None:
-        return None
-    for doubling in range(1, 7):
+    for doubling in range(1, 7) if cluster.inter is not None else ():
         larger = replace(cluster, nodes=cluster.nodes * 2**doubling)
-        if any(c.bytes <= larger.usable_bytes for c in candidates(search, larger)):
-            return larger.nodes
-    return None
+        if any(candidate.bytes <= larger.usable_bytes for candidate in candidates(search, larger)):
+            nodes = f"{larger.nodes} nodes ({larger.nodes * cluster.gpus_per_node} GPUs)"
+            return f"{text}; {nodes} would do, or a shorter sequence"
+    return f"{text}; use fewer layers, a shorter model.sequence or GPUs with more memory"

@@ -7,6 +7,8 @@ and schedules, with modelled or measured costs.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from typing import TypeVar
 
 from braid.scheduling.analytic import analytic_profile, axis_streams
 from braid.scheduling.cluster import ClusterSpec
@@ -26,8 +28,7 @@ from braid.scheduling.planner.tiers import cuts
 from braid.scheduling.profile import Profile, UnknownCostError, with_piece_costs
 from braid.scheduling.schedule import Schedule, passes_in
 from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Numbers, Simulation, simulate
-from braid.scheduling.sizes import part_sizes
+from braid.scheduling.simulate import Numbers, Simulation
 from braid.scheduling.uneven import of_fullest_rank
 from braid.scheduling.validate import check, linked
 
@@ -39,6 +40,9 @@ EQUAL = 0.005
 
 Less than `ALIKE`, as such a pair shares most of its errors, and what fits in memory costs nothing.
 """
+
+S = TypeVar("S")
+R = TypeVar("R")
 
 Over = Callable[[Simulation], float]
 """Bytes by which a simulated step exceeds what is allowed; 0 within."""
@@ -58,13 +62,17 @@ class Outcome:
 
     @property
     def step_ns(self) -> float:
-        """The simulated step."""
+        """The simulated step. `ValueError` for a cost that the profile does not have."""
         return self.simulation.step_ns
 
     @property
     def setting(self) -> Setting:
         """With everything decided."""
         return self.bench.setting
+
+    def held_bytes(self) -> int:
+        """Memory of the rank that holds most."""
+        return max(held.total_bytes for held in self.simulation.memory)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -88,16 +96,7 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
                 f"{cluster.name} has {cluster.nodes} x {cluster.gpus_per_node} = {cluster.gpus}; "
                 f"change parallel, or the number of nodes"
             )
-        streams = axis_streams(setting.layout, cluster.gpus_per_node)
-        sizes = part_sizes(
-            setting.model,
-            setting.layout,
-            setting.workload.micro_batch,
-            streams,
-            setting.context,
-            setting.recompute,
-        )
-        parts = built_in_parts(sizes)
+        parts = built_in_parts(setting.sizes(axis_streams(setting.layout, cluster.gpus_per_node)))
         members = with_partitions(parts, setting.partitions, setting.layout)
         if profile is not None:
             costs = with_piece_costs(profile, members.values(), DTYPE_BYTES[setting.dtype])
@@ -119,6 +118,25 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
     return bench_of
 
 
+def attempts(tried: Iterable[S], attempt: Callable[[S], R]) -> list[R]:
+    """What can be made of what is tried; where all is refused (`ValueError`), the last refusal.
+
+    A cost that the profile does not have (`UnknownCostError`) is no refusal.
+    """
+    found: list[R] = []
+    refused = ValueError("no schedule suits this layout and number of micro-batches")
+    for one in tried:
+        try:
+            found.append(attempt(one))
+        except UnknownCostError:
+            raise
+        except ValueError as error:
+            refused = error
+    if not found:
+        raise refused
+    return found
+
+
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = EVERYTHING
 ) -> list[Outcome]:
@@ -127,20 +145,15 @@ def decide(
     Of several schedules that are alike (`ALIKE`), the one that needs least memory comes first. `ValueError`
     for a cost that the profile does not have, or where no setting can be lowered.
     """
-    found: list[Outcome] = []
-    refused: ValueError | None = None
-    for setting in settings:
-        try:
-            found.append(best_of(variants(setting, space), bench_of, over, cut=space.every_pipeline))
-        except UnknownCostError:
-            raise
-        except ValueError as error:
-            refused = error
-    if not found:
-        raise refused or ValueError("no schedule suits this layout and number of micro-batches")
+
+    def decided(setting: Setting) -> Outcome:
+        best = best_of(variants(setting, space), bench_of, over)
+        return with_cuts(best, bench_of, over) if space.every_pipeline else best
+
+    found = attempts(settings, decided)
     taken = _leanest(found, ALIKE)
     check(taken.code)
-    return [taken, *(one for one in sorted(found, key=rank) if one is not taken)]
+    return [taken, *(outcome for outcome in sorted(found, key=rank) if outcome is not taken)]
 
 
 def _leanest(found: Sequence[Outcome], alike: float) -> Outcome:
@@ -148,54 +161,44 @@ def _leanest(found: Sequence[Outcome], alike: float) -> Outcome:
 
     Where nothing fits, what misses least.
     """
-    least = min(one.missing_bytes for one in found)
-    fitting = [one for one in found if one.missing_bytes == least]
+    least = min(outcome.missing_bytes for outcome in found)
+    fitting = [outcome for outcome in found if outcome.missing_bytes == least]
     if len(fitting) == 1:
         return fitting[0]  # not simulated: memory costs a tenth of what times do
-    quickest = min(one.step_ns for one in fitting)
-    near = [one for one in fitting if one.step_ns <= quickest * (1 + alike)]
-    return min(near, key=lambda one: max(held.total_bytes for held in one.simulation.memory))
+    quickest = min(outcome.step_ns for outcome in fitting)
+    return min((one for one in fitting if one.step_ns <= quickest * (1 + alike)), key=Outcome.held_bytes)
 
 
-def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over, *, cut: bool = False) -> Outcome:
+def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outcome:
     """The best outcome of settings that leave nothing but orders open; not checked yet.
 
-    ``cut``: the best of them also with collectives cut, where its schedule has that. `ValueError` as for
-    `decide`.
+    `ValueError` as for `decide`.
     """
-    found: list[Outcome] = []
-    refused: ValueError | None = None
     full: set[Setting] = set()
-    for setting in settings:
+
+    def decided(setting: Setting) -> list[Outcome]:
         pipeline = replace(setting, hop=0)
         if pipeline in full:
-            continue  # a message that takes longer leaves more to be held, and less did not fit
-        try:
-            tried = outcomes(bench_of(setting), over)
-            if all(one.missing_bytes for one in tried):
-                full.add(pipeline)
-            found += tried
-        except UnknownCostError:
-            raise
-        except ValueError as error:
-            refused = error
-    if not found:
-        raise refused or ValueError("there is nothing to choose from")
-    best = _leanest(found, EQUAL)
-    return with_cuts(best, bench_of, over) if cut else best
+            return []  # a message that takes longer leaves more to be held, and less did not fit
+        found = outcomes(bench_of(setting), over)
+        if all(outcome.missing_bytes for outcome in found):
+            full.add(pipeline)
+        return found
+
+    return _leanest(list(chain.from_iterable(attempts(settings, decided))), EQUAL)
 
 
 def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
     """An outcome, or the same setting with collectives cut where that is told to be shorter (`ALIKE`).
 
-    Those of layers are left whole where two passes together take hardly longer than their compute.
+    Collectives of layers are left whole where two passes together take hardly longer than their compute.
     """
     setting = best.setting
     if not setting.kind.partitions or setting.partitions:
         return best
     ways = cuts(best.bench, bench_of, layers=not _full_of_compute(best))
     benches = (_bounded(bench_of(replace(setting, partitions=way)), bench_of) for way in ways)
-    found = [one for bench in benches for one in outcomes(bench, over) if _is_shorter(one, best)]
+    found = [cut for bench in benches for cut in outcomes(bench, over) if _is_shorter(cut, best)]
     return min(found, key=rank, default=best)
 
 
@@ -252,8 +255,8 @@ def _full_of_compute(outcome: Outcome) -> bool:
 
 
 def outcomes(bench: Bench, over: Over) -> list[Outcome]:
-    """Of all decisions about orders; each is simulated when its step is asked for."""
-    return [_linked(bench, choices, note, over) for choices, note in decisions(bench)]
+    """Of all decisions about orders."""
+    return [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:
@@ -262,26 +265,25 @@ def rank(outcome: Outcome) -> tuple[float, float]:
 
 
 def outcome_of(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
-    """Lower, link and simulate decisions. What is taken is checked later (`validate.check`)."""
-    outcome = _linked(bench, choices, note, over)
-    _ = outcome.simulation.ranks
-    return outcome
+    """Lower and link decisions; they are simulated when the step is asked for.
 
-
-def _linked(bench: Bench, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
+    What is taken is checked later (`validate.check`).
+    """
     own = bench.setting
-    schedule = training_schedule(own, bench.parts, choices)
-    code = link(schedule, own.layout, own.kinds, bench.parts)
-    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
-    return Outcome(bench, choices, note, code, simulation, over(simulation))
+    code = link(training_schedule(own, bench.parts, choices), own.layout, own.kinds, bench.parts)
+    return _outcome(bench, choices, note, code, over)
 
 
 def outcome_of_schedule(schedule: Schedule, bench: Bench, over: Over) -> Outcome:
-    """Simulate a schedule that was not made here; `ScheduleError` if it must not run."""
+    """Of a schedule that was not made here; `ScheduleError` if it must not run."""
     own = bench.setting
-    code = linked(schedule, own.layout, own.kinds, bench.parts)
-    simulation = simulate(code, own.model, bench.profile, dtype=own.dtype, reduce_dtype=own.reduce_dtype)
-    return Outcome(bench, Choices(), None, code, simulation, over(simulation))
+    return _outcome(bench, Choices(), None, linked(schedule, own.layout, own.kinds, bench.parts), over)
+
+
+def _outcome(bench: Bench, choices: Choices, note: PairingNote | None, code: Code, over: Over) -> Outcome:
+    own = bench.setting
+    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
+    return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
 def evaluate(
@@ -309,8 +311,3 @@ def within(usable_bytes: float) -> Over:
 def anything(simulation: Simulation) -> float:
     """Memory is not bounded."""
     return 0.0
-
-
-def activation_bytes(simulation: Simulation) -> int:
-    """Of the stage that needs most."""
-    return max(rank.activation_bytes for rank in simulation.memory)

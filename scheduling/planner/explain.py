@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from braid.scheduling.cluster import ClusterSpec, Level, Link
+from braid.scheduling.cluster import ClusterSpec, Link
 from braid.scheduling.plan import Plan
 from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import DoesNotFitError, Tell, plan_layout
+from braid.scheduling.planner.cluster import Tell, plan_layout
 from braid.scheduling.planner.decide import Outcome, evaluate, replay
 from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.setting import Setting
-from braid.scheduling.spec import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,50 +34,51 @@ class Explanation:
 
 
 def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
-    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each. ``tell``: what
-    it is at."""
+    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each.
+
+    ``tell``: told what is simulated.
+    """
     tell("the plan itself")
     outcome = replay(plan.setting, plan.choices, cluster)
-    numbers = outcome.numbers
+    now = outcome.numbers.tokens_per_second
+    # The setting with nothing decided that its schedule leaves open.
+    opened = replace(with_schedule(plan.setting, plan.setting.name), unit_layers=plan.setting.unit_layers)
+
+    def answer(change: str, setting: Setting, spec: ClusterSpec) -> WhatIf:
+        numbers = evaluate(setting, spec).numbers
+        gain = numbers.tokens_per_second / now
+        return WhatIf(
+            change=change,
+            step_seconds=numbers.step_seconds,
+            speedup=gain,
+            layout=setting.layout.describe(),
+        )
+
     tell("twice the bandwidth")
-    answers: list[WhatIf | None] = [
-        _planned(plan, outcome, "2x bandwidth inside nodes", _faster(cluster, Level.INTRA)),
-    ]
+    quicker = replace(cluster, intra=_doubled(cluster.intra))
+    found = [answer("2x bandwidth inside nodes", opened, quicker)]
     if cluster.inter is not None:
-        answers.append(_planned(plan, outcome, "2x bandwidth between nodes", _faster(cluster, Level.INTER)))
-    answers.append(_more_memory(plan, outcome, cluster, lambda text: tell(f"more memory; {text}")))
+        quicker = replace(cluster, inter=_doubled(cluster.inter))
+        found.append(answer("2x bandwidth between nodes", opened, quicker))
+    if (more := _more_memory(plan, now, cluster, lambda text: tell(f"more memory; {text}"))) is not None:
+        found.append(more)
     tell("twice the batch")
-    answers.append(_larger_batch(plan, outcome, cluster))
-    found = sorted((a for a in answers if a is not None), key=lambda answer: -answer.speedup)
+    workload = replace(opened.workload, global_batch=2 * opened.workload.global_batch)
+    found.append(answer("2x global batch", replace(opened, workload=workload), cluster))
     return Explanation(
         plan=plan,
         outcome=outcome,
-        ideal_overlap_seconds=numbers.step_seconds - numbers.exposed_seconds,
-        what_if=tuple(found),
+        ideal_overlap_seconds=outcome.numbers.step_seconds - outcome.numbers.exposed_seconds,
+        what_if=tuple(sorted(found, key=lambda change: -change.speedup)),
     )
 
 
-def _faster(cluster: ClusterSpec, level: Level) -> ClusterSpec:
-    def doubled(link: Link) -> Link:
-        return replace(link, bytes_per_s=2 * link.bytes_per_s)
-
-    if level is Level.INTRA:
-        return replace(cluster, intra=doubled(cluster.intra))
-    return replace(cluster, inter=doubled(cluster.link(level)))
+def _doubled(link: Link) -> Link:
+    return replace(link, bytes_per_s=2 * link.bytes_per_s)
 
 
-def _planned(plan: Plan, base: Outcome, change: str, cluster: ClusterSpec) -> WhatIf:
-    """The same layout, decided anew."""
-    return _answer(change, evaluate(_open(plan.setting), cluster), base)
-
-
-def _open(setting: Setting) -> Setting:
-    """The setting with nothing decided that its schedule leaves open."""
-    return replace(with_schedule(setting, setting.name), unit_layers=setting.unit_layers)
-
-
-def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
-    """Half as much memory again: a new search over layouts."""
+def _more_memory(plan: Plan, now: float, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
+    """Half as much memory again: a new search over layouts. ``now``: tokens per second of the plan."""
     gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes * 3 // 2)
     setting = plan.setting
     search = Search(
@@ -90,28 +90,11 @@ def _more_memory(plan: Plan, base: Outcome, cluster: ClusterSpec, tell: Tell) ->
     )
     try:
         better = plan_layout(search, replace(cluster, gpu=gpu), simulated=3, tell=tell)
-    except (DoesNotFitError, ValueError):
+    except ValueError:
         return None
-    score = better.score
-    layout = f"{better.setting.layout.describe()}, recompute {better.setting.recompute}"
     return WhatIf(
         change="1.5x memory (layouts searched anew)",
-        step_seconds=score.step_seconds,
-        speedup=score.tokens_per_second / base.numbers.tokens_per_second,
-        layout=layout,
-    )
-
-
-def _larger_batch(plan: Plan, base: Outcome, cluster: ClusterSpec) -> WhatIf | None:
-    workload = plan.setting.workload
-    larger = Workload(global_batch=2 * workload.global_batch, micro_batch=workload.micro_batch)
-    return _answer("2x global batch", evaluate(_open(replace(plan.setting, workload=larger)), cluster), base)
-
-
-def _answer(change: str, outcome: Outcome, base: Outcome) -> WhatIf:
-    return WhatIf(
-        change=change,
-        step_seconds=outcome.numbers.step_seconds,
-        speedup=outcome.numbers.tokens_per_second / base.numbers.tokens_per_second,
-        layout=outcome.setting.layout.describe(),
+        step_seconds=better.score.step_seconds,
+        speedup=better.score.tokens_per_second / now,
+        layout=f"{better.setting.layout.describe()}, recompute {better.setting.recompute}",
     )

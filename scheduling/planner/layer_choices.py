@@ -7,21 +7,25 @@ is right wherever all layers are alike. What it proposes is simulated too, and t
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Final
 
-from braid.scheduling.lowering.recompute import policies_of
 from braid.scheduling.operators import Graph
 from braid.scheduling.pattern import counted, is_layer
-from braid.scheduling.planner.decide import Outcome, Over, decide, rank
-from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, LayerChoice, PassCosts
+from braid.scheduling.planner.decide import Outcome, Over, attempts, decide, rank
 from braid.scheduling.planner.orders import BenchOf
 from braid.scheduling.planner.space import COARSE, with_schedule
-from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost
-from braid.scheduling.profile import Profile, UnknownCostError
+from braid.scheduling.planner.tensor_degrees import (
+    DegreeCosts,
+    DegreeProblem,
+    LayerChoice,
+    PassCosts,
+    plan_degrees,
+    strategy_cost,
+)
+from braid.scheduling.profile import Profile
 from braid.scheduling.setting import Setting
 
 ASKED: Final = 5
@@ -46,50 +50,9 @@ class LayerSearch:
 def with_choices(setting: Setting, choices: Sequence[LayerChoice]) -> Setting:
     """The setting with a degree and a policy for every layer; `ValueError` where it cannot have them."""
     layout = replace(setting.layout, tensor_degrees=tuple(choice.degree for choice in choices))
-    return replace(setting, layout=layout, recompute=policies_text([one.recompute for one in choices]))
-
-
-def policies_text(policies: Sequence[str]) -> str:
-    """As ``train.recompute`` has it: one word for all, or ``2*full none``."""
-    return policies[0] if len({*policies}) == 1 else " ".join(counted(policies))
-
-
-def choices_of(setting: Setting) -> tuple[LayerChoice, ...]:
-    """What a setting has for every layer."""
-    layers = setting.model.layers
-    degrees = setting.layout.tensor_degrees or (setting.layout.tp,) * layers
-    return tuple(map(LayerChoice, degrees, policies_of(setting.recompute, layers)))
-
-
-def choose_layers(
-    setting: Setting, search: LayerSearch, bench_of: BenchOf, over: Over, schedules: Schedules
-) -> list[Outcome]:
-    """All that was simulated, what to take first, the others by their steps.
-
-    `ValueError` where nothing can be run, and for a cost of any degree that ``bench_of`` does not have.
-    """
-    alike: dict[LayerChoice, Outcome] = {}
-    refused: ValueError | None = None
-    for choice in (LayerChoice(*pair) for pair in product(sorted(search.degrees), search.policies)):
-        try:
-            one = with_choices(setting, (choice,) * setting.model.layers)
-            alike[choice] = decide(schedules(one), bench_of, over, COARSE)[0]
-        except UnknownCostError:
-            raise
-        except ValueError as error:
-            refused = error
-    if not alike:
-        raise refused or ValueError("there is nothing to choose from")
-    best = min(alike.values(), key=rank)
-    found = [*alike.values()]
-    for choices in _proposed(alike, best, search.limit_bytes, partial(_missing, found)):
-        one = with_schedule(with_choices(setting, choices), best.setting.named)
-        found.append(decide([one], bench_of, over, COARSE)[0])
-    return sorted(found, key=rank)
-
-
-def _missing(found: Sequence[Outcome], choices: Sequence[LayerChoice]) -> float:
-    return next(one.missing_bytes for one in found if choices_of(one.setting) == tuple(choices))
+    policies = [choice.recompute for choice in choices]
+    same = len({*policies}) == 1
+    return replace(setting, layout=layout, recompute=policies[0] if same else " ".join(counted(policies)))
 
 
 def degrees_within(tp: int) -> tuple[int, ...]:
@@ -100,36 +63,47 @@ def degrees_within(tp: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _proposed(
-    alike: Mapping[LayerChoice, Outcome],
-    best: Outcome,
-    limit: float,
-    missing: Callable[[Sequence[LayerChoice]], float],
-) -> Iterator[tuple[LayerChoice, ...]]:
-    """What the program answers, in both directions, under limits that close in on the one that is meant.
+def choose_layers(
+    setting: Setting, search: LayerSearch, bench_of: BenchOf, over: Over, schedules: Schedules
+) -> list[Outcome]:
+    """All that was simulated, what to take first, the others by their steps.
 
-    The program adds up what layers hold, and cannot see when they do: where its answer is over the limit, the
-    next one is lower, and where it is not, between the two.
+    The program is asked under memory limits that close in on the limit that is meant: it adds up what layers
+    hold, and cannot see when they do. Where its answer is over the limit, the next limit is lower, and where
+    it is not, between the two. Its answers are tried in both directions of the layers.
+
+    `ValueError` where nothing can be run, and for a cost of any degree that ``bench_of`` does not have.
     """
-    known = {(choice,) * best.setting.model.layers for choice in alike}
-    fits, exceeds = 0.0, limit
+    layers = setting.model.layers
+
+    def same(pair: tuple[int, str]) -> tuple[LayerChoice, Outcome]:
+        choice = LayerChoice(*pair)
+        everywhere = with_choices(setting, (choice,) * layers)
+        return choice, decide(schedules(everywhere), bench_of, over, COARSE)[0]
+
+    alike = dict(attempts(product(sorted(search.degrees), search.policies), same))
+    best = min(alike.values(), key=rank)
+    found = {(choice,) * layers: outcome for choice, outcome in alike.items()}
+    fits, limit = 0.0, search.limit_bytes
+    exceeds = limit
     for _ in range(ASKED):
         try:
-            choices = plan_degrees(_problem(alike, best, limit)).choices
+            choices = plan_degrees(_problem(alike, best, limit))
         except ValueError:  # nothing fits: what needs least is among those that are alike
-            return
-        for one in dict.fromkeys((choices, choices[::-1])):
-            if one not in known:
-                known.add(one)
-                yield one
-        if over := missing(choices):
+            break
+        for answer in (choices, choices[::-1]):
+            if answer not in found:
+                mixed = with_schedule(with_choices(setting, answer), best.setting.named)
+                found[answer] = decide([mixed], bench_of, over, COARSE)[0]
+        if missing := found[choices].missing_bytes:
             exceeds = limit
-            limit = max(limit - over, (fits + limit) / 2)
+            limit = max(limit - missing, (fits + limit) / 2)
         elif limit == exceeds:
-            return
+            break
         else:
             fits = limit
             limit = (limit + exceeds) / 2
+    return sorted(found.values(), key=rank)
 
 
 def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) -> DegreeProblem:
@@ -140,39 +114,25 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
     layers = best.setting.model.layers
     beside = any(len(sides) > 1 for sides in best.code.schedule.programs)
     turns = max(1, best.setting.micro_batches // (2 if beside else 1))
-    scale = _FULL_SCALE / max(map(held_bytes, alike.values()))
-    problem = DegreeProblem(
-        layers=layers,
-        options=tuple(_costs(choice, outcome, beside, scale) for choice, outcome in alike.items()),
-        gather_ns=None,
-        memory_limit_bytes=int(min(limit * scale, 2 * _FULL_SCALE)),
-        left_out={},
-    )
+    scale = _FULL_SCALE / max(map(Outcome.held_bytes, alike.values()))
     options = []
-    for option, outcome in zip(problem.options, alike.values(), strict=True):
-        by_program = strategy_cost(problem, (option.choice,) * layers)
-        once = (outcome.step_ns / turns - by_program) / layers
+    for choice, outcome in alike.items():
+        profile, kinds = outcome.bench.profile, Counter(outcome.setting.kinds)
+        part = outcome.bench.members[max(filter(is_layer, kinds), key=kinds.__getitem__)]
+        option = DegreeCosts(
+            degree=choice.degree,
+            recompute=choice.recompute,
+            forward=_blocks(part.forward, profile, beside),
+            backward=_blocks(part.backward, profile, beside)[::-1],
+            resident_bytes=int(outcome.held_bytes() * scale / layers),
+        )
+        alone = DegreeProblem(layers=layers, options=(option,), memory_limit_bytes=0)
+        once = (outcome.step_ns / turns - strategy_cost(alone, (choice,) * layers)) / layers
         options.append(replace(option, once_ns=round(once)))
-    return replace(problem, options=tuple(options))
-
-
-def held_bytes(outcome: Outcome) -> int:
-    """Of the rank that holds most."""
-    return max(held.total_bytes for held in outcome.simulation.memory)
-
-
-def _costs(choice: LayerChoice, outcome: Outcome, beside: bool, scale: float) -> DegreeCosts:
-    """Of the kind that most layers are of."""
-    kinds, bench = Counter(outcome.setting.kinds), outcome.bench
-    part = bench.members[max((kind for kind in kinds if is_layer(kind)), key=kinds.__getitem__)]
-    return DegreeCosts(
-        degree=choice.degree,
-        recompute=choice.recompute,
-        forward=_blocks(part.forward, bench.profile, beside),
-        backward=_blocks(part.backward, bench.profile, beside)[::-1],
-        state_bytes=int(held_bytes(outcome) * scale / outcome.setting.model.layers),
-        saved_bytes=0,
-        runtime_bytes=0,
+    return DegreeProblem(
+        layers=layers,
+        options=tuple(options),
+        memory_limit_bytes=int(min(limit * scale, 2 * _FULL_SCALE)),
     )
 
 

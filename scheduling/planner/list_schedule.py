@@ -7,20 +7,21 @@ orders: several ways to make one, each improved by moving operators until no mov
 which is exact and for small graphs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from braid.scheduling.physics import EPSILON, Lane, run_compute, run_lanes
 from braid.scheduling.planner.pairing import Pairing
-from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits
+from braid.scheduling.planner.strands import PairProblem, bits
 
 _FOREVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IssueOrder:
-    """Operators of both strands in the order of issue; those of the backward pass count on."""
+    """Operators of both strands, by their numbers in the problem, in the order of issue."""
 
     operators: tuple[int, ...]
     ns: float
@@ -30,8 +31,10 @@ class State(NamedTuple):
     """A rank after issuing some operators: its clock and what is under way on the two links."""
 
     clock: float
-    done_f: int
-    done_b: int
+    done: int
+    """Mask of what was issued."""
+    ready: tuple[int, ...]
+    """What may be issued next, in the order of the graphs."""
     queues: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
     """Per link: operators issued and not finished, with the time each still needs; the first one runs."""
 
@@ -40,51 +43,34 @@ class Machine:
     """The executor's rule on solo times and slowdowns."""
 
     def __init__(self, problem: PairProblem) -> None:
-        f, b = problem.forward, problem.backward
-        self.problem = problem
-        self.split = len(f)
-        self.count = len(f) + len(b)
-        self.solo = (*f.solo_ns, *b.solo_ns)
-        self.streams = (*f.streams, *b.streams)
+        self.solo, self.streams, self.needs = problem.solo_ns, problem.streams, problem.before
+        self.count = len(problem)
         self.slowdown: list[list[float]] = problem.slowdown.tolist()
-        before = [tuple(bits(mask)) for mask in f.before]
-        before += [tuple(self.split + op for op in bits(mask)) for mask in b.before]
-        self.before = before
+        self.before = [tuple(bits(mask)) for mask in self.needs]
         self.awaited = [
             tuple((needed, self.streams[needed] - 1) for needed in own if self.streams[needed])
-            for own in before
+            for own in self.before
         ]
         """Per operator, the transfers that it waits for, with their lanes."""
-        self.needs = [sum(1 << needed for needed in own) for own in before]
-        self.followers = [[n for n, own in enumerate(before) if op in own] for op in range(self.count)]
-        self.tail = [*_tails(f), *_tails(b)]
+        self.followers = [[n for n, own in enumerate(self.before) if op in own] for op in range(self.count)]
+        self.tail = [*self.solo]
+        """Per operator, the longest chain of solo times that begins with it."""
+        for op in reversed(range(self.count)):
+            for needed in self.before[op]:
+                self.tail[needed] = max(self.tail[needed], self.solo[needed] + self.tail[op])
 
     def start(self) -> State:
-        return State(0.0, 0, 0, ((), ()))
-
-    def choices(self, state: State) -> Iterator[int]:
-        """Operators that may be issued next."""
-        yield from self.problem.forward.ready(state.done_f)
-        for op in self.problem.backward.ready(state.done_b):
-            yield self.split + op
-
-    def ready_after(self, ready: tuple[int, ...], op: int, state: State) -> tuple[int, ...]:
-        """What may be issued next in ``state``, one operator after ``ready`` was."""
-        done = state.done_f | state.done_b << self.split
-        new = [other for other in self.followers[op] if not self.needs[other] & ~done]
-        left = [other for other in ready if other != op]
-        return tuple(sorted((*left, *new)) if new else left)
+        return State(0.0, 0, tuple(op for op in range(self.count) if not self.needs[op]), ((), ()))
 
     def issue(self, state: State, op: int) -> State:
         """The state after issuing one more operator."""
         lanes = [[*state.queues[0]], [*state.queues[1]]]
         clock = self._advance(state.clock, lanes, op)
-        done_f, done_b = state.done_f, state.done_b
-        if op < self.split:
-            done_f |= 1 << op
-        else:
-            done_b |= 1 << (op - self.split)
-        return State(clock, done_f, done_b, (tuple(lanes[0]), tuple(lanes[1])))
+        done = state.done | 1 << op
+        new = [other for other in self.followers[op] if not self.needs[other] & ~done]
+        left = [other for other in state.ready if other != op]
+        ready = tuple(sorted((*left, *new)) if new else left)
+        return State(clock, done, ready, (tuple(lanes[0]), tuple(lanes[1])))
 
     def _advance(self, clock: float, lanes: list[Lane], op: int) -> float:
         """Issue an operator; the clock when the next one may be."""
@@ -98,32 +84,24 @@ class Machine:
             return clock
         return clock + run_compute(lanes, self.slowdown, op, self.solo[op])
 
-    def complete(self, state: State, order: Sequence[int], limit: float) -> float:
-        """The time of an order's end; infinity as soon as it is beyond a limit."""
+    def finish(self, state: State, order: Sequence[int] = (), limit: float = _FOREVER) -> float:
+        """When all has finished, with the rest of an order; infinity as soon as it is beyond a limit."""
         clock, lanes = state.clock, [[*state.queues[0]], [*state.queues[1]]]
         for op in order:
             clock = self._advance(clock, lanes, op)
             if clock >= limit:
                 return _FOREVER
-        return clock + self._drained(lanes)
-
-    def finish(self, state: State) -> float:
-        """The time at which everything that was issued has finished."""
-        return state.clock + self._drained([[*state.queues[0]], [*state.queues[1]]])
-
-    def _drained(self, lanes: list[Lane]) -> float:
         passed = 0.0
         while lanes[0] or lanes[1]:
             passed += run_lanes(lanes, self.slowdown, _FOREVER)
-        return passed
+        return clock + passed
 
     def bound(self, state: State) -> float:
         """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
         work = [0.0, 0.0, 0.0]
         chain = 0.0
         for op in range(self.count):
-            done = state.done_f >> op & 1 if op < self.split else state.done_b >> (op - self.split) & 1
-            if not done:
+            if not state.done >> op & 1:
                 work[self.streams[op]] += self.solo[op]
                 chain = max(chain, self.tail[op])
         for link in (0, 1):
@@ -140,7 +118,7 @@ def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
     machine = Machine(problem)
     state = machine.start()
     for op in order:
-        if op not in machine.choices(state):
+        if op not in state.ready:
             raise ValueError(f"operator {op} stands before what it needs, or twice")
         state = machine.issue(state, op)
     return machine.finish(state)
@@ -154,20 +132,15 @@ def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) ->
     candidates = {tuple(order) for order in starts}
     candidates |= {switching_order(problem), _greedy_order(problem)}
     ranked = sorted((issue_ns(problem, order), order) for order in candidates)
-    found = [improved(problem, order, ns) for ns, order in ranked[:3]]
-    return min(found, key=lambda one: one.ns)
+    found = [improved(problem, IssueOrder(operators=order, ns=ns)) for ns, order in ranked[:3]]
+    return min(found, key=lambda order: order.ns)
 
 
 def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
     """The order of a pairing's segments without their barriers: collectives first, then compute."""
-    f, b = problem.forward, problem.backward
-    number = {("f", name): n for n, name in enumerate(f.names)}
-    number |= {("b", name): len(f) + n for n, name in enumerate(b.names)}
-    streams = (*f.streams, *b.streams)
-    order: list[int] = []
-    for segment in pairing.segments:
-        ops = [number["b", name] for name in segment.backward]
-        ops += [number["f", name] for name in segment.forward]
+    streams, order = problem.streams, list[int]()
+    for forward, backward in pairing.segments:
+        ops = [*(len(problem.forward) + op for op in bits(backward)), *bits(forward)]
         order += sorted(ops, key=lambda op: streams[op] == 0)
     return tuple(order)
 
@@ -175,7 +148,7 @@ def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
 def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
     """Collectives as soon as they can be issued; else the compute operator that does not wait.
 
-    Among several the one with the longest chain behind it.
+    Among several the operator with the longest chain behind it.
     """
     machine = Machine(problem)
     state, order = machine.start(), []
@@ -186,16 +159,16 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
             waits = any(needed in under_way for needed in machine.before[op])
             return waits, machine.streams[op] == 0, -machine.tail[op]
 
-        op = min(machine.choices(state), key=urgency)
+        op = min(state.ready, key=urgency)
         state = machine.issue(state, op)
         order.append(op)
     return tuple(order)
 
 
-def improved(problem: PairProblem, order: Sequence[int], ns: float) -> IssueOrder:
+def improved(problem: PairProblem, order: IssueOrder) -> IssueOrder:
     """Move one to three operators in a row to where they help most, until no move helps."""
     machine = Machine(problem)
-    best, best_ns = list(order), ns
+    best, best_ns = list(order.operators), order.ns
     better = True
     while better:
         better = False
@@ -229,7 +202,7 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
             state = machine.issue(state, rest[place - 1])
         if place == start:
             continue
-        ns = machine.complete(state, (*moved, *rest[place:]), best_ns)
+        ns = machine.finish(state, (*moved, *rest[place:]), best_ns)
         if ns < best_ns:
             best, best_ns = rest[:place] + moved + rest[place:], ns
     return best, best_ns
@@ -253,63 +226,37 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
         visited += 1
         if visited > limit:
             raise ValueError(f"the exact search visited {limit} states without an end; use fewer operators")
-        if _is_dominated(state, seen):
+        # Dominated: the same operators were issued no later, with as much left to run. Less work left is not
+        # enough: what comes next on a link then starts sooner, perhaps beside an operator that it slows down
+        # more than the wait would have cost.
+        under_way = tuple((op, round(left, 3)) for queue in state.queues for op, left in queue)
+        if seen.get((state.done, under_way), _FOREVER) <= state.clock + EPSILON:
             continue
+        seen[state.done, under_way] = state.clock
         following = []
-        for op in machine.choices(state):
+        for op in state.ready:
             after = machine.issue(state, op)
             following.append((machine.bound(after), after, (*order, op)))
         stack += sorted(following, key=lambda entry: -entry[0])
     return best
 
 
-def _is_dominated(state: State, seen: dict[tuple[object, ...], float]) -> bool:
-    """Whether the same operators were issued, with as much of them left to run, no later than here.
-
-    Less work left is not enough: what comes next on a link then starts sooner, perhaps beside an operator
-    that it slows down more than the wait would have cost.
-    """
-    under_way = tuple((op, round(left, 3)) for queue in state.queues for op, left in queue)
-    key = (state.done_f, state.done_b, under_way)
-    if seen.get(key, float("inf")) <= state.clock + EPSILON:
-        return True
-    seen[key] = state.clock
-    return False
-
-
 def turns_order(problem: PairProblem) -> tuple[int, ...]:
     """Wavelet's round robin: the strands take turns, operator by operator, the backward one first."""
-    count, others = len(problem.forward), len(problem.backward)
-    order: list[int] = []
-    for n in range(max(count, others)):
-        order += [count + n] if n < others else []
-        order += [n] if n < count else []
-    return tuple(order)
+    count = len(problem.forward)
+    turns = zip_longest(range(count, len(problem)), range(count))
+    return tuple(op for turn in turns for op in turn if op is not None)
 
 
 def switching_order(problem: PairProblem) -> tuple[int, ...]:
     """A strand runs until it has started a collective, then the other one does; a start for the search."""
-    graphs = (problem.forward, problem.backward)
-    offsets = (0, len(problem.forward))
-    places = [0, 0]
+    left = [[*range(len(problem.forward))], [*range(len(problem.forward), len(problem))]]
     order: list[int] = []
     turn = 1
-    while places[0] < len(graphs[0]) or places[1] < len(graphs[1]):
-        graph = graphs[turn]
-        while places[turn] < len(graph):
-            op = places[turn]
-            places[turn] += 1
-            order.append(offsets[turn] + op)
-            if graph.streams[op]:
+    while left[0] or left[1]:
+        while left[turn]:
+            order.append(left[turn].pop(0))
+            if problem.streams[order[-1]]:
                 break
         turn = 1 - turn
     return tuple(order)
-
-
-def _tails(graph: StrandGraph) -> list[float]:
-    """Per operator, the longest chain of solo times that begins with it."""
-    tails = list(graph.solo_ns)
-    for op in reversed(range(len(graph))):
-        for needed in bits(graph.before[op]):
-            tails[needed] = max(tails[needed], graph.solo_ns[needed] + tails[op])
-    return tails

@@ -4,7 +4,7 @@ What `braid.scheduling.planner.decide` then compares by simulation are whole set
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,8 +15,7 @@ from braid.scheduling.operations import PassKind
 from braid.scheduling.operators import Graph, Part
 from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.plan import PairingNote
-from braid.scheduling.planner.beam import beam_order
-from braid.scheduling.planner.ends import gives_gradient, possible_ends, unit_order
+from braid.scheduling.planner.beam import beam_order, gives_gradient, possible_ends, unit_order
 from braid.scheduling.planner.list_schedule import (
     IssueOrder,
     exact_order,
@@ -46,6 +45,11 @@ FIXED = frozenset((PairMethod.EXCHANGES, PairMethod.WITHIN_PASSES, PairMethod.AC
 """Ways of other systems, for which there is nothing to decide."""
 
 Decision = tuple[Choices, PairingNote | None]
+
+Pair = tuple[str, str]
+"""Names of two units: of the forward pass and of the backward pass."""
+
+PairDecision = tuple[Sides, Order, PairingNote]
 
 _F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
 
@@ -81,50 +85,34 @@ def decisions(bench: Bench) -> list[Decision]:
     found = [_decide(bench, whole_ends=False)]
     if bench.setting.pairs is PairMethod.ORDER and bench.setting.unit_layers:
         other = _decide(bench, whole_ends=True)
-        if _several(other[0]) != _several(found[0][0]):
+        if _of_pairs(other[0]) != _of_pairs(found[0][0]):
             found.append(other)
         found += [(ends, note) for choices, note in found if (ends := _with_ends(bench, choices)) != choices]
     return found
 
 
-def _several(choices: Choices) -> dict[str, Order]:
+def _of_pairs(choices: Choices) -> dict[str, Order]:
     return {sides: order for sides, order in choices.orders.items() if "|" in sides}
 
 
 def _decide(bench: Bench, *, whole_ends: bool) -> Decision:
-    kind, pairs, orders = bench.setting.kind, bench.setting.pairs, dict[str, Order]()
-    note = None
-    if kind.reorders:
-        for name, part in bench.parts.items():
-            if has_layers(name):
-                orders[write_sides([Side(_B, name)])] = _alone(bench, part)
-    if bench.setting.order.twins and kind.searched:
-        orders |= _twin_orders(bench)
-    if pairs in FIXED:
-        return Choices(orders=orders), note
-    if pairs is not None and bench.setting.unit_layers:
-        pairings, note = _decide_units(bench, whole_ends=whole_ends)
-        orders |= pairings
-    elif pairs is not None:
-        pairings, note = _decide_layers(bench, pairs)
-        orders |= pairings
-    return Choices(orders=orders), note
-
-
-def _alone(bench: Bench, part: Part) -> Order:
-    """The order in which a backward pass overlaps best with itself: weight gradients beside collectives."""
-    problem = pair_problem(Graph(operators=()), part.backward, bench.profile)
-    return _order_alone(problem)
-
-
-def _twin_orders(bench: Bench) -> dict[str, Order]:
-    """How two micro-batches go through a unit side by side, in both passes."""
-    orders = {}
+    setting, pairs, orders = bench.setting, bench.setting.pairs, dict[str, Order]()
     for name, part in bench.parts.items():
-        for kind, graph in ((_F, part.forward), (_B, part.backward)) if has_layers(name) else ():
-            problem = joint_problem([graph, graph], bench.profile)
-            orders[write_sides([Side(kind, name)] * 2)] = _order_alone(problem)
-    return orders
+        if setting.kind.reorders and has_layers(name):
+            # A backward pass overlaps best with itself: weight gradients beside collectives.
+            problem = pair_problem(Graph(operators=()), part.backward, bench.profile)
+            orders[write_sides([Side(_B, name)])] = _order_alone(problem)
+    for name, part in bench.parts.items():
+        if setting.order.twins and setting.kind.searched and has_layers(name):
+            for kind, graph in ((_F, part.forward), (_B, part.backward)):
+                problem = joint_problem([graph, graph], bench.profile)
+                orders[write_sides([Side(kind, name)] * 2)] = _order_alone(problem)
+    if pairs is None or pairs in FIXED:
+        return Choices(orders=orders), None
+    decided = list(_unit_pairs(bench, whole_ends) if setting.unit_layers else _layer_pairs(bench, pairs))
+    orders |= {write_sides(sides): order for sides, order, _ in decided if order}  # else lowering has it
+    longest = max((note for *_, note in decided), key=lambda note: note.serial_ns, default=None)
+    return Choices(orders=orders), longest
 
 
 @lru_cache(maxsize=1024)
@@ -132,8 +120,7 @@ def _order_alone(problem: PairProblem) -> Order:
     if len(problem.backward) <= LONG:
         found = list_schedule(problem)
     else:
-        found = beam_order(problem)
-        found = improved(problem, found.operators, found.ns)
+        found = improved(problem, beam_order(problem))
     return tuple(problem.backward.names[op] for op in found.operators)
 
 
@@ -156,83 +143,39 @@ def _with_ends(bench: Bench, choices: Choices) -> Choices:
 
 
 # -- a forward pass beside a backward pass -------------------------------------------------------------------
-
-
-Pair = tuple[str, str]
-"""Names of two units: of the forward pass and of the backward pass."""
-
-
 def layer_pair(bench: Bench, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
     """A layer's forward beside a layer's backward."""
     ahead, behind = (bench.members[kind] for kind in names)
     return pair_problem(ahead.forward, behind.backward, bench.profile)
 
 
-def _decide_layers(bench: Bench, method: PairMethod) -> tuple[dict[str, Order], PairingNote | None]:
-    """An order for every pair of kinds that blocks bring together; the note is of the longest pair.
-
-    Where no block is paired, as if all kinds met.
-    """
+def _layer_pairs(bench: Bench, method: PairMethod) -> Iterator[PairDecision]:
+    """An order for every pair of kinds that blocks bring together, for all pairs where no block is paired."""
     kinds = tuple(dict.fromkeys(bench.setting.kinds))
     pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # whatever comes next is like it
     if len(kinds) > 1:
         pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
-    orders, notes = {}, []
     for names, goes_on in pairs.items():
         problem = layer_pair(bench, names)
-        if method is PairMethod.ORDER and len(problem.forward) + len(problem.backward) > MANY:
-            sides, order, note = _decide_long(problem, names, goes_on=goes_on)
+        if method is PairMethod.ORDER and len(problem) > MANY:
+            yield _decide_long(problem, names, goes_on=goes_on)
         else:
-            sides, order, note = decide_pairing(problem, method, names, goes_on=goes_on)
-        if order:  # else lowering has it
-            orders[write_sides(sides)] = order
-        notes.append(note)
-    return orders, _longest(notes)
+            yield decide_pairing(problem, method, names, goes_on=goes_on)
 
 
-def _longest(notes: Sequence[PairingNote]) -> PairingNote | None:
-    return max(notes, key=lambda note: note.serial_ns, default=None)
-
-
-def _decide_units(bench: Bench, *, whole_ends: bool) -> tuple[dict[str, Order], PairingNote | None]:
-    """An order for every pair of units that blocks bring together; the note is of the longest pair."""
+def _unit_pairs(bench: Bench, whole_ends: bool) -> Iterator[PairDecision]:
+    """An order for every pair of units that blocks bring together."""
     setting = bench.setting
     if setting.pairs is not PairMethod.ORDER:
         raise ValueError(
             f"unit_layers={setting.unit_layers}: schedule={setting.schedule} pairs layer by layer; "
             f"set it to 0"
         )
-    orders, notes = {}, []
     for (first, second), goes_on in _meeting_units(bench).items():
         ahead, behind = bench.parts[first], bench.parts[second]
         problem = pair_problem(ahead.forward, behind.backward, bench.profile)
         whole = whole_ends and goes_on and not gives_gradient(behind)
-        sides, order, note = _decide_long(problem, (first, second), goes_on=goes_on, whole=whole)
-        orders[write_sides(sides)] = order
-        notes.append(note)
-    return orders, _longest(notes)
-
-
-def _decide_long(
-    problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False
-) -> tuple[Sides, Order, PairingNote]:
-    """How two passes of many operators run together."""
-    end, found = unit_order(problem, goes_on=goes_on, whole=whole)
-    turns = issue_ns(problem, turns_order(problem))
-    note = PairingNote(
-        method=PairMethod.ORDER,
-        ns=round(found.ns),
-        serial_ns=round(problem.serial_ns),
-        lower_bound_ns=round(problem.lower_bound_ns),
-        runner_up=str(PairMethod.TURNS) if turns < problem.serial_ns else "serial",
-        runner_up_ns=round(min(turns, problem.serial_ns)),
-    )
-    return _pair_sides(*names, end), order_steps(problem, found.operators, end), note
-
-
-def _pair_sides(first: str, second: str, end: Collection[str]) -> Sides:
-    sides = Side(_F, first), Side(_B, second)
-    return (*sides, Side(_L, second)) if end else sides
+        yield _decide_long(problem, (first, second), goes_on=goes_on, whole=whole)
 
 
 def _meeting_units(bench: Bench) -> dict[Pair, bool]:
@@ -240,8 +183,7 @@ def _meeting_units(bench: Bench) -> dict[Pair, bool]:
     setting = bench.setting
     stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
     units = [name for name in bench.parts if has_layers(name)]
-    count: dict[Pair, int] = defaultdict(int)
-    followed: dict[Pair, int] = defaultdict(int)
+    followed: dict[Pair, list[bool]] = defaultdict(list)
     of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
     for stage in stages:
         for block, after in zip(stage, [*stage[1:], None], strict=True):
@@ -249,61 +191,72 @@ def _meeting_units(bench: Bench) -> dict[Pair, bool]:
             following = of(after)[0] if after is not None else None
             for sides, then in zip(keys, [*keys[1:], following], strict=True):
                 if [side.kind for side in sides] == [_F, _B]:
-                    key = sides[0].unit, sides[1].unit
-                    count[key] += 1
-                    followed[key] += then == sides
-    return {key: followed[key] > count[key] / 2 for key in count}
+                    followed[sides[0].unit, sides[1].unit].append(then == sides)
+    return {pair: sum(found) > len(found) / 2 for pair, found in followed.items()}
+
+
+def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False) -> PairDecision:
+    """How two passes of many operators run together."""
+    end, found = unit_order(problem, goes_on=goes_on, whole=whole)
+    others = {"serial": problem.serial_ns, str(PairMethod.TURNS): issue_ns(problem, turns_order(problem))}
+    note = _note(problem, PairMethod.ORDER, found.ns, others)
+    return _pair_sides(names, end), order_steps(problem, found.operators, end), note
 
 
 def decide_pairing(
     problem: PairProblem, method: PairMethod, names: Pair = (UNIFORM, UNIFORM), *, goes_on: bool = True
-) -> tuple[Sides, Order, PairingNote]:
+) -> PairDecision:
     """How two layers run together, and what the best other method costs.
 
     ``ORDER`` takes the better of the list schedule and the segments between barriers. Where another pair like
     it comes next (``goes_on``), an end may be left to that one.
     """
     segments, end, found = _searched(problem, goes_on=goes_on)
-    in_turns = issue_ns(problem, turns_order(problem))
     prices = {
-        PairMethod.ORDER: found.ns,
-        PairMethod.BARRIERS: segments.ns,
-        PairMethod.TURNS: in_turns,
+        str(PairMethod.ORDER): found.ns,
+        str(PairMethod.BARRIERS): segments.ns,
+        str(PairMethod.TURNS): issue_ns(problem, turns_order(problem)),
+        "serial": problem.serial_ns,
     }
-    chosen = method
     if method is PairMethod.ORDER and segments.ns < found.ns:
-        chosen = PairMethod.BARRIERS
+        method = PairMethod.BARRIERS
     order: Order = ()
-    if chosen is PairMethod.ORDER:
+    if method is PairMethod.ORDER:
         order = order_steps(problem, found.operators, end)
-    elif chosen is PairMethod.BARRIERS:
-        order = segment_steps(segments)
-    sides = _pair_sides(*names, end if chosen is PairMethod.ORDER else ())
-    others = {str(other): ns for other, ns in prices.items() if other is not chosen}
-    others["serial"] = problem.serial_ns
+    elif method is PairMethod.BARRIERS:
+        order = segment_steps(problem, segments)
+    note = _note(problem, method, prices.pop(method), prices)
+    return _pair_sides(names, end if method is PairMethod.ORDER else 0), order, note
+
+
+def _note(problem: PairProblem, method: PairMethod, ns: float, others: Mapping[str, float]) -> PairingNote:
     runner_up = min(others, key=others.__getitem__)
-    note = PairingNote(
-        method=chosen,
-        ns=round(prices[chosen]),
+    return PairingNote(
+        method=method,
+        ns=round(ns),
         serial_ns=round(problem.serial_ns),
         lower_bound_ns=round(problem.lower_bound_ns),
         runner_up=runner_up,
         runner_up_ns=round(others[runner_up]),
     )
-    return sides, order, note
+
+
+def _pair_sides(names: Pair, end: int) -> Sides:
+    sides = Side(_F, names[0]), Side(_B, names[1])
+    return (*sides, Side(_L, names[1])) if end else sides
 
 
 @lru_cache(maxsize=1024)
-def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, tuple[str, ...], IssueOrder]:
-    """Segments between barriers, the end that is left without them, and the order then.
+def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, int, IssueOrder]:
+    """Segments between barriers, the end that is left without them (a mask), and the order then.
 
     Kept: layouts and schedules of a search often have layers in common.
     """
     segments = pair(problem)
     start = pairing_order(problem, segments)
-    ends = possible_ends(problem) if goes_on else [()]
+    ends = possible_ends(problem) if goes_on else [0]
     found = [(end, list_schedule(leaving(problem, end), [start])) for end in ends]
-    end, best = min(found, key=lambda one: round(one[1].ns))
+    end, best = min(found, key=lambda choice: round(choice[1].ns))
     return segments, end, best
 
 
@@ -312,25 +265,21 @@ def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
 
     `ValueError` for layers that it would take too long for.
     """
-    end, best = min(
-        ((end, exact_order(leaving(problem, end))) for end in possible_ends(problem)),
-        key=lambda one: one[1].ns,
-    )
-    return _pair_sides(UNIFORM, UNIFORM, end), order_steps(problem, best.operators, end), best.ns
+    found = [(end, exact_order(leaving(problem, end))) for end in possible_ends(problem)]
+    end, best = min(found, key=lambda choice: choice[1].ns)
+    return _pair_sides((UNIFORM, UNIFORM), end), order_steps(problem, best.operators, end), best.ns
 
 
-def order_steps(problem: PairProblem, order: tuple[int, ...], end: tuple[str, ...] = ()) -> Order:
-    """An order of issue as the steps of a decision."""
-    forward, backward = problem.forward.names, problem.backward.names
-    count = len(forward)
-    return tuple(
-        write_step(0, forward[op])
-        if op < count
-        else write_step(2 if backward[op - count] in end else 1, backward[op - count])
-        for op in order
-    )
+def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> Order:
+    """An order of issue as the steps of a decision: ``0:`` forward, ``1:`` backward, ``2:`` what was left."""
+    names = problem.forward.names + problem.backward.names
+    strand = [0] * len(problem.forward) + [2 if end >> op & 1 else 1 for op in range(len(problem.backward))]
+    return tuple(write_step(strand[op], names[op]) for op in order)
 
 
-def segment_steps(pairing: Pairing) -> Order:
+def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
     """A pairing as the steps of a decision."""
-    return tuple(f"{' '.join(s.forward)} | {' '.join(s.backward)}".strip() for s in pairing.segments)
+    return tuple(
+        f"{' '.join(problem.forward.named(f))} | {' '.join(problem.backward.named(b))}".strip()
+        for f, b in pairing.segments
+    )

@@ -11,77 +11,32 @@ prefix to a larger one. So one shortest path over pairs of prefixes gives the be
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.physics import STREAM_PAIRS, fluid_ns
-from braid.scheduling.planner.strands import (
-    FloatArray,
-    PairProblem,
-    StrandGraph,
-    bits,
-)
+from braid.scheduling.physics import STREAM_PAIRS, FloatArray, fluid_ns
+from braid.scheduling.planner.strands import PairProblem, StrandGraph, bits
 
 IntArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairedSegment:
-    """Operators of each strand that run together; one side may be empty."""
-
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    ns: float
-
-    @property
-    def paired(self) -> bool:
-        """Whether both strands take part."""
-        return bool(self.forward and self.backward)
-
 
 MOST_PREFIXES = 512
 """Of a graph whose pairings are all searched: beyond, seconds become minutes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairing:
+Segment = tuple[int, int]
+"""Masks of the forward and of the backward operators that run together; one side may be empty."""
+
+
+class Pairing(NamedTuple):
     """Segments in order and the time they take."""
 
-    segments: tuple[PairedSegment, ...]
+    segments: tuple[Segment, ...]
     ns: float
 
 
-@dataclass(frozen=True)
-class _Segments:
-    """All segments of a graph as arrays; a row leads from prefix ``source`` to prefix ``target``."""
-
-    prefixes: tuple[int, ...]
-    source: IntArray
-    target: IntArray
-    masks: tuple[int, ...]
-    weights: FloatArray
-    """(segments, operators): solo time of the operators that belong to the segment, else 0."""
-    streams: tuple[int, ...]
-
-    def on(self, stream: int) -> FloatArray:
-        """Weights of the operators of a stream alone."""
-        kept: FloatArray = self.weights * (np.array(self.streams) == stream)
-        return kept
-
-
-def pair(problem: PairProblem) -> Pairing:
-    """The cheapest pairing over all orders and segmentations."""
-    return _Search(problem).best()
-
-
-def is_segment(graph: StrandGraph, mask: int) -> bool:
-    """Whether the operators of a mask can be in flight together."""
-    return all(_may_join(graph, op, mask) for op in bits(mask))
-
-
-def _may_join(graph: StrandGraph, op: int, others: int) -> bool:
+def may_join(graph: StrandGraph, op: int, others: int) -> bool:
     """Whether an operator can be in flight with others: both it and what it needs of them compute."""
     needed = graph.ancestors[op] & others
     return not needed or (graph.streams[op] == 0 and all(graph.streams[o] == 0 for o in bits(needed)))
@@ -94,10 +49,8 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     the mean of their operators' slowdowns, weighted by the operators' times. For two single operators it is
     the profiled time of the pair.
     """
-    count = len(problem.forward)
-    operators = [*bits(forward), *(count + op for op in bits(backward))]
-    solo = (*problem.forward.solo_ns, *problem.backward.solo_ns)
-    streams = (*problem.forward.streams, *problem.backward.streams)
+    operators = list(bits(forward | backward << len(problem.forward)))
+    solo, streams = problem.solo_ns, problem.streams
     loads = np.zeros((1, 3))
     for op in operators:
         loads[0, streams[op]] += solo[op]
@@ -114,114 +67,109 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     return float(fluid_ns(loads, means)[0]) + barrier
 
 
-def pairing_of(problem: PairProblem, masks: Sequence[tuple[int, int]]) -> Pairing:
+def pairing_of(problem: PairProblem, segments: Sequence[Segment]) -> Pairing:
     """A given sequence of paired segments with its cost."""
-    segments = tuple(
-        PairedSegment(
-            forward=tuple(problem.forward.names[op] for op in bits(f)),
-            backward=tuple(problem.backward.names[op] for op in bits(b)),
-            ns=segment_ns(problem, f, b),
-        )
-        for f, b in masks
-    )
-    return Pairing(segments=segments, ns=sum(segment.ns for segment in segments))
+    return Pairing(tuple(segments), sum(segment_ns(problem, f, b) for f, b in segments))
 
 
-class _Search:
-    """Shortest path over pairs of prefixes, one row (a prefix of the forward pass) after the other."""
+def pair(problem: PairProblem) -> Pairing:
+    """The cheapest pairing over all orders and segmentations: the shortest path over pairs of prefixes.
 
-    def __init__(self, problem: PairProblem) -> None:
-        self._problem = problem
-        self._f = _segments(problem.forward)
-        self._b = _segments(problem.backward)
-        count = len(problem.forward)
-        self._of_forward = problem.slowdown[:count, count:]
-        self._of_backward = problem.slowdown[count:, :count]
-        self._own_f = self._own(self._f, problem.slowdown[:count, :count])
-        self._own_b = self._own(self._b, problem.slowdown[count:, count:])
-        self._loads_f = np.stack([self._f.on(s).sum(axis=1) for s in range(3)], axis=1)
-        self._loads_b = np.stack([self._b.on(s).sum(axis=1) for s in range(3)], axis=1)
-        self._b_on = [self._b.on(s) for s in range(3)]
-        self._f_on = [self._f.on(s) for s in range(3)]
-        self._solo_f = fluid_ns(self._loads_f, _means(self._own_f, self._loads_f))
-        self._solo_b = fluid_ns(self._loads_b, _means(self._own_b, self._loads_b))
-        self._starts = np.flatnonzero(np.diff(self._b.target, prepend=-1))
-        self._ends = self._b.target[self._starts]
-        self._levels = self._level_slices()
+    ``table[f, b]`` is the least time to come to prefix f of the forward pass and b of the backward pass. It
+    is filled row by row, then the way back goes along what attained the minimum.
+    """
+    count = len(problem.forward)
+    f = _Segments(problem.forward, problem.slowdown[:count, :count])
+    b = _Segments(problem.backward, problem.slowdown[count:, count:])
+    of_forward, of_backward = problem.slowdown[:count, count:], problem.slowdown[count:, :count]
+    sizes = np.array([mask.bit_count() for mask in b.prefixes])[b.source]
+    levels = [b.by_target(np.flatnonzero(sizes == size)) for size in np.unique(sizes)]
+    everything = b.by_target(np.arange(len(b.masks)))
+    beside: dict[int, FloatArray] = {}
 
-    @staticmethod
-    def _own(segments: _Segments, slowdown: FloatArray) -> FloatArray:
-        """Sums of time x time x slowdown within each segment, per directed pair of streams."""
-        sums = [((segments.on(a) @ slowdown) * segments.on(b)).sum(axis=1) for a, b in STREAM_PAIRS]
-        return np.stack(sums, axis=1)
-
-    def _level_slices(self) -> list[tuple[IntArray, IntArray, IntArray]]:
-        """Segments of the backward pass by the size of their source, with the bounds of equal targets."""
-        sizes = np.array([mask.bit_count() for mask in self._b.prefixes])[self._b.source]
-        levels = []
-        for size in np.unique(sizes):
-            rows = np.flatnonzero(sizes == size)
-            starts = np.flatnonzero(np.diff(self._b.target[rows], prepend=-1))
-            levels.append((rows, starts, self._b.target[rows][starts]))
-        return levels
-
-    def _close(self, row: FloatArray) -> None:
-        """Let the backward strand run alone from every state of a row."""
-        for rows, starts, targets in self._levels:
-            reached = np.minimum.reduceat(row[self._b.source[rows]] + self._solo_b[rows], starts)
-            row[targets] = np.minimum(row[targets], reached)
-
-    def _together(self, segment: int) -> FloatArray:
+    def together(segment: int) -> FloatArray:
         """P(i, j) of one forward segment and every backward segment."""
-        loads = self._loads_f[segment] + self._loads_b
-        sums = self._own_f[segment] + self._own_b
-        for place, (a, b) in enumerate(STREAM_PAIRS):
-            sums[:, place] += self._b_on[b] @ (self._f_on[a][segment] @ self._of_forward)
-            sums[:, place] += self._b_on[a] @ (self._of_backward @ self._f_on[b][segment])
-        return fluid_ns(loads, _means(sums, loads)) + self._problem.barrier_ns
+        if (mask := f.masks[segment]) not in beside:
+            loads, sums = f.loads[segment] + b.loads, f.sums[segment] + b.sums
+            for place, (s, t) in enumerate(STREAM_PAIRS):
+                sums[:, place] += b.on[t] @ (f.on[s][segment] @ of_forward)
+                sums[:, place] += b.on[s] @ (of_backward @ f.on[t][segment])
+            beside[mask] = fluid_ns(loads, _means(sums, loads)) + problem.barrier_ns
+        return beside[mask]
 
-    def best(self) -> Pairing:
-        """Fill the table forwards, then walk back along what attained the minimum."""
-        table = np.full((len(self._f.prefixes), len(self._b.prefixes)), np.inf)
-        table[0, 0] = 0.0
-        together: dict[int, FloatArray] = {}
-        by_source: dict[int, list[int]] = {}
-        for n, source in enumerate(self._f.source):
-            by_source.setdefault(int(source), []).append(n)
-        cache: dict[int, FloatArray] = {}
-        for place in range(len(self._f.prefixes)):
-            row = table[place]
-            self._close(row)
-            for segment in by_source.get(place, ()):
-                mask = self._f.masks[segment]
-                if mask not in cache:
-                    cache[mask] = self._together(segment)
-                together[segment] = cache[mask]
-                target = table[self._f.target[segment]]
-                np.minimum(target, row + self._solo_f[segment], out=target)
-                reached = np.minimum.reduceat(row[self._b.source] + cache[mask], self._starts)
-                target[self._ends] = np.minimum(target[self._ends], reached)
-        return pairing_of(self._problem, self._walk_back(table, together))
+    table = np.full((len(f.prefixes), len(b.prefixes)), np.inf)
+    table[0, 0] = 0.0
+    for place, row in enumerate(table):
+        for rows, starts, targets in levels:  # the backward strand runs alone
+            reached = np.minimum.reduceat(row[b.source[rows]] + b.alone_ns[rows], starts)
+            row[targets] = np.minimum(row[targets], reached)
+        for segment in map(int, np.flatnonzero(f.source == place)):
+            target = table[f.target[segment]]
+            np.minimum(target, row + f.alone_ns[segment], out=target)
+            rows, starts, targets = everything
+            reached = np.minimum.reduceat(row[b.source] + together(segment), starts)
+            target[targets] = np.minimum(target[targets], reached)
 
-    def _walk_back(self, table: FloatArray, together: dict[int, FloatArray]) -> list[tuple[int, int]]:
-        masks: list[tuple[int, int]] = []
-        f, b = len(self._f.prefixes) - 1, len(self._b.prefixes) - 1
-        while f or b:
-            into_b = np.flatnonzero(self._b.target == b)
-            choices: list[tuple[float, int, int, int, int]] = []
-            for n in into_b:
-                source = int(self._b.source[n])
-                choices.append((table[f, source] + self._solo_b[n], f, source, 0, self._b.masks[n]))
-            for segment in map(int, np.flatnonzero(self._f.target == f)):
-                before, mask = int(self._f.source[segment]), self._f.masks[segment]
-                choices.append((table[before, b] + self._solo_f[segment], before, b, mask, 0))
-                for n in into_b:
-                    source = int(self._b.source[n])
-                    ns = table[before, source] + together[segment][n]
-                    choices.append((ns, before, source, mask, self._b.masks[n]))
-            _, f, b, mask_f, mask_b = min(choices)
-            masks.append((mask_f, mask_b))
-        return masks[::-1]
+    segments: list[Segment] = []
+    at_f, at_b = len(f.prefixes) - 1, len(b.prefixes) - 1
+    while at_f or at_b:
+        choices: list[tuple[float, int, int, int, int]] = []
+        into_b = [(int(n), int(b.source[n]), b.masks[n]) for n in np.flatnonzero(b.target == at_b)]
+        for n, source, mask in into_b:
+            choices.append((table[at_f, source] + b.alone_ns[n], at_f, source, 0, mask))
+        for segment in map(int, np.flatnonzero(f.target == at_f)):
+            before, mask_f = int(f.source[segment]), f.masks[segment]
+            choices.append((table[before, at_b] + f.alone_ns[segment], before, at_b, mask_f, 0))
+            for n, source, mask in into_b:
+                ns = table[before, source] + together(segment)[n]
+                choices.append((ns, before, source, mask_f, mask))
+        _, at_f, at_b, mask_f, mask_b = min(choices)
+        segments.append((mask_f, mask_b))
+    return pairing_of(problem, segments[::-1])
+
+
+class _Segments:
+    """All segments of a graph as arrays, sorted by target.
+
+    A row leads from prefix ``source`` to prefix ``target`` by the operators of ``masks``. ``on[s]`` holds the
+    solo times of a segment's operators on stream s (segments, operators), else 0; ``loads`` their sums per
+    stream; ``sums`` those of time x time x slowdown within a segment, per pair of streams; ``alone_ns`` what
+    it takes by itself.
+    """
+
+    def __init__(self, graph: StrandGraph, slowdown: FloatArray) -> None:
+        self.prefixes = _prefixes(graph)
+        place = {mask: n for n, mask in enumerate(self.prefixes)}
+        rows: list[tuple[int, int, int]] = []
+        for done in self.prefixes:
+            seen: set[int] = set()
+            stack = [0]
+            while stack:
+                taken = stack.pop()
+                for op in graph.ready(done | taken):
+                    larger = taken | 1 << op
+                    if larger not in seen and done | larger in place and may_join(graph, op, taken):
+                        seen.add(larger)
+                        stack.append(larger)
+                        rows.append((place[done | larger], place[done], larger))
+        rows.sort()
+        self.target = np.array([row[0] for row in rows], dtype=np.int64)
+        self.source = np.array([row[1] for row in rows], dtype=np.int64)
+        self.masks = tuple(row[2] for row in rows)
+        weights = np.zeros((len(rows), len(graph)))
+        for n, mask in enumerate(self.masks):
+            for op in bits(mask):
+                weights[n, op] = graph.solo_ns[op]
+        self.on: list[FloatArray] = [weights * (np.array(graph.streams) == s) for s in range(3)]
+        self.loads = np.stack([own.sum(axis=1) for own in self.on], axis=1)
+        within = [((self.on[s] @ slowdown) * self.on[t]).sum(axis=1) for s, t in STREAM_PAIRS]
+        self.sums = np.stack(within, axis=1)
+        self.alone_ns = fluid_ns(self.loads, _means(self.sums, self.loads))
+
+    def by_target(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Some rows, where runs of equal targets start among them, and these targets."""
+        starts = np.flatnonzero(np.diff(self.target[rows], prepend=-1))
+        return rows, starts, self.target[rows][starts]
 
 
 def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
@@ -231,46 +179,18 @@ def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
 
 
 def _prefixes(graph: StrandGraph) -> tuple[int, ...]:
-    """All prefixes; where branches side by side (shared experts) make them too many, those of one order of
-    weight gradients, which nothing waits for, and one of all others."""
-    if len(graph.prefixes) <= MOST_PREFIXES:
-        return graph.prefixes
-    kinds = (graph.weights, graph.all & ~graph.weights)
-    in_order = [{kind & ((1 << op) - 1) for op in range(len(graph) + 1)} for kind in kinds]
-    return tuple(
-        mask
-        for mask in graph.prefixes
-        if all(mask & kind in some for kind, some in zip(kinds, in_order, strict=True))
-    )
+    """All masks that some order begins with (down-sets), smaller ones first.
 
-
-def _segments(graph: StrandGraph) -> _Segments:
-    """Every segment from every prefix, sorted by target."""
-    prefixes = _prefixes(graph)
-    place = {mask: n for n, mask in enumerate(prefixes)}
-    rows: list[tuple[int, int, int]] = []
-    for done in prefixes:
-        seen: set[int] = set()
-        stack = [0]
-        while stack:
-            taken = stack.pop()
-            for op in graph.ready(done | taken):
-                larger = taken | 1 << op
-                if larger in seen or done | larger not in place or not _may_join(graph, op, taken):
-                    continue
-                seen.add(larger)
-                stack.append(larger)
-                rows.append((place[done | larger], place[done], larger))
-    rows.sort()
-    weights = np.zeros((len(rows), len(graph)))
-    for n, (_, _, mask) in enumerate(rows):
-        for op in bits(mask):
-            weights[n, op] = graph.solo_ns[op]
-    return _Segments(
-        prefixes=prefixes,
-        source=np.array([row[1] for row in rows], dtype=np.int64),
-        target=np.array([row[0] for row in rows], dtype=np.int64),
-        masks=tuple(row[2] for row in rows),
-        weights=weights,
-        streams=graph.streams,
-    )
+    Where branches side by side (shared experts) make them too many, those of one order of weight gradients,
+    which nothing waits for, and one of all others.
+    """
+    found = {0}
+    frontier = found
+    while frontier:
+        frontier = {done | 1 << op for done in frontier for op in graph.ready(done)}
+        found = found | frontier
+    if len(found) > MOST_PREFIXES:
+        for kind in (graph.weights, graph.all & ~graph.weights):
+            in_order = {kind & ((1 << op) - 1) for op in range(len(graph) + 1)}
+            found = {mask for mask in found if mask & kind in in_order}
+    return tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))

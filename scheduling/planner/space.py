@@ -1,6 +1,7 @@
 """What planning compares: schedules, and what each of them leaves open."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -31,10 +32,12 @@ COARSE = Space(unit_layers=(0,), every_pipeline=False)
 
 
 def searched_schedules(setting: Setting) -> Iterator[Setting]:
-    """The setting under every schedule, with every pipeline that can be named of those that search none: what
-    ``auto`` compares, as far as layout and batch allow it."""
+    """The setting under every schedule, as far as layout and batch allow it: what ``auto`` compares.
+
+    Of schedules that search no pipelines, with every pipeline that can be named.
+    """
+    layout = setting.layout
     for name, kind in SCHEDULES.items():
-        layout = setting.layout
         if layout.tp == 1 and kind.cuts_collectives:
             continue  # nothing to cut
         if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
@@ -42,28 +45,25 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
         if layout.dp * layout.cp == 1 and name == "ddp":
             continue  # nothing to sum over replicas
         more = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
-        for one in (ScheduleName(name, pipeline) for pipeline in ("", *more)):
-            if layout.pp == 1 and one.placement_on(1) is not Placement.LINEAR:
+        for named in (ScheduleName(name, pipeline) for pipeline in ("", *more)):
+            if layout.pp == 1 and named.placement_on(1) is not Placement.LINEAR:
                 continue  # pipelines of one stage are all the same
-            try:
-                yield with_schedule(setting, one)
-            except ValueError:
-                continue  # this layout or number of micro-batches has no such schedule
+            with suppress(ValueError):  # this layout or number of micro-batches has no such schedule
+                yield with_schedule(setting, named)
 
 
 def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
     """The same layout under another schedule (or its text, `ScheduleName`), with the placement that it needs,
     nothing else decided."""
-    one = ScheduleName.parse(str(name))
-    layout = replace(setting.layout, placement=one.placement_on(setting.layout.pp))
+    schedule, pipeline, hop = named = ScheduleName.parse(str(name))
     return replace(
         setting,
-        schedule=one.schedule,
-        layout=layout,
-        pipeline=one.pipeline,
+        schedule=schedule,
+        layout=replace(setting.layout, placement=named.placement_on(setting.layout.pp)),
+        pipeline=pipeline,
         partitions=(),
         unit_layers=0,
-        hop=one.hop,
+        hop=hop,
         distances=(0, 0),
     )
 
@@ -72,22 +72,19 @@ def variants(setting: Setting, space: Space) -> Iterator[Setting]:
     """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
     far ahead buckets travel."""
     kind, layout = setting.kind, setting.layout
-    cuts = [setting.partitions]
+    partitions = [setting.partitions]
     if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
-        cuts = [mega_scale(ways) for ways in WAYS if ways <= setting.local_tokens]
+        partitions = [mega_scale(ways) for ways in WAYS if ways <= setting.sizes().local_tokens]
     lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
     pipelines = (setting.pipeline,) if setting.pipeline else kind.pipelines_on(layout) or kind.pipelines[:1]
-    if not space.every_pipeline:
+    distances: tuple[tuple[int, int], ...] = (setting.distances,)
+    if space.every_pipeline:
+        distances = kind.distances(layout.zero)
+    else:
         pipelines = pipelines[:1]
-    for cut, length, pipeline in product(cuts, lengths, pipelines):
-        searched = layout.pp > 1 and not setting.hop and space.every_pipeline
-        for hop in PIPELINES[pipeline].hops if searched else (setting.hop,):
-            for distances in kind.distances(layout.zero) if space.every_pipeline else (setting.distances,):
-                yield replace(
-                    setting,
-                    partitions=cut,
-                    unit_layers=length,
-                    pipeline=pipeline,
-                    hop=hop,
-                    distances=distances,
-                )
+    for cut, length, pipeline in product(partitions, lengths, pipelines):
+        any_hop = layout.pp > 1 and not setting.hop and space.every_pipeline
+        for hop, ahead in product(PIPELINES[pipeline].hops if any_hop else (setting.hop,), distances):
+            yield replace(
+                setting, partitions=cut, unit_layers=length, pipeline=pipeline, hop=hop, distances=ahead
+            )

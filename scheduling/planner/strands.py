@@ -1,39 +1,35 @@
 """Two passes that share a rank, as the pairing search sees them: operators, times, precedence, contention."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from braid.scheduling.operators import Graph, Stream
 from braid.scheduling.operators import Pass as Phase
 from braid.scheduling.pattern import is_layer
+from braid.scheduling.physics import FloatArray
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write_step
 
 STREAMS = tuple(Stream)
 """Streams by number: 0 computes, 1 and 2 communicate."""
 
-FloatArray = NDArray[np.float64]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrandGraph:
-    """Operators of one pass over one layer; ``before`` holds, per operator, a bit mask of what it needs."""
+    """Operators of a pass. Sets of operators are bit masks; ``before`` holds, per operator, what it needs."""
 
     names: tuple[str, ...]
     streams: tuple[int, ...]
     solo_ns: tuple[float, ...]
     before: tuple[int, ...]
     weights: int = 0
-    """Mask of the weight gradients."""
-    places: tuple[int, ...] = ()
-    """Per operator, of its part in the unit."""
-    layers: tuple[bool, ...] = ()
-    """Per operator, whether its part is a layer."""
+    """The weight gradients."""
+    last_layer: int = 0
+    """The operators of the layer that the pass comes to last."""
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.streams) == len(self.solo_ns) == len(self.before)
@@ -43,13 +39,16 @@ class StrandGraph:
 
     @property
     def all(self) -> int:
-        """The mask of all operators."""
         return (1 << len(self)) - 1
 
     @property
     def total_ns(self) -> float:
-        """Solo times added up: the pass by itself without any overlap."""
+        """The pass by itself without any overlap."""
         return sum(self.solo_ns)
+
+    def named(self, mask: int) -> tuple[str, ...]:
+        """Names of some operators, in the order of the graph."""
+        return tuple(self.names[op] for op in bits(mask))
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
@@ -64,29 +63,18 @@ class StrandGraph:
         return tuple(masks)
 
     def ready(self, done: int) -> Iterator[int]:
-        """Operators that may come next after the mask ``done``."""
+        """Operators that may come next after those of a mask."""
         for op, direct in enumerate(self.before):
             if not done >> op & 1 and direct & ~done == 0:
                 yield op
-
-    @cached_property
-    def prefixes(self) -> tuple[int, ...]:
-        """All masks that some order begins with (down-sets), in an order that grows."""
-        found = {0}
-        frontier = [0]
-        while frontier:
-            following = {done | 1 << op for done in frontier for op in self.ready(done)}
-            found |= following
-            frontier = list(following)
-        return tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairProblem:
     """A forward and a backward pass to run together. Problems of the same content are equal.
 
-    ``slowdown[i, j]`` is how much longer operator i takes while j runs, those of the forward pass first;
-    operators of one stream never run together.
+    Operators of both are numbered together, those of the forward pass first. ``slowdown[i, j]`` is how much
+    longer operator i takes while j runs; operators of one stream never run together.
     """
 
     forward: StrandGraph
@@ -96,8 +84,23 @@ class PairProblem:
     """Price of a barrier; every paired segment ends with one."""
 
     def __post_init__(self) -> None:
-        count = len(self.forward) + len(self.backward)
-        assert self.slowdown.shape == (count, count)
+        assert self.slowdown.shape == (len(self), len(self))
+
+    def __len__(self) -> int:
+        return len(self.forward) + len(self.backward)
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        return self.forward.streams + self.backward.streams
+
+    @property
+    def solo_ns(self) -> tuple[float, ...]:
+        return self.forward.solo_ns + self.backward.solo_ns
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Per operator, the mask of what it needs."""
+        return self.forward.before + tuple(mask << len(self.forward) for mask in self.backward.before)
 
     @cached_property
     def _content(self) -> tuple[object, ...]:
@@ -118,22 +121,20 @@ class PairProblem:
     def lower_bound_ns(self) -> float:
         """No schedule is faster than its busiest stream."""
         loads = [0.0, 0.0, 0.0]
-        for graph in (self.forward, self.backward):
-            for stream, ns in zip(graph.streams, graph.solo_ns, strict=True):
-                loads[stream] += ns
+        for stream, ns in zip(self.streams, self.solo_ns, strict=True):
+            loads[stream] += ns
         return max(loads)
 
 
-def leaving(problem: PairProblem, end: Collection[str]) -> PairProblem:
-    """The problem with the end of the backward pass before in the place of this one's.
+def leaving(problem: PairProblem, end: int) -> PairProblem:
+    """The problem with the end (a mask) of the previous backward pass in the place of its own.
 
-    Paired programs follow each other, so the end that one leaves has all it needs from the next one's begin,
-    but for what belongs to it too. Nothing that stays may need it.
+    Paired programs follow each other, so the end that a program leaves has all it needs from the next one's
+    begin, but for what belongs to it too. Nothing that stays may need it.
     """
     graph = problem.backward
-    left = sum(1 << n for n, name in enumerate(graph.names) if name in end)
-    before = tuple(mask & left if left >> n & 1 else mask for n, mask in enumerate(graph.before))
-    assert not any(mask & left for n, mask in enumerate(graph.before) if not left >> n & 1)
+    before = tuple(mask & end if end >> n & 1 else mask for n, mask in enumerate(graph.before))
+    assert not any(mask & end for n, mask in enumerate(graph.before) if not end >> n & 1)
     return replace(problem, backward=replace(graph, before=before))
 
 
@@ -150,7 +151,8 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
 
     The last piece of a value stands behind the others.
     """
-    writer = {name: n for n, op in enumerate(graph.operators) for name in op.writes}
+    numbered = list(enumerate(graph.operators))
+    writer = {name: n for n, op in numbered for name in op.writes}
     before = []
     for op in graph.operators:
         mask = 0
@@ -158,16 +160,16 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
             if name in writer:
                 mask |= 1 << writer[name]
         if op.completes:
-            mask |= sum(1 << n for n, other in enumerate(graph.operators) if other.completed_by(op))
+            mask |= sum(1 << n for n, other in numbered if other.completed_by(op))
         before.append(mask)
+    last = next((op.place for op in reversed(graph.operators) if is_layer(op.part)), None)
     return StrandGraph(
         names=tuple(op.name for op in graph.operators),
         streams=tuple(STREAMS.index(op.stream) for op in graph.operators),
         solo_ns=tuple(float(profile.solo(op.key)) for op in graph.operators),
         before=tuple(before),
-        weights=sum(1 << n for n, op in enumerate(graph.operators) if op.phase is Phase.WEIGHT_GRADIENT),
-        places=tuple(op.place for op in graph.operators),
-        layers=tuple(is_layer(op.part) for op in graph.operators),
+        weights=sum(1 << n for n, op in numbered if op.phase is Phase.WEIGHT_GRADIENT),
+        last_layer=sum(1 << n for n, op in numbered if op.place == last),
     )
 
 
@@ -175,14 +177,11 @@ def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProbl
     """A forward pass beside a backward pass."""
     operators = [*forward.operators, *backward.operators]
     slowdown = np.zeros((len(operators), len(operators)))
-    cache: dict[tuple[str, str], float] = {}
+    between = cache(profile.slowdown)
     for i, first in enumerate(operators):
         for j, second in enumerate(operators):
             if first.stream is not second.stream:
-                pair = first.key, second.key
-                if pair not in cache:
-                    cache[pair] = profile.slowdown(*pair)
-                slowdown[i, j] = cache[pair]
+                slowdown[i, j] = between(first.key, second.key)
     return PairProblem(
         forward=strand_graph(forward, profile),
         backward=strand_graph(backward, profile),
@@ -192,9 +191,9 @@ def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProbl
 
 
 def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> PairProblem:
-    """Several passes as one, the backward side of a problem without another; operators named ``0:qkv``.
+    """Several passes as the backward side of a problem without a forward side; operators named ``0:qkv``.
 
-    What a pass computes stands behind the same operators of pass ``first``, and of those before it: so
+    What a pass computes stands behind the same operators of pass ``first`` and of earlier passes: so
     gradients are added up in the order of micro-batches.
     """
     turns = sorted(range(len(graphs)), key=lambda turn: (turn != first, turn))

@@ -1,88 +1,136 @@
-"""Degree and recomputation of every layer, by integer linear programming (Oases section V).
+"""Tensor-parallel degree and recomputation of every layer, by integer linear programming (Oases section V).
 
-Exact: costs are functions of what is chosen for two neighbouring layers, so a strategy is a path through a
-layered graph, equation 5 the length of the path, and equation 6 one knapsack constraint on it.
+A layer's blocks (attention, MLP) end in a collective each. Two sub-batches run through them by turns, so
+that one computes while the other communicates. In Oases the activations are gathered between layers of
+different degrees, and nothing overlaps there; Braid's layers hand on the same tokens whatever their degrees.
+
+The answer is exact: costs depend on the choices of two neighbouring layers, so a strategy is a path through a
+layered graph, equation 5 the length of the path, and equation 6 a knapsack constraint on it.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from braid.scheduling.planner.degree_problem import MEMORY_UNIT_BYTES, DegreeProblem, LayerChoice, PassCosts
+MEMORY_UNIT_BYTES: Final = 2**20
+"""Memory is counted in whole units, rounded up, so that the solver's tolerance cannot exceed the limit."""
 
 Numbers = NDArray[np.float64] | float
 
 
-@dataclass(frozen=True, kw_only=True)
-class UniformStrategy:
-    """One degree and policy for all layers."""
+class LayerChoice(NamedTuple):
+    """A layer's tensor-parallel degree, and what of the layer is computed again."""
 
     degree: int
-    recompute: str
-    cost_ns: int
-    memory_bytes: int
+    recompute: str = "full"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DegreePlan:
-    """What is best for every layer, and the best that is the same for all."""
+class PassCosts:
+    """A block in one pass: its computation, then its collective, of the first and second sub-batch.
 
-    choices: tuple[LayerChoice, ...]
-    cost_ns: int
-    memory_bytes: int
-    uniform: UniformStrategy
-    solver_seconds: float
+    A replica with a single sample has a second sub-batch of nothing, which costs 0: nothing overlaps.
+    """
+
+    compute_ns: tuple[int, int]
+    collective_ns: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DegreeCosts:
+    """What a layer costs under a choice. Blocks stand in the order of the forward pass, in ``backward`` too.
+
+    Recomputation is part of the backward pass's computation.
+    """
+
+    degree: int
+    recompute: str = "full"
+    forward: tuple[PassCosts, ...]
+    backward: tuple[PassCosts, ...]
+    resident_bytes: int
+    """What every layer of this choice adds to a rank: weights, gradients, optimizer states, saved inputs."""
+    runtime_bytes: int = 0
+    """Temporary buffers, which all layers of a rank use by turns."""
+    once_ns: int = 0
+    """What a layer adds whatever its micro-batches are: sums of gradients of replicas, the update."""
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        """Of every layer."""
-        return tuple(choice.degree for choice in self.choices)
+    def choice(self) -> LayerChoice:
+        return LayerChoice(self.degree, self.recompute)
 
-    def describe(self) -> str:
-        """The degrees as in the paper's table II, such as ``[2]x8+[4]x16``."""
-        return describe_degrees(self.degrees)
+    @property
+    def resident_units(self) -> int:
+        return -(-self.resident_bytes // MEMORY_UNIT_BYTES)
+
+    @property
+    def runtime_units(self) -> int:
+        return -(-self.runtime_bytes // MEMORY_UNIT_BYTES)
+
+    @property
+    def inside_ns(self) -> int:
+        """Terms of equation 3 that the layer has to itself, in both passes."""
+        total = self.once_ns
+        for blocks in (self.forward, self.backward[::-1]):
+            total += sum(max(block.compute_ns[1], block.collective_ns[0]) for block in blocks)
+            total += sum(max(b.compute_ns[0], a.collective_ns[1]) for a, b in pairwise(blocks))
+        return total
+
+    @property
+    def first_ns(self) -> int:
+        """What the layer costs at the model's begin."""
+        return self.inside_ns + self.forward[0].compute_ns[0] + self.backward[0].collective_ns[1]
+
+    @property
+    def last_ns(self) -> int:
+        """What the layer adds at the model's end, beyond the cost of coming to it."""
+        return self.forward[-1].collective_ns[1] + self.backward[-1].compute_ns[0]
 
 
-def describe_degrees(degrees: Sequence[int]) -> str:
-    """Equal degrees in a row, in the order of the layers: ``[2]x8+[4]x16``."""
-    starts = [0, *(n for n, (a, b) in enumerate(pairwise(degrees), 1) if a != b), len(degrees)]
-    return "+".join(f"[{degrees[start]}]x{end - start}" for start, end in pairwise(starts))
+@dataclass(frozen=True, kw_only=True)
+class DegreeProblem:
+    """Equal layers, what to choose from, and the memory of a rank."""
+
+    layers: int
+    options: tuple[DegreeCosts, ...]
+    memory_limit_bytes: int
+    gather_ns: Mapping[tuple[int, int], int] | None = None
+    """(smaller, larger degree) -> time of the all-gather of activations, or of their gradients, in eq. 4.
+    None: nothing is gathered, and passes overlap between layers of any degrees."""
+
+    def option(self, choice: LayerChoice) -> DegreeCosts:
+        return next(option for option in self.options if option.choice == choice)
+
+    def step_ns(self, earlier: DegreeCosts, later: DegreeCosts) -> int:
+        """What a layer costs behind an earlier one (equations 3 and 4).
+
+        Of two neighbours, the computation of a pass and the collective before it take the longer of both
+        times, or their sum where activations are gathered. The paper writes both cases of equation 4 with
+        the collective of the earlier layer and the computation of the later one. In the backward pass data
+        flows the other way, so there the collective of the later layer cannot hide behind the computation
+        of the earlier one.
+        """
+        forward = (earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
+        backward = (later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
+        low, high = sorted((earlier.degree, later.degree))
+        if self.gather_ns is None or low == high:
+            between = max(forward) + max(backward)
+        elif earlier.degree == low:
+            between = self.gather_ns[low, high] + sum(forward) + max(backward)
+        else:
+            between = self.gather_ns[low, high] + max(forward) + sum(backward)
+        return between + later.inside_ns
 
 
 def strategy_cost(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
-    """Equation 5 of one strategy, term by term: node costs of both passes, and edges, in nanoseconds.
-
-    The paper writes both cases of equation 4 with the collective of the earlier layer and the computation
-    of the later one. In the backward pass data flows the other way, so there it is the collective of the
-    later layer that cannot hide behind the computation of the earlier one.
-    """
+    """Equation 5: nanoseconds of both passes through layers of these choices."""
     options = [problem.option(choice) for choice in choices]
-    assert len(options) == problem.layers
-    total = sum(option.once_ns for option in options)
-    total += _pass_cost([block for option in options for block in option.forward])
-    total += _pass_cost([block for option in reversed(options) for block in reversed(option.backward)])
-    for earlier, later in pairwise(options):
-        gather = problem.moved_ns(earlier, later)
-        if gather is None:
-            continue
-        total += gather
-        if earlier.degree < later.degree:
-            total += min(earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
-        else:
-            total += min(later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
-    return total
-
-
-def _pass_cost(nodes: Sequence[PassCosts]) -> int:
-    """Equation 3 over the blocks in the order of the pass."""
-    total = nodes[0].compute_ns[0] + nodes[-1].collective_ns[1]
-    total += sum(max(i.compute_ns[0], before.collective_ns[1]) for before, i in pairwise(nodes))
-    return total + sum(max(i.compute_ns[1], i.collective_ns[0]) for i in nodes)
+    steps = sum(problem.step_ns(earlier, later) for earlier, later in pairwise(options))
+    return options[0].first_ns + steps + options[-1].last_ns
 
 
 def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
@@ -96,66 +144,30 @@ def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]
     return units * MEMORY_UNIT_BYTES
 
 
-def uniform(problem: DegreeProblem) -> UniformStrategy:
-    """The cheapest choice for all layers that fits the memory; `ValueError` if none fits."""
-    strategies = [(choice, (choice,) * problem.layers) for choice in problem.choices]
-    fitting = [
-        UniformStrategy(
-            degree=choice.degree,
-            recompute=choice.recompute,
-            cost_ns=strategy_cost(problem, strategy),
-            memory_bytes=strategy_memory_bytes(problem, strategy),
-        )
-        for choice, strategy in strategies
-        if strategy_memory_bytes(problem, strategy) <= problem.memory_limit_bytes
-    ]
-    if not fitting:
-        raise _too_little_memory(problem)
-    return min(fitting, key=lambda strategy: strategy.cost_ns)
-
-
-def _too_little_memory(problem: DegreeProblem) -> ValueError:
-    # No mixture needs less than its leanest degree alone: the buffers of that degree count in both.
-    least = min(strategy_memory_bytes(problem, (choice,) * problem.layers) for choice in problem.choices)
-    missing = least - problem.memory_limit_bytes
-    return ValueError(
-        f"memory_limit_bytes={problem.memory_limit_bytes} is too little for {problem.layers} layers at any "
-        f"of the degrees {problem.degrees}: {missing} bytes are missing; raise it to {least}, or use fewer "
-        f"layers, a smaller global batch or higher degrees"
-    )
-
-
-def plan_degrees(problem: DegreeProblem) -> DegreePlan:
+def plan_degrees(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
     """The strategy of least cost (equation 5) within the memory (equation 6), proven to be the best.
 
-    Raises `ValueError` where nothing fits, with the bytes that are missing.
-    """
-    start = time.perf_counter()
-    best_uniform = uniform(problem)
-    choices = _solve(problem)
-    return DegreePlan(
-        choices=choices,
-        cost_ns=strategy_cost(problem, choices),
-        memory_bytes=strategy_memory_bytes(problem, choices),
-        uniform=best_uniform,
-        solver_seconds=time.perf_counter() - start,
-    )
+    Raises `ValueError` where nothing fits, with the bytes that would do.
 
-
-def _solve(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
-    """The shortest path through the choices of the layers, as counts of its steps.
-
-    Layers are equal, so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j]
-    counts the steps from choice i to choice j. Counts are those of a path if flow in and out agree and all
-    choices used hang together; the latter is a second flow, which leaves the first choice with a unit for
-    every choice used and runs along steps that are taken. With one binary per layer and step instead, every
-    order of the runs is another solution of the same cost, and 96 layers of 6 degrees took up to 38 s
-    instead of 0.2 s.
+    The search is for the shortest path through the choices of the layers, as counts of its steps. Layers are
+    equal, so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j] counts the
+    steps from choice i to choice j. Counts are those of a path if flow in and out agree and all choices used
+    hang together; the latter is a second flow, which leaves the first choice with a unit for every choice
+    used and runs along steps that are taken. With one binary per layer and step instead, every order of the
+    runs is another solution of the same cost, and 96 layers of 6 degrees took up to 38 s instead of 0.2 s.
 
     Columns: first, last and used (binary, per choice), steps N (integer) and the second flow (both per pair
     of choices), the largest buffers.
     """
-    count = len(problem.options)
+    options = problem.options
+    # No mixture needs less than its leanest choice alone: the buffers of that choice count in both.
+    least = min(strategy_memory_bytes(problem, (option.choice,) * problem.layers) for option in options)
+    if least > problem.memory_limit_bytes:
+        raise ValueError(
+            f"memory_limit_bytes={problem.memory_limit_bytes} is too little for {problem.layers} layers; "
+            f"raise it to {least}"
+        )
+    count = len(options)
     first, last, used = (slice(k * count, (k + 1) * count) for k in range(3))
     steps = slice(3 * count, 3 * count + count**2)
     flow = slice(steps.stop, steps.stop + count**2)
@@ -170,8 +182,8 @@ def _solve(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
             matrix[:, columns] = values
         return LinearConstraint(matrix, low, high)
 
-    resident = np.array([float(option.resident_units) for option in problem.options])
-    runtime = np.array([float(option.runtime_units) for option in problem.options])
+    resident = np.array([float(option.resident_units) for option in options])
+    runtime = np.array([float(option.runtime_units) for option in options])
     limit = problem.memory_limit_bytes // MEMORY_UNIT_BYTES
     constraints = [
         rows(1, 1, 1, (first, 1.0)),
@@ -184,7 +196,9 @@ def _solve(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
         rows(1, -np.inf, limit, (first, resident), (steps, resident @ into), (buffers, 1.0)),
     ]
     cost, upper, whole = np.zeros(width), np.full(width, np.inf), np.zeros(width)
-    cost[first], cost[steps], cost[last] = _path_costs(problem)
+    cost[first] = [option.first_ns for option in options]
+    cost[steps] = [problem.step_ns(earlier, later) for earlier in options for later in options]
+    cost[last] = [option.last_ns for option in options]
     whole[: steps.stop] = 1
     upper[: steps.start] = 1
     result = milp(
@@ -195,11 +209,11 @@ def _solve(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None or result.status != 0:
-        raise RuntimeError(f"the solver found no proven optimum for {problem.degrees}: {result.message}")
+        raise RuntimeError(f"the solver found no proven optimum: {result.message}")
     counts = np.rint(result.x[steps]).astype(int).reshape(count, count)
     path = _walk(counts.tolist(), int(np.argmax(result.x[first])))
     assert len(path) == problem.layers
-    return tuple(problem.choices[place] for place in path)
+    return tuple(options[place].choice for place in path)
 
 
 def _walk(steps: list[list[int]], first: int) -> list[int]:
@@ -217,36 +231,3 @@ def _walk(steps: list[list[int]], first: int) -> list[int]:
             left[here][there] -= 1
             open_path.append(there)
     return path[::-1]
-
-
-def _path_costs(problem: DegreeProblem) -> tuple[Numbers, Numbers, Numbers]:
-    """Equation 5 split over a path: cost of the first choice, of each pair of neighbours, of the last one.
-
-    What happens inside a layer goes with the step into it. Of two neighbours, the computation of one pass
-    and the collective before it take the longer of both times, or their sum where activations are gathered.
-    """
-    inside = [o.once_ns + _inside(o.forward) + _inside(o.backward[::-1]) for o in problem.options]
-    first = [
-        inner + option.forward[0].compute_ns[0] + option.backward[0].collective_ns[1]
-        for inner, option in zip(inside, problem.options, strict=True)
-    ]
-    last = [o.forward[-1].collective_ns[1] + o.backward[-1].compute_ns[0] for o in problem.options]
-    between = []
-    for earlier, later in product(problem.options, repeat=2):
-        forward = (earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
-        backward = (later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
-        gather = problem.moved_ns(earlier, later)
-        if gather is None:
-            between.append(max(forward) + max(backward))
-        elif earlier.degree < later.degree:
-            between.append(gather + sum(forward) + max(backward))
-        else:
-            between.append(gather + max(forward) + sum(backward))
-    entered = np.tile(np.array(inside, dtype=float), len(inside))
-    return np.array(first, dtype=float), np.array(between, dtype=float) + entered, np.array(last, dtype=float)
-
-
-def _inside(blocks: Sequence[PassCosts]) -> int:
-    """The terms of equation 3 that a layer has to itself."""
-    own = sum(max(block.compute_ns[1], block.collective_ns[0]) for block in blocks)
-    return own + sum(max(b.compute_ns[0], a.collective_ns[1]) for a, b in pairwise(blocks))

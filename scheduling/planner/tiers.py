@@ -8,7 +8,8 @@ The other tiers are the order of a backward pass's operators (`braid.scheduling.
 micro-batches go together (the pipelines ``together_N``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from braid.scheduling.memory import DTYPE_BYTES, sent_width
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import ABOUT_OWN, PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
+from braid.scheduling.physics import run_in_order
 from braid.scheduling.planner.orders import Bench, BenchOf
-from braid.scheduling.planner.tasks import Task, makespan_ns, run_in_order
 from braid.scheduling.profile import Profile
 from braid.scheduling.stages import moves_of
 from braid.scheduling.units import chunk_parameters
@@ -49,10 +50,14 @@ class Collecting(NamedTuple):
     op: Operator
     beside: tuple[str, ...]
 
-    def graph(self, parts: Mapping[str, Part]) -> Graph:
+    def graph(self, bench: Bench) -> Graph:
         """The pass that it stands in."""
-        part = parts[self.part]
+        part = bench.members[self.part]
         return part.forward if self.forward else part.backward
+
+    def span_ns(self, bench: Bench) -> float:
+        """What it and the operators beside it take, cut or whole."""
+        return span_ns(self.graph(bench), {self.op.name, *self.beside}, bench.profile)
 
 
 def collectives(bench: Bench) -> list[Collecting]:
@@ -77,17 +82,17 @@ def operation_tier(bench: Bench, bench_of: BenchOf) -> tuple[Partition, ...]:
     spans: dict[Collecting, list[tuple[float, Partition | None]]] = {}
     for kind in CUT:
         own = {
-            one: list(points(bench.members[one.part], one.graph(bench.members), one.op, bench.profile))
+            one: list(points(bench.members[one.part], one.graph(bench), one.op, bench.profile))
             for one in collectives(bench)
             if one.op.kind is kind
         }
         for one in own:
-            spans[one] = [(span_of(one, bench), None)]
+            spans[one] = [(one.span_ns(bench), None)]
         for tried in zip_longest(*own.values()):
             chosen = {one: point for one, point in zip(own, tried, strict=True) if point is not None}
             cut = bench_of(replace(bench.setting, partitions=tuple(chosen.values())))
             for one, point in chosen.items():
-                spans[one].append((span_of(one, cut), point))
+                spans[one].append((one.span_ns(cut), point))
     best = [_plainest(spans[one]) for one in collectives(bench)]
     return tuple(point for point in best if point is not None)
 
@@ -95,21 +100,17 @@ def operation_tier(bench: Bench, bench_of: BenchOf) -> tuple[Partition, ...]:
 def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | None:
     """The least cut of those that take hardly longer than the shortest."""
     least = min(ns for ns, _ in spans)
-    alike = [
-        (0 if one is None else one.pieces * max(1, len(one.order)), ns, n)
-        for n, (ns, one) in enumerate(spans)
-        if ns <= least * (1 + HARDLY)
-    ]
-    return spans[min(alike)[2]][1]
+    alike = [(ns, point) for ns, point in spans if ns <= least * (1 + HARDLY)]
+
+    def cut(span: tuple[float, Partition | None]) -> tuple[int, float]:
+        ns, point = span
+        return (0 if point is None else point.pieces * max(1, len(point.order))), ns
+
+    return min(alike, key=cut)[1]
 
 
 HARDLY = 0.02
 """So little longer the simulator cannot tell; every piece has costs that no profile has."""
-
-
-def span_of(one: Collecting, bench: Bench) -> float:
-    """What a collective and the operators beside it take, cut or whole."""
-    return span_ns(one.graph(bench.members), {one.op.name, *one.beside}, bench.profile)
 
 
 PIECE_COUNTS = (1, 2, 4, 8)
@@ -128,38 +129,31 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
     orders: list[tuple[int, ...]] = [()]
     if mesh is not None:
         orders += [(0, 1), (1, 0), ABOUT_OWN] if gathers else [(1, 0), (0, 1)]
-    cuts = list(_cuts(part, graph, op))
     for order in orders:
-        for cut in cuts:
-            added_up = gathers and cut.dim == "width"  # every piece has all rows, which come in two
-            if (cut.delivered and not order) or (added_up and order == ABOUT_OWN):
+        division: dict[str, Any] = {"mesh": mesh, "order": order} if order else {}
+        for cut in _pieces(part, graph, op):
+            added_up = gathers and cut.get("dim") == "width"  # every piece has all rows, which come in two
+            if (cut.get("delivered") and not order) or (added_up and order == ABOUT_OWN):
                 continue
-            if order or cut.pieces > 1:
-                divided: dict[str, Any] = {"mesh": mesh, "order": order} if order and mesh else {}
-                yield Partition(what=what, **divided, **cut._asdict())
+            if order or cut.get("pieces", 1) > 1:
+                yield Partition(what=what, **division, **cut)
 
 
-class _Cut(NamedTuple):
-    """What a `Partition` says of pieces."""
-
-    pieces: int = 1
-    dim: str = ""
-    operators: int = 0
-    delivered: bool = False
-
-
-def _cuts(part: Part, graph: Graph, op: Operator) -> Iterator[_Cut]:
-    """Pieces of a collective, alone and with the operators beside it, as many as have some of it each."""
+def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
+    """Pieces of a collective, alone and with the operators beside it, as many as have some of it each: what a
+    `Partition` says of them."""
     moved = part.values[op.reads[0]], part.values[op.writes[0]]
     rows, width = min(value.rows for value in moved), moved[1].columns
-    yield from (_Cut(pieces=n) for n in PIECE_COUNTS if n <= rows)
+    yield from ({"pieces": n} for n in PIECE_COUNTS if n <= rows)
     beside = operators_beside(graph, op, MOST_BESIDE)
     for length in range(1, len(beside) + 1):
+        along = {"dim": "tokens", "operators": length}
         if op.kind is Kind.ALL_GATHER:
-            yield _Cut(dim="tokens", operators=length, delivered=True)
-        yield from (_Cut(pieces=n, dim="tokens", operators=length) for n in PIECE_COUNTS[1:] if n <= rows)
+            yield {**along, "delivered": True}
+        yield from ({**along, "pieces": n} for n in PIECE_COUNTS[1:] if n <= rows)
     if beside and beside[0].kind is Kind.GEMM:
-        yield from (_Cut(pieces=n, dim="width", operators=1) for n in PIECE_COUNTS[1:] if n <= width)
+        across = {"dim": "width", "operators": 1}
+        yield from ({**across, "pieces": n} for n in PIECE_COUNTS[1:] if n <= width)
 
 
 def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
@@ -174,31 +168,47 @@ def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
     Streams serve them in the order of the graph. A rank that is busy with starting a collective, or with what
     it brings, computes nothing meanwhile; where nothing runs beside it, that is part of the collective.
     """
-    tasks: list[Task] = []
-    ends: dict[str, Task] = {}
-    """What is left to be done about transfers that nothing has asked for yet."""
+    queues: dict[Stream, list[str]] = defaultdict(list)
+    lengths: dict[str, int] = {}
+    waits: dict[str, Sequence[str]] = {}
+    unasked: dict[str, tuple[str, int]] = {}
+    """Of transfers that nothing has asked for yet: what is left to do, the transfer, how long it takes."""
     writers: dict[str, tuple[str, ...]] = {}
     pieces: dict[str, list[str]] = {}
+
+    def put(name: str, stream: Stream, ns: int, after: Sequence[str]) -> None:
+        queues[stream].append(name)
+        lengths[name], waits[name] = ns, after
+
+    def take(name: str) -> None:
+        transfer, ns = unasked.pop(name)
+        put(name, Stream.COMPUTE, ns, [transfer])
+
     for op in graph.operators:
         whole = op.name if op.piece is None else op.piece.whole
         if whole not in names:
             continue
         after = tuple(dict.fromkeys(name for value in op.reads for name in writers.get(value, ())))
-        tasks += [ends.pop(name) for name in after if name in ends]
+        for name in filter(unasked.__contains__, after):
+            take(name)
         ns, done = profile.solo(op.key), op.name
         if op.piece is not None and op.kind.communicates:
-            issue, take = profile.issue_ns.get(op.key, 0), profile.take_ns.get(op.key, 0)
+            begins, ends = profile.issue_ns.get(op.key, 0), profile.take_ns.get(op.key, 0)
             begin, done = f"{op.name} begins", f"{op.name} ends"
-            tasks.append(Task(name=begin, stream=Stream.COMPUTE, ns=issue, after=after))
-            tasks.append(Task(name=op.name, stream=op.stream, ns=max(0, ns - issue - take), after=(begin,)))
-            ends[done] = Task(name=done, stream=Stream.COMPUTE, ns=take, after=(op.name,))
+            put(begin, Stream.COMPUTE, begins, after)
+            put(op.name, op.stream, max(0, ns - begins - ends), [begin])
+            unasked[done] = op.name, ends
         else:
-            tasks.append(Task(name=op.name, stream=op.stream, ns=ns, after=after))
+            put(op.name, op.stream, ns, after)
         pieces.setdefault(whole, []).append(done)
         for value in op.writes:
             completes = op.completes and value == op.writes[-1]
             writers[value] = tuple(pieces[whole]) if completes else (done,)
-    return makespan_ns(run_in_order([*tasks, *ends.values()]))
+    for name in list(unasked):
+        take(name)
+    times, stuck = run_in_order(queues, waits.__getitem__, lengths.__getitem__)
+    assert not stuck
+    return max((last for _, last in times.values()), default=0)
 
 
 # -- what replicas share -------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gp
 Phi-3.5-MoE of ``moe``. Keys are those of `transformers`, old and new.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 TRAITS: Final = ("qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm", "mixer_jitter")
@@ -33,8 +33,9 @@ class Architecture:
     """Of classes that published files name instead."""
     keys: Mapping[str, str]
     """Field of `ModelShape` -> key."""
-    defaults: Mapping[str, Callable[[Mapping[str, Any]], Any]]
-    """Key -> what `transformers` takes where the key is missing or null; other keys must be there."""
+    defaults: Mapping[str, Any]
+    """Key -> what `transformers` takes where the key is missing or null: a value, or a function of all keys.
+    Other keys must be there."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Key -> values that compute what Braid computes; the first is the default and is what is written."""
     traits: frozenset[str] = frozenset()
@@ -60,11 +61,12 @@ _LLAMA_KEYS: Final = {
     "norm_eps": "rms_norm_eps",
     "rotary_base": "rope_theta",
 }
-_LLAMA_DEFAULTS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = {
+_LLAMA_DEFAULTS: Final[Mapping[str, Any]] = {
     "head_dim": lambda content: content["hidden_size"] // content["num_attention_heads"],
-    "tie_word_embeddings": lambda content: False,
-    "rms_norm_eps": lambda content: 1e-6,
-    "rope_theta": lambda content: 10000.0,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 32768,
 }
 _SILU: Final = {"hidden_act": ("silu", "swish")}
 
@@ -76,41 +78,34 @@ LLAMA: Final = Architecture(
     defaults={
         **_LLAMA_DEFAULTS,
         "num_key_value_heads": lambda content: content["num_attention_heads"],
-        "max_position_embeddings": lambda content: 2048,
+        "max_position_embeddings": 2048,
     },
     fixed={**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
 )
 
-QWEN2: Final = Architecture(
-    family="llama",
+QWEN2: Final = replace(
+    LLAMA,
     model_type="qwen2",
     name="Qwen2ForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 32768},
+    defaults=_LLAMA_DEFAULTS,
     fixed={**_SILU, "use_sliding_window": (False,)},
     traits=frozenset({"qkv_bias"}),
 )
 
-QWEN3: Final = Architecture(
-    family="llama",
+QWEN3: Final = replace(
+    LLAMA,
     model_type="qwen3",
     name="Qwen3ForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "head_dim": lambda content: 128,
-        "max_position_embeddings": lambda content: 32768,
-    },
+    defaults={**_LLAMA_DEFAULTS, "head_dim": 128},
     fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
     traits=frozenset({"head_norm"}),
 )
 
-MISTRAL: Final = Architecture(
-    family="llama",
+MISTRAL: Final = replace(
+    LLAMA,
     model_type="mistral",
     name="MistralForCausalLM",
-    keys=_LLAMA_KEYS,
-    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": lambda content: 131072},
+    defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": 131072},
     fixed=_SILU,
     window=4096,
 )
@@ -126,45 +121,40 @@ MIXTRAL: Final = Architecture(
     keys={**_EXPERT_KEYS, "experts": "num_local_experts"},
     defaults={
         **_LLAMA_DEFAULTS,
-        "rms_norm_eps": lambda content: 1e-5,
-        "rope_theta": lambda content: 1_000_000.0,
-        "max_position_embeddings": lambda content: 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 131072,
     },
     fixed=_SILU,
     window=None,
     written={**_EXPERT_WRITTEN, "router_jitter_noise": 0.0, "sliding_window": None},
 )
 
-PHI_MOE: Final = Architecture(
-    family="moe",
+PHI_MOE: Final = replace(
+    MIXTRAL,
     model_type="phimoe",
     name="PhimoeForCausalLM",
     other_names=("PhiMoEForCausalLM",),
     keys={
-        **_EXPERT_KEYS,
-        "experts": "num_local_experts",
+        **MIXTRAL.keys,
         "mixer_jitter": "router_jitter_noise",
         "qkv_bias": "attention_bias",
         "projection_bias": "attention_bias",
         "head_bias": "lm_head_bias",
     },
     defaults={
-        **_LLAMA_DEFAULTS,
-        "rms_norm_eps": lambda content: 1e-5,
-        "rope_theta": lambda content: 1_000_000.0,
-        "max_position_embeddings": lambda content: 131072,
-        "router_jitter_noise": lambda content: 0.01,
-        "attention_bias": lambda content: False,
-        "lm_head_bias": lambda content: False,
+        **MIXTRAL.defaults,
+        "router_jitter_noise": 0.01,
+        "attention_bias": False,
+        "lm_head_bias": False,
     },
-    fixed=_SILU,
     traits=frozenset({"layer_norm"}),
     rotary=("default", "longrope"),
-    window=None,
     written={**_EXPERT_WRITTEN, "input_jitter_noise": 0.0, "sliding_window": None},
 )
 
-QWEN3_MOE: Final = Architecture(
+QWEN3_MOE: Final = replace(
+    QWEN3,
     family="moe",
     model_type="qwen3_moe",
     name="Qwen3MoeForCausalLM",
@@ -174,13 +164,7 @@ QWEN3_MOE: Final = Architecture(
         "expert_ffn": "moe_intermediate_size",
         "normalised": "norm_topk_prob",
     },
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "max_position_embeddings": lambda content: 32768,
-        "norm_topk_prob": lambda content: False,
-    },
-    fixed={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
-    traits=frozenset({"head_norm"}),
+    defaults={**_LLAMA_DEFAULTS, "norm_topk_prob": False},
     written=_EXPERT_WRITTEN,
 )
 
@@ -200,8 +184,8 @@ GPT2: Final = Architecture(
     },
     defaults={
         "n_inner": lambda content: 4 * content["n_embd"],
-        "tie_word_embeddings": lambda content: True,
-        "layer_norm_epsilon": lambda content: 1e-5,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
     },
     fixed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

@@ -94,30 +94,27 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"model.shared_experts={shape.shared_experts} has no Hugging Face form here: neither Mixtral nor "
             f"Qwen3-MoE has experts that every token visits"
         )
-    if found is MIXTRAL and (shape.expert_layers < shape.layers or not _normalised(shape)):
+    dense = shape.expert_layers < shape.layers
+    if found is MIXTRAL and (dense or not _normalised(shape)):
         raise ValueError(
             f"Mixtral has experts in every layer, and divides gates by their sum; model.pattern="
             f"{shape.pattern!r}, model.normalised={str(shape.normalised).lower()} have no equal in "
             f"`transformers` without model.head_norm"
         )
-    if found is PHI_MOE:
-        _check_phi(shape)
-    return found
-
-
-def _check_phi(shape: ModelShape) -> None:
     wrong = {
-        "pattern": shape.expert_layers < shape.layers,
+        "pattern": dense,
         "mixer_jitter": not shape.mixer_jitter,
         "top_k": shape.top_k != 2,
         "projection_bias": shape.projection_bias != shape.qkv_bias,
     }
-    if found := next((name for name, is_wrong in wrong.items() if is_wrong), None):
+    if found is PHI_MOE and any(wrong.values()):
+        field = next(name for name, is_wrong in wrong.items() if is_wrong)
         raise ValueError(
             f"Phi-3.5-MoE has experts in every layer, of which a token visits two by SparseMixer's gates, "
-            f"and biases on all of attention's matrices or on none; model.{found}={getattr(shape, found)!r} "
+            f"and biases on all of attention's matrices or on none; model.{field}={getattr(shape, field)!r} "
             f"has no equal in `transformers`"
         )
+    return found
 
 
 def _normalised(shape: ModelShape) -> bool:
@@ -323,7 +320,8 @@ def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path)
             return content[name]
     if key not in known.defaults:
         raise ValueError(f"{path}: {key} is missing")
+    default = known.defaults[key]
     try:
-        return known.defaults[key](content)
+        return default(content) if callable(default) else default
     except (KeyError, TypeError, ZeroDivisionError):
         raise ValueError(f"{path}: {key} is missing, and what it follows from is wrong") from None

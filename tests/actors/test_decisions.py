@@ -17,7 +17,7 @@ from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import _profile_path
 from braid.actors.stage.messages import RunPlan
-from braid.jobs.planning.known import known_schedule
+from braid.jobs.planning.profiling import known_schedule
 from braid.jobs.train import Chosen, plan_run
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write

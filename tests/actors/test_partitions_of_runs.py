@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.combining import combine
-from braid.actors.controller.planning import build_schedule, model_graphs, setting_of
-from braid.jobs.planning.work import Request, fixed_setting
+from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.lowering.lower import Choices
 from braid.scheduling.lowering.partitions import mega_scale, with_partitions
@@ -74,7 +74,7 @@ def test_two_pieces_without_a_profile_none_without_gathers() -> None:
 def test_with_a_profile_the_best_number(rate: float, sequence: int) -> None:
     """Pieces need not be equal."""
     config = configured(sequence=sequence)
-    (found,) = build_schedule(config, shape_of(config), profile_of(config, rate)).partitions
+    (found,) = plan_run(config, shape_of(config), profile_of(config, rate)).taken.code.schedule.partitions
     times = {pieces: simulated(config, rate, pieces) for pieces in (2, 4, 8)}
     assert times[found.pieces] == min(times.values())
 
@@ -98,7 +98,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
 def planned() -> Plan:
     """The plan of `configured`."""
     config, spec = configured(), cluster(gpus=2, intra=2e8)
-    return plan_of(evaluate(fixed_setting(Request(config, shape_of(config), spec)), spec), spec)
+    return plan_of(evaluate(setting_of(config, shape_of(config)), spec), spec)
 
 
 def test_a_plan_says_how(tmp_path: Path) -> None:
@@ -138,9 +138,10 @@ def test_a_plan_edited_into_nonsense(tmp_path: Path, was: str, now: str, cause: 
     file = tmp_path / "plan.yaml"
     file.write_text(text)
     config = configured(plan=str(file))
-    for profile in (None, profile_of(configured(), RATES[0])):
+    profile = profile_of(configured(), RATES[0])
+    for made in (build_schedule, partial(plan_run, profile=profile)):
         with pytest.raises(ConfigError, match=r"^overlap\.plan") as caught:
-            build_schedule(config, shape_of(config), profile)
+            made(config, shape_of(config))
         assert cause in str(caught.value)
         assert "\n" not in str(caught.value)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from braid.actors.config import Config, TrainConfig
-from braid.actors.controller.planning import model_graphs
+from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
 from braid.actors.stage.messages import RunPlan
@@ -28,7 +28,6 @@ from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
-from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.memory import rank_memory
 from braid.scheduling.operations import Compute, Operation, Start, name_of
@@ -190,7 +189,7 @@ class Runs:
         shape = config.check(BYTES_VOCABULARY)
         ranks = config.layout().ranks
         spec = cluster(nodes=hosts, gpus=ranks // hosts, intra=4e8)
-        setting = replace(fixed_setting(Request(config, shape, spec)), **decided)
+        setting = replace(setting_of(config, shape), **decided)
         if config.model.own_layers:
             graphs = model_graphs(config, shape)
             bench_of = measured(graphs, analytic_profile(spec, setting.layout, graphs, 8))

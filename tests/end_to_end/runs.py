@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from braid.actors.config import Config, ParallelConfig, TrainConfig, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, StepDone
 from braid.actors.controller.step_record import StepRecord
@@ -42,7 +42,6 @@ from braid.jobs.benchmarks.plain_torch import (
 )
 from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
-from braid.jobs.planning.work import Request, fixed_setting
 from braid.kernels.operators.context_blocks import causal_order
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.planner.cluster import plan_of
@@ -208,9 +207,9 @@ def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[s
         return overlap
     config = small_config(path, **overrides)
     spec = cluster(gpus=config.layout().ranks, intra=4e8)
-    job = Request(config, config.shape(BYTES_VOCABULARY), spec)
+    setting = setting_of(config, config.shape(BYTES_VOCABULARY))
     file = config.run_directory.with_suffix(".yaml")
-    file.write_text(plan_of(evaluate(fixed_setting(job), spec), spec).to_yaml(), encoding="utf-8")
+    file.write_text(plan_of(evaluate(setting, spec), spec).to_yaml(), encoding="utf-8")
     return {**overlap, "plan": str(file)}
 
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.routing import ExpertNumbers
 from braid.actors.stage.messages import RunPlan
-from braid.jobs.planning.work import Request, fixed_setting
 from braid.scheduling.operators import Stream
 from braid.scheduling.partition import parse_partition
 from braid.scheduling.planner.cluster import plan_of
@@ -115,7 +114,7 @@ def test_partitions_run_inside_hosts_and_between_them(tmp_path: Path, data: Path
     sections = content("braid:w", {"tp": 4}, model={"kv_heads": 4})
     config, spec = small_config(tmp_path / "plans", **sections), cluster(nodes=2, gpus=2)
     setting = replace(
-        fixed_setting(Request(config, config.model.shape(BYTES_VOCABULARY), spec)),
+        setting_of(config, config.model.shape(BYTES_VOCABULARY)),
         partitions=tuple(map(parse_partition, partitions)),
     )
     file = tmp_path / "plan.yaml"

@@ -18,8 +18,8 @@ from braid.actors.controller.step_record import StepRecord
 from braid.jobs.data.prepare import Prepared
 from braid.jobs.demo import PICTURE, STRETCH, Demo
 from braid.jobs.display import Display, curve, duration, prediction_line, report_table, validation_line
-from braid.jobs.planning.presets_view import show_presets
 from braid.jobs.planning.searching import Searching
+from braid.jobs.planning.view import show_presets
 from braid.jobs.remarks import on_data, on_learning_rate
 from braid.scheduling.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from braid.actors.controller.planning import setting_of
 from braid.jobs.planning import work as planning
 from braid.jobs.planning.view import show_explanation, show_plan, usual_line
 from braid.scheduling.plan import Plan, RunnerUp
@@ -117,7 +118,7 @@ def test_the_terminal_shows_plans_and_pictures(says: Says) -> None:
 def test_costs_from_a_profile_file(says: Says) -> None:
     """A profile with the modelled costs gives the modelled step; slower operators a slower one."""
     job = planning.request("small.yaml", ["parallel={tp: 8}"], "mine.yaml", None)
-    bench = modelled(job.cluster)(planning.fixed_setting(job))
+    bench = modelled(job.cluster)(setting_of(job.config, job.model))
     slower = {key: 2 * ns for key, ns in bench.profile.solo_ns.items()}
     for name, profile in (("same", bench.profile), ("slower", replace(bench.profile, solo_ns=slower))):
         Path(f"{name}.json").write_text(profile.to_json())

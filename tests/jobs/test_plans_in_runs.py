@@ -8,7 +8,8 @@ import pytest
 
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.planning import build_schedule
-from braid.jobs.planning.work import Request, load_plan, make_plan, with_plan
+from braid.jobs.planning.work import Request, make_plan, with_plan
+from braid.scheduling.plan import read_plan
 from braid.scheduling.planner.decide import replay
 from braid.scheduling.schedule_text import write
 from braid.scheduling.yaml_text import parse_yaml
@@ -35,7 +36,7 @@ def planned(folder: Path, **changed: Mapping[str, Any]) -> Path:
     (folder / "plan.yaml").write_text(made.to_yaml(), encoding="utf-8")
     outcome = replay(made.setting, made.choices, spec)
     (folder / "schedule.txt").write_text(write(outcome.code.schedule), encoding="utf-8")
-    assert load_plan(str(folder / "plan.yaml")) == made
+    assert read_plan(folder / "plan.yaml") == made
     return folder / "plan.yaml"
 
 
@@ -55,7 +56,7 @@ def test_the_run_executes_the_planned_schedule(plan: Path) -> None:
     text = (plan.parent / "schedule.txt").read_text(encoding="utf-8")
     assert scheduled(plan) == text
     assert scheduled(plan, overlap={"schedule": "auto"}) == text
-    assert load_plan(str(plan)).setting.schedule == "braid"
+    assert read_plan(plan).setting.schedule == "braid"
 
 
 @pytest.mark.parametrize(

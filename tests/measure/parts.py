@@ -37,7 +37,7 @@ def with_part(part: Part) -> Decide:
         graphs, setting = model_graphs(config, shape, profile.streams), setting_of(config, shape)
         bench = measured(graphs, profile)(setting)
         problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
-        choices = Choices(orders={"F:layer|B:layer": segment_steps(pair(problem))})
+        choices = Choices(orders={"F:layer|B:layer": segment_steps(problem, pair(problem))})
         return outcome_of(bench, choices, None, anything)
 
     return decide

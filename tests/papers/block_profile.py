@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from braid.scheduling.planner.degree_problem import DegreeCosts, DegreeProblem, PassCosts
+from braid.scheduling.planner.tensor_degrees import DegreeCosts, DegreeProblem, PassCosts
 
 _SIZE: Final = ("hidden_size", "tp_degree", "batch_size")
 _MEASURED: Final = ("attn_fp", "attn_bp", "mlp_fp", "mlp_bp", "comm", "runtime_memory")
@@ -163,14 +163,14 @@ def problem_from_profile(
     whole. Two or more samples are split in two sub-batches, the first the larger; one sample is one
     sub-batch. The buffers are those of the whole batch of a replica, an upper bound.
 
-    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed, and
-    keeps the reasons for the others; degrees that are named must be available, else `ValueError`.
+    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed;
+    degrees that are named must be available, else `ValueError`.
 
     The all-gather between degrees i < j moves the samples of a replica of degree j that a rank has not got,
     ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces.
     """
     wanted = [2**n for n in range(devices.bit_length())] if degrees is None else sorted(set(degrees))
-    options, left_out = [], {}
+    options = []
     for degree in wanted:
         try:
             batch = replica_batch(degree, devices, global_batch)
@@ -178,13 +178,13 @@ def problem_from_profile(
         except ValueError as error:
             if degrees is not None:
                 raise ValueError(f"degree {degree}: {error}") from None
-            left_out[degree] = str(error)
     gathers = {}
     for low, high in combinations([option.degree for option in options], 2):
         whole = profile.activation_size_bytes(hidden, replica_batch(high, devices, global_batch))
         gathers[low, high] = profile.fit_all_reduce().all_gather_ns(whole - whole * low // high)
-    found = {"options": tuple(options), "gather_ns": gathers, "left_out": left_out}
-    return DegreeProblem(layers=layers, memory_limit_bytes=memory_limit_bytes, **found)
+    return DegreeProblem(
+        layers=layers, options=tuple(options), gather_ns=gathers, memory_limit_bytes=memory_limit_bytes
+    )
 
 
 def replica_batch(degree: int, devices: int, global_batch: int) -> int:
@@ -208,7 +208,7 @@ def _degree_costs(profile: BlockProfile, hidden: int, degree: int, batch: int) -
             PassCosts(compute_ns=(f[0] + b[0], f[1] + b[1]), collective_ns=collective)
             for f, b in zip(forward, backward, strict=True)
         ),
-        state_bytes=-(-weights * PARAMETER_STATE_BYTES // degree),
-        saved_bytes=2 * profile.activation_size_bytes(hidden, batch),
+        resident_bytes=-(-weights * PARAMETER_STATE_BYTES // degree)
+        + 2 * profile.activation_size_bytes(hidden, batch),
         runtime_bytes=profile.costs(hidden, degree, batch).runtime_bytes,
     )

@@ -13,9 +13,9 @@ from operator import itemgetter
 
 from braid.scheduling.cluster import ClusterSpec
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.tasks import makespan_ns, run_in_order
 from tests.papers.methods import Choice, Method, Priority, Step, choices
 from tests.papers.step_builder import StepBuilder, StepTask, Use
+from tests.papers.tasks import makespan_ns, run_in_order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
 
 def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
     problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
-    choices = Choices(orders={"F:layer|B:layer": segment_steps(pair(problem))})
+    choices = Choices(orders={"F:layer|B:layer": segment_steps(problem, pair(problem))})
     return replay(bench.setting, choices, cluster).numbers.step_seconds
 
 

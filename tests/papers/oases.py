@@ -7,10 +7,10 @@ constant here is fitted to them; what does not fit is shown as it is, and `REASO
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Final
 
-from braid.scheduling.planner.degree_problem import DegreeProblem
-from braid.scheduling.planner.tensor_degrees import describe_degrees, plan_degrees, strategy_cost
+from braid.scheduling.planner.tensor_degrees import DegreeProblem, plan_degrees, strategy_cost
 from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize, problem_from_profile
 from tests.papers.rows import RATE_TOLERANCE, Row, claim, number
 from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns
@@ -73,7 +73,7 @@ def oases_rows(profile: BlockProfile) -> Iterator[Row]:
         costs = profile if model.hidden in measured else at_twice_the_hidden(profile, model.hidden // 2)
         free = _problem(model, costs)
         if model.strategy:
-            planned = plan_degrees(_problem(model, costs, sorted(set(model.strategy)))).degrees
+            planned = _planned(_problem(model, costs, sorted(set(model.strategy))))
             yield strategy_row(model, planned, lambda degrees, free=free: _cost_ns(free, degrees))
         if model.ktokens_per_s:
             yield from ablation_rows(model, _ablation(model, costs, free))
@@ -99,7 +99,7 @@ def strategy_row(
     """Table II: the plan, of the same degrees, is not slower than the published strategy, by equation 5."""
     assert model.strategy is not None
     degrees = (ours, model.strategy, (model.degree,) * model.layers)
-    shown, (own_ns, published_ns, single_ns) = [*map(describe_degrees, degrees)], map(cost_ns, degrees)
+    shown, (own_ns, published_ns, single_ns) = [*map(described, degrees)], map(cost_ns, degrees)
     what = f"{model.name}: our plan over the published one, same degrees (not slower)"
     over = f"over {shown[2]}: {single_ns / own_ns - 1:+.0%} and {single_ns / published_ns - 1:+.0%}"
     note = f"ours {shown[0]}, published {shown[1]}; {over}"
@@ -150,6 +150,15 @@ def _problem(
     )
 
 
+def _planned(problem: DegreeProblem) -> tuple[int, ...]:
+    return tuple(choice.degree for choice in plan_degrees(problem))
+
+
+def described(degrees: Sequence[int]) -> str:
+    """Equal degrees in a row, in the order of the layers, as in table II: ``[2]x8+[4]x16``."""
+    return "+".join(f"[{degree}]x{len([*run])}" for degree, run in groupby(degrees))
+
+
 def _cost_ns(problem: DegreeProblem, degrees: tuple[int, ...]) -> int:
     return strategy_cost(problem, fully_recomputed(degrees))
 
@@ -158,7 +167,7 @@ def _ablation(model: PublishedModel, profile: BlockProfile, free: DegreeProblem)
     """Simulated throughput by method; with planned degrees that differ it is equation 5, never below."""
     steps = {kind.value: _step_ns(model, profile, kind, model.degree) for kind in SubBatching}
     planned = {PLANNER_TABLE_II: model.strategy} if model.strategy else {}
-    for method, degrees in {**planned, PLANNER: plan_degrees(free).degrees}.items():
+    for method, degrees in {**planned, PLANNER: _planned(free)}.items():
         if len(set(degrees)) == 1 and model.global_batch * degrees[0] >= 2 * DEVICES:
             steps[method] = _step_ns(model, profile, SubBatching.FINE, degrees[0])
         else:

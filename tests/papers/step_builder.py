@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from braid.scheduling.cluster import ClusterSpec, Group, dim_group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.tasks import Task
 from braid.scheduling.topology import STREAM_OF
 from tests.papers.methods import Choice, Step, Unit
+from tests.papers.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from braid.scheduling.cluster import ClusterSpec, Group
 from braid.scheduling.collectives import collective_ns
 from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.tasks import makespan_ns, run_in_order
 from braid.scheduling.presets.library import cluster_preset
 from tests.papers.centauri import centauri_rows
 from tests.papers.data_parallel import schedule_step, serialised, step_tasks
 from tests.papers.methods import Choice, Matmul, Method, Step, choices, state_bytes, weight
 from tests.papers.step_builder import StepTask
+from tests.papers.tasks import Task, makespan_ns, run_in_order
 
 CLUSTER = cluster_preset("centauri_a")
 GROUPS = (Group(size=16, per_node=8), Group(size=8, per_node=8), Group(size=4, per_node=1))
@@ -221,3 +221,28 @@ def test_published_figures_stand_beside_the_simulated_ones() -> None:
     }
     # Group partition sends less: what it gains beyond overlap is shown, not hidden.
     assert fits == {"whole groups, at most": True, "Centauri before": True, "with group partition": False}
+
+
+# -- tasks on streams ----------------------------------------------------------------------------------------
+
+
+def test_streams_serve_in_order() -> None:
+    tasks = (
+        Task(name="gather", stream=Stream.INTER, ns=5),
+        Task(name="own", stream=Stream.COMPUTE, ns=3),
+        Task(name="product", stream=Stream.COMPUTE, ns=4, after=("gather",)),
+        Task(name="next", stream=Stream.INTER, ns=2),
+    )
+    times = run_in_order(tasks)
+    assert times == {"gather": (0, 5), "own": (0, 3), "product": (5, 9), "next": (5, 7)}
+    assert makespan_ns(times) == 9
+
+
+def test_orders_that_lock_each_other_are_named() -> None:
+    tasks = (
+        Task(name="a", stream=Stream.COMPUTE, ns=1, after=("b",)),
+        Task(name="b", stream=Stream.INTER, ns=1, after=("c",)),
+        Task(name="c", stream=Stream.COMPUTE, ns=1),
+    )
+    with pytest.raises(ValueError, match="a for b; b for c; put what is waited for first"):
+        run_in_order(tasks)

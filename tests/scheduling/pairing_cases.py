@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.planner.pairing import Pairing, is_segment, pairing_of, segment_ns
-from braid.scheduling.planner.strands import STREAMS, PairProblem, StrandGraph
+from braid.scheduling.planner.pairing import Pairing, may_join, pairing_of, segment_ns
+from braid.scheduling.planner.strands import STREAMS, PairProblem, StrandGraph, bits
 
 Segmentation = tuple[int, ...]
 """An order that was cut into segments: the mask of each."""
@@ -74,6 +74,11 @@ def brute_force(problem: PairProblem) -> float:
                 row = following
             best = min(best, row[-1])
     return best
+
+
+def is_segment(graph: StrandGraph, mask: int) -> bool:
+    """Whether the operators of a mask can be in flight together."""
+    return all(may_join(graph, op, mask) for op in bits(mask))
 
 
 def segmentations(graph: StrandGraph) -> set[Segmentation]:

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of, with_policies
 from braid.scheduling.pattern import base_kind, measured_kind, own_degree, own_recompute
 from braid.scheduling.planner.decide import Outcome, decide, modelled, within
-from braid.scheduling.planner.degree_problem import LayerChoice
 from braid.scheduling.planner.layer_choices import (
     LayerSearch,
-    choices_of,
     choose_layers,
     degrees_within,
     with_choices,
 )
 from braid.scheduling.planner.space import COARSE
+from braid.scheduling.planner.tensor_degrees import LayerChoice
 from braid.scheduling.presets.library import load_cluster
 from braid.scheduling.setting import Setting
 from braid.scheduling.spec import ParallelLayout, Workload
@@ -35,6 +34,13 @@ SETTING = Setting(
     pipeline="w",
 )
 CHOICES = st.builds(LayerChoice, st.sampled_from((1, 2, 4)), st.sampled_from(RECOMPUTE_POLICIES))
+
+
+def choices_of(setting: Setting) -> tuple[LayerChoice, ...]:
+    """What a setting has for every layer."""
+    layers = setting.model.layers
+    degrees = setting.layout.tensor_degrees or (setting.layout.tp,) * layers
+    return tuple(map(LayerChoice, degrees, policies_of(setting.recompute, layers)))
 
 
 @given(st.lists(CHOICES, min_size=LAYERS, max_size=LAYERS))

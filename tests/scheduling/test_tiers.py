@@ -15,7 +15,6 @@ from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import ABOUT_OWN, Partition
 from braid.scheduling.planner.decide import evaluate, measured, modelled
 from braid.scheduling.planner.orders import Bench
-from braid.scheduling.planner.tasks import Task, makespan_ns, run_in_order
 from braid.scheduling.planner.tiers import (
     cuts,
     node_mesh,
@@ -340,28 +339,3 @@ def test_a_tier_that_is_left_out_decides_nothing(tier: str) -> None:
         assert alone[1]
         assert not begun[1]
         assert not without.setting.pipeline.startswith("together")
-
-
-# -- tasks on streams ----------------------------------------------------------------------------------------
-
-
-def test_streams_serve_in_order() -> None:
-    tasks = (
-        Task(name="gather", stream=Stream.INTER, ns=5),
-        Task(name="own", stream=Stream.COMPUTE, ns=3),
-        Task(name="product", stream=Stream.COMPUTE, ns=4, after=("gather",)),
-        Task(name="next", stream=Stream.INTER, ns=2),
-    )
-    times = run_in_order(tasks)
-    assert times == {"gather": (0, 5), "own": (0, 3), "product": (5, 9), "next": (5, 7)}
-    assert makespan_ns(times) == 9
-
-
-def test_orders_that_lock_each_other_are_named() -> None:
-    tasks = (
-        Task(name="a", stream=Stream.COMPUTE, ns=1, after=("b",)),
-        Task(name="b", stream=Stream.INTER, ns=1, after=("c",)),
-        Task(name="c", stream=Stream.COMPUTE, ns=1),
-    )
-    with pytest.raises(ValueError, match="a for b; b for c; put what is waited for first"):
-        run_in_order(tasks)

@@ -22,7 +22,7 @@ class Task:
 def run_in_order(tasks: Iterable[Task]) -> dict[str, Interval]:
     """When every task runs if each stream serves its tasks in the order given.
 
-    Raises `ValueError` where the orders of the streams wait for each other, or for a task that is not there.
+    Raises `ValueError` where the orders of the streams wait for each other, or for a task that is missing.
     """
     queues: dict[Stream, list[str]] = defaultdict(list)
     named: dict[str, Task] = {}
