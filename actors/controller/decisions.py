@@ -67,7 +67,6 @@ class Decisions:
 
     @property
     def files(self) -> dict[str, str | bytes]:
-        """All that the run directory gets of them."""
         return {**self.texts, "trace/predicted.arrows": base64.b64decode(self.spans)}
 
 

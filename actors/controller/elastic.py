@@ -26,17 +26,14 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """Ranks that it takes."""
         return self.dp * self.tp * self.pp * self.cp
 
     def of(self, config: Config) -> Config:
-        """The configuration with this layout."""
         parallel = config.parallel.model_copy(update=asdict(self))
         return config.model_copy(update={"parallel": parallel})
 
 
 def degrees_of(config: Config) -> Degrees:
-    """A configuration's layout."""
     own = config.parallel
     return Degrees(own.dp, own.tp, own.pp, own.cp, own.ep)
 
@@ -114,7 +111,6 @@ class Quarantine:
         return tuple(sorted(address for address, until in self._until.items() if until > now))
 
     def lift(self) -> None:
-        """Take all of them again: what is left without them is too little."""
         self._until.clear()
 
 

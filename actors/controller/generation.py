@@ -25,7 +25,7 @@ from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started
 from braid.actors.controller.recovery import Changed, cost_of_a_failure, partner_shift
 from braid.actors.controller.resizing import Resizing
-from braid.actors.controller.restoring import Patience, data_cursor, restore
+from braid.actors.controller.restoring import data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.controller.steps import StepClock, Stepper
@@ -38,21 +38,15 @@ _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a run keeps what it leaves behind."""
+@dataclass(kw_only=True)
+class RunState:
+    """A run: where it keeps what, and how far it is; generations continue it."""
 
+    plan: RunPlan
     directory: RunDirectory
     homes: Homes
     saver: Saver
     collector: Collector
-
-
-@dataclass(kw_only=True)
-class RunState:
-    """How far a run is; generations continue it."""
-
-    plan: RunPlan
     interruptions: Interruptions
     resizing: Resizing
     stop: threading.Event
@@ -77,35 +71,36 @@ class RunState:
 
     @property
     def config(self) -> Config:
-        """The configuration, with the present layout."""
         return self.plan.config
+
+    def tell(self, kind: str, text: str, shown_as: str = "", **facts: Any) -> Incident:
+        """`RunDirectory.note`, of the step and generation under way."""
+        return self.directory.note(kind, self.step, self.generation, text, shown_as, **facts)
 
 
 class Generation:
     """The ranks of a group from their meeting on."""
 
-    def __init__(self, run: RunState, places: Places, group: WorkerGroup) -> None:
-        self._run, self._places, self._group = run, places, group
+    def __init__(self, run: RunState, group: WorkerGroup) -> None:
+        self._run, self._group = run, group
 
     def train(self) -> Generator[Event, None, Change | None]:
         """Meet, restore and train: to the end, until the run is asked to stop, or until the change that is
         returned is due. Raises `WorkerError` if a rank fails, `StoppedError` if the run was asked to stop
         before the first step, `CheckpointError` if the state cannot be restored or its last save failed."""
-        run, group, places = self._run, self._group, self._places
-        directory, saver = places.directory, places.saver
+        run, group = self._run, self._group
+        directory, saver = run.directory, run.saver
         with group.heeding(run.stop.is_set):
             kernels = self._meet()
             facts = group.call(0, Rank.data_facts)
         plan, layout = run.plan, run.config.layout()
         failure = run.interruptions.failure
         yield from saver.late_ones()
-        goes_on = run.resumed or saver.published or bool(places.homes.steps())
-        patience = Patience(
-            seconds=run.config.elastic.wait_s if run.trained else 0.0, stopped=run.stop.is_set
-        )
+        goes_on = run.resumed or saver.published or bool(run.homes.steps())
+        wait_s = run.config.elastic.wait_s if run.trained else 0.0
         with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
             done, notes = yield from restore(
-                group, places.homes, plan, facts, failure, goes_on=goes_on, patience=patience
+                group, run.homes, plan, facts, failure, goes_on=goes_on, wait_s=wait_s, stop=run.stop
             )
             self._pair_copies(done)
         notes = (*notes, kernels) if kernels else notes
@@ -116,7 +111,7 @@ class Generation:
         directory.describe(run.config, plan.shape, plan.schedule, cluster, plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
         yield from self._claim_mirror()
-        group.call_all(Rank.stream_spans, places.collector.target, run.generation)
+        group.call_all(Rank.stream_spans, run.collector.target, run.generation)
         last = min(run.config.train.steps, run.until or run.config.train.steps)
         yield Started(
             first_step=done + 1,
@@ -128,42 +123,39 @@ class Generation:
             at_risk=cost_of_a_failure(run.config),
         )
         directory.note("started", done, run.generation, f"{layout.ranks} ranks", notes=list(notes))
-        watch = Watch(places.collector, directory, layout)
-        described = run.described = manifest_facts(layout, data_cursor(run.config, facts), plan.shape)
-        step = run.step = done
-        yield from saver.step_done(group, step, run.generation, described)
+        watch = Watch(run.collector, directory, layout)
+        run.described = manifest_facts(layout, data_cursor(run.config, facts), plan.shape)
+        run.step = done
+        yield from saver.step_done(group, done, run.generation, run.described)
         clock = run.clock
         clock.goes_on(done)
-        stepper = Stepper(plan, group, run.generation, facts, run.interruptions.spikes, clock)
+        stepper = Stepper(plan, group, run.generation, facts, run.interruptions, clock)
         change: Change | None = None
-        while step < last and not run.stop.is_set() and change is None:
-            event, told = stepper.run(step, last, list(records))
+        while run.step < last and not run.stop.is_set() and change is None:
+            event, texts = stepper.run(run.step, last, list(records))
             with clock.part("records"):
                 directory.append(event.record, event.ranks)
             records.append(event.record)
             yield event
-            step += 1
-            run.step, run.trained = step, True
-            for incident in told:
-                directory.note(incident.kind, step, run.generation, incident.text)
-                yield incident
+            run.step, run.trained = run.step + 1, True
+            for text in texts:
+                yield run.tell("guard", text)
             self._recovered(done)
             self._expect(records)
             with clock.part("records"):
-                yield from watch.look(step, run.generation, event.ranks)
+                yield from watch.look(run.step, run.generation, event.ranks)
             with clock.part("save"):
-                yield from saver.step_done(group, step, run.generation, described)
-            if step < last:
+                yield from saver.step_done(group, run.step, run.generation, run.described)
+            if run.step < last:
                 with clock.part("nodes"):
-                    change = yield from self._look_around(watch, records, last, described)
+                    change = yield from self._look_around(watch, records, last)
         yield from saver.finish(group)
-        if saver.last_step != step and step:
-            yield from saver.begin(group, step, run.generation, described)
-            yield from saver.finish(group)
-            if saver.last_step != step:
+        if saver.last_step != run.step and run.step:
+            yield from self._save()
+            if saver.last_step != run.step:
                 raise CheckpointError(
-                    f"step {step} is done, but its checkpoint {saver.why_not}, in "
-                    f"{places.homes.store.directory}; mend that and go on with --resume from the newest "
+                    f"step {run.step} is done, but its checkpoint {saver.why_not}, in "
+                    f"{run.homes.store.directory}; mend that and go on with --resume from the newest "
                     f"checkpoint there"
                 )
         if change is None:
@@ -171,58 +163,52 @@ class Generation:
             yield from saver.settle()
         return change
 
+    def _save(self) -> Iterator[Event]:
+        """Save the present state, and wait for that."""
+        run = self._run
+        yield from run.saver.begin(self._group, run.step, run.generation, run.described)
+        yield from run.saver.finish(self._group)
+
     def _claim_mirror(self) -> Iterator[Incident]:
         """Say in the mirror that this run has begun, once it has."""
-        run, places = self._run, self._places
-        if places.homes.mirror is not None:
+        run = self._run
+        if run.homes.mirror is not None:
             try:
-                places.homes.mirror.begin()
+                run.homes.mirror.begin()
             except MirrorError as error:  # the mirror may answer when the first checkpoint is copied
-                places.directory.note("telemetry", run.step, run.generation, str(error))
-                yield Incident(kind="failed", text=str(error), step=run.step)
+                yield run.tell("telemetry", str(error), shown_as="failed")
 
     def _look_around(
-        self,
-        watch: Watch,
-        records: Sequence[StepRecord],
-        last: int,
-        described: dict[str, Any],
+        self, watch: Watch, records: Sequence[StepRecord], last: int
     ) -> Generator[Event, None, Change | None]:
-        """The change to make before the next step, if one is due; a drained node asks for a checkpoint."""
-        run, group, places = self._run, self._group, self._places
-        step, saver = run.step, places.saver
-        change = run.resizing.look(
-            group,
+        """The change to make before the next step, if there is one; a drained node asks for a checkpoint.
+
+        A change that the run could do without is not made if its state cannot be saved: the disk is full.
+        """
+        run, saver, resizing = self._run, self._run.saver, self._run.resizing
+        change = resizing.look(
+            self._group,
             run.config,
             watch.slowest,
             lambda: median(record.seconds for record in records),
-            last - step,
+            last - run.step,
         )
-        if change is not None and not run.resizing.leaving:
-            change = yield from self._affordable(change, described)
-        if run.resizing.leaving and change is None and not run.drained:
+        if change is not None and not resizing.leaving:
+            if not saver.failing and saver.last_step != run.step:
+                yield from self._save()
+            if saver.failing:
+                change = None
+        if resizing.leaving and change is None and not run.drained:
             run.drained = True
-            text = "a node is being drained: a checkpoint is saved at once"
-            places.directory.note("draining", step, run.generation, text)
-            yield Incident(kind="draining", text=text, step=step)
-            yield from saver.begin(group, step, run.generation, described)
-            yield from saver.finish(group)
+            yield run.tell("draining", "a node is being drained: a checkpoint is saved at once")
+            yield from self._save()
         return change
-
-    def _affordable(self, change: Change, described: dict[str, Any]) -> Generator[Event, None, Change | None]:
-        """A change that the run could do without, if its state can be saved; None where the disk is full."""
-        run, saver = self._run, self._places.saver
-        if not saver.failing and saver.last_step != run.step:
-            yield from saver.begin(self._group, run.step, run.generation, described)
-            yield from saver.finish(self._group)
-        return None if saver.failing else change
 
     def _recovered(self, first_step: int) -> None:
         """After a step, record the failures and changes that the run has recovered from with it."""
-        run, directory = self._run, self._places.directory
-        now = time.time()
+        run, now = self._run, time.time()
         for over in run.interruptions.step_done(run.step, now):
-            directory.incident(**over.facts(now, first_step, run.generation))
+            run.directory.incident(**over.facts(now, first_step, run.generation))
             if isinstance(over, Changed) and run.resizing.membership is not None:
                 run.resizing.membership.cost_s = now - over.time
 

@@ -68,7 +68,6 @@ class Vigil:
         self._forgiven += seconds
 
     def done(self, rank: int, now: float) -> None:
-        """A rank has finished its call."""
         del self._heard[rank]
         self._progress.pop(rank, None)
         self._advanced = now

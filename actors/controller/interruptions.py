@@ -1,4 +1,4 @@
-"""What interrupts a run: failures, of which it puts up with only so many, and changes of its ranks."""
+"""What interrupts a run: failures, of which it tolerates only so many, and changes of its ranks."""
 
 import contextlib
 import time
@@ -9,7 +9,6 @@ from braid.actors.config import FailureConfig
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import Changed, Failure
-from braid.actors.controller.steps import SpikeError, Spikes
 
 MAX_TRIES: Final = 5
 """Of one recovery: failures in a row between which no step was done."""
@@ -17,28 +16,45 @@ BACKOFF_S: Final = 1.0
 """Before the second try of a recovery; doubled each time."""
 
 
-class Interruptions:
-    """Those of one run: how many more it puts up with, and what became of the last one."""
+class SpikeError(WorkerError):
+    """A step is to be repeated because of its loss: nothing is wrong with the ranks."""
 
-    def __init__(self, config: FailureConfig) -> None:
-        self._config = config
+
+class GuardError(WorkerError):
+    """A guard ends the run, as the configuration asks: nothing is wrong with the ranks."""
+
+
+class Interruptions:
+    """Counts the interruptions of a run, and keeps the newest failure and change until a step is done."""
+
+    def __init__(self, config: FailureConfig, failure: Failure | None = None) -> None:
+        self._max_restarts = config.max_restarts
         self.budget = RestartBudget(config.max_restarts)
-        self.spikes = Spikes(RestartBudget(config.max_restarts))
+        self._spikes = RestartBudget(config.max_restarts)
+        self.repeated: set[int] = set()
+        """Steps that were repeated because of their loss, in all generations."""
         self._tries = 0
         """Failures since a step was done last."""
-        self.failure: Failure | None = None
+        self.failure = failure
         """What the present generation was formed for, until a step is done."""
         self._changed: Changed | None = None
-        """The change that it was formed for, until a step is done."""
+        """The change that the present generation was formed for, until a step is done."""
 
     def goes_on_after(self, error: WorkerError) -> bool:
-        """Whether a failure is one that the run puts up with: another try of a recovery costs nothing."""
+        """Whether the run tolerates a failure: another try of a recovery costs nothing."""
         if isinstance(error, SpikeError):
             return True
         self._tries += 1
-        if self._tries > 1 and self._config.max_restarts:
+        if self._tries > 1 and self._max_restarts:
             return self._tries <= MAX_TRIES
         return self.budget.spend()
+
+    def repeats(self, step: int) -> bool:
+        """Whether a step is to be repeated because of its loss: once, and not too many steps."""
+        if step in self.repeated or not self._spikes.spend():
+            return False
+        self.repeated.add(step)
+        return True
 
     @property
     def wait_s(self) -> float:
@@ -58,7 +74,7 @@ class Interruptions:
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block to those of the failure or change, if there is one."""
+        """Add the time of the block to the parts of the failure or change, if there is one."""
         cause = self.failure or self._changed
         begin = time.monotonic()
         yield
@@ -69,9 +85,9 @@ class Interruptions:
         """So many steps are done: the failure and the change that are over with it."""
         self._tries = 0
         self.budget.step_done(step)
-        self.spikes.budget.step_done(step)
-        over = [one for one in (self.failure, self._changed) if one is not None]
+        self._spikes.step_done(step)
+        over = [cause for cause in (self.failure, self._changed) if cause is not None]
         self.failure = self._changed = None
-        for one in over:
-            one.parts["first step"] = now - one.time - sum(one.parts.values())
+        for cause in over:
+            cause.parts["first step"] = now - cause.time - sum(cause.parts.values())
         return over

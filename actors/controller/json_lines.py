@@ -45,7 +45,6 @@ def backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one per line; a last one that was cut short is left out."""
     return list(lines_of(path))
 
 

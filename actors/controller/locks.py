@@ -56,5 +56,4 @@ class FileHold:
             return "unknown"
 
     def release(self) -> None:
-        """Let go of it, if it is held."""
         self._lock.release()

@@ -79,37 +79,19 @@ class CheckpointStore:
         path.mkdir(parents=True)
         return path
 
-    def publish(
-        self,
-        written: Path,
-        files: Digests,
-        *,
-        step: int,
-        layout: dict[str, Any],
-        data: dict[str, Any],
-        shape: dict[str, Any],
-        run: str = "",
-    ) -> Path:
-        """Give what was written its name. ``files``: all of them, which their writers have made durable.
+    def publish(self, written: Path, files: Digests, **facts: Any) -> Path:
+        """Give a folder of written files its name. ``files``: all of them, which their writers have made
+        durable. ``facts``: the other fields of `Manifest`.
 
         `CheckpointError` if there are others in the folder, or of other sizes.
         """
-        manifest = Manifest(
-            version=VERSION,
-            step=step,
-            layout=layout,
-            data=data,
-            shape=shape,
-            files=dict(sorted(files.items())),
-            run=run,
-        )
+        manifest = Manifest(version=VERSION, files=dict(sorted(files.items())), **facts)
         write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
         inspect(written)
         _sync(written)
-        return self._give_name(written, step)
+        return self._give_name(written, manifest.step)
 
     def adopt(self, folder: Path, manifest: Manifest) -> Path:
-        """Give a good checkpoint that came from elsewhere its name."""
         for name in (*manifest.files, MANIFEST):
             _sync(folder / name)
         _sync(folder)
@@ -121,7 +103,7 @@ class CheckpointStore:
         if replaces := final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
             for leftover in self.directory.glob(f"step-{step}.replaced-*"):
-                self._remove(leftover)  # or a crash would leave two, and nobody knew which one is whole
+                self._remove(leftover)  # or a crash would leave two, and nobody knew which of them is whole
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)

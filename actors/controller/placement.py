@@ -25,7 +25,6 @@ from braid.actors.controller.group import (
     NoRoomError,
     Outcome,
     StoppedError,
-    WatchedGroup,
     WorkerError,
     WorkerGroup,
     never,
@@ -33,6 +32,7 @@ from braid.actors.controller.group import (
 )
 from braid.actors.controller.numbering import host_names, numbered
 from braid.actors.controller.rank_environment import rank_environment
+from braid.actors.controller.recovery import rank_names
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
 
@@ -65,7 +65,6 @@ class RayLauncher:
 
     @contextlib.contextmanager
     def collector(self, files: Path, bytes_per_rank: int) -> Iterator["ActorCollector"]:
-        """An actor on this node, whose files it writes."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         remote: Any = ray.remote(SpanFiles)
         actor: Any = remote.options(num_cpus=0, scheduling_strategy=here).remote(files, bytes_per_rank)
@@ -98,7 +97,6 @@ class RayLauncher:
     def _bundles(
         self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
     ) -> list[dict[str, float]]:
-        """What every rank reserves; Ray puts them on nodes in an order of its own."""
         bundles = [dict(self._bundle) for _ in range(ranks)]
         if avoid:
             for bundle, address in zip(bundles, self._places_without(avoid, ranks, stopped), strict=True):
@@ -124,7 +122,6 @@ class RayLauncher:
         return [f"node {node}" for node, room in enumerate(rooms) for _ in range(room)][:ranks]
 
     def _room(self, free: Mapping[str, float]) -> int:
-        """Ranks that fit into resources."""
         return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
 
     def _places_without(self, avoid: Sequence[str], ranks: int, stopped: Callable[[], bool]) -> list[str]:
@@ -201,7 +198,7 @@ class ActorCollector:
         return self._known
 
 
-class ActorGroup(WatchedGroup):
+class ActorGroup(WorkerGroup):
     """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
 
     def __init__(
@@ -283,7 +280,6 @@ class ActorGroup(WatchedGroup):
 
     @property
     def node_ids(self) -> list[str]:
-        """Ray's id of every rank's node."""
         return [str(node["node"]) for node in self._nodes]
 
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -322,7 +318,6 @@ class ActorGroup(WatchedGroup):
             return WorkerError(rank, text, died=True)
 
     def describe(self) -> dict[str, Any]:
-        """The actors, their nodes and processes."""
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
     def _kill(self, rank: int) -> None:
@@ -366,5 +361,5 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
 
 
 def _no_place(ranks: Sequence[int]) -> str:
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    names = rank_names(ranks)
     return f"there is no room to start {names}: its node is gone and no other one is free; add a node"

@@ -28,7 +28,6 @@ from braid.actors.controller.group import (
     Answer,
     Collector,
     Outcome,
-    WatchedGroup,
     WorkerError,
     WorkerGroup,
     never,
@@ -113,11 +112,9 @@ class ProcessLauncher:
         check_room(self._config, ranks)
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
-        """A thread of this process at the end of a Unix socket."""
         return socket_collector(SpanFiles(files, bytes_per_rank))
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Machines do not grow, and there is one."""
         return int(usable_cpus() / self._cpus_per_rank), False
 
     def start(
@@ -132,11 +129,9 @@ class ProcessLauncher:
         return self._places or (separate_places(ranks) if alone else [Place()] * ranks)
 
     def machines(self) -> list[str]:
-        """There is only this one."""
         return []
 
     def hosts(self, ranks: int) -> list[str]:
-        """Known in advance."""
         return [place.host for place in self._placed(ranks)]
 
 
@@ -148,7 +143,7 @@ def separate_places(ranks: int) -> list[Place]:
     return [Place(cpus=own[n], machine=f"emulated host {n}") for n in range(ranks)]
 
 
-class ProcessGroup(WatchedGroup):
+class ProcessGroup(WorkerGroup):
     """One child process per rank, each at the end of two private pipes: for calls, and for its pulse.
 
     A fork server that has imported what a rank needs makes them, so that a lost rank is replaced at once.
@@ -242,7 +237,6 @@ class ProcessGroup(WatchedGroup):
             self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:
-        """The processes and this machine."""
         return {
             "launcher": "processes",
             "addresses": list(self.addresses),
@@ -282,7 +276,6 @@ class _Line:
                 return
 
     def close(self) -> None:
-        """The other side has ended."""
         self._unsent.put(None)
         self._thread.join(_EXIT_SECONDS)
         self.connection.close()

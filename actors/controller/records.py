@@ -268,10 +268,16 @@ class RunDirectory:
         """Add a line to ``incidents.jsonl``: what failed, when that was known, and what it cost."""
         self._add("incidents.jsonl", facts)
 
-    def note(self, kind: str, step: int, generation: int, text: str, **facts: Any) -> None:
-        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks."""
+    def note(
+        self, kind: str, step: int, generation: int, text: str, shown_as: str = "", **facts: Any
+    ) -> Incident:
+        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks.
+
+        Returns the event to yield, if it is shown; its kind is ``shown_as`` where that is given.
+        """
         line = {"time": time.time(), "kind": kind, "step": step, "generation": generation, "text": text}
         self._add("events.jsonl", {**line, **facts})
+        return Incident(kind=shown_as or kind, text=text, step=step)
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""

@@ -142,8 +142,10 @@ def _source(rank: int, step: int, held: Sequence[CopiesHeld], mesh: MeshShape) -
     return None
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def in_words(gone: Sequence[int]) -> str:
     """What became of lost ranks."""
-    if not gone:
-        return "no rank is lost"
-    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"
+    return f"{rank_names(gone)} replaced" if gone else "no rank is lost"

@@ -142,7 +142,6 @@ class _Experts:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def report(self) -> dict[str, Any]:
-        """The section ``experts``; none for models without."""
         if not self._steps:
             return {}
         mean = {name: self._sums[name] / self._steps if name in self._sums else None for name in self._last}

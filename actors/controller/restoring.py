@@ -1,8 +1,8 @@
 """Brings the ranks of a new generation to the state that training goes on from."""
 
+import threading
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,6 @@ _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
 """Between two looks for a home of checkpoints that is away: doubled each time, up to the second number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a run waits for a home of its checkpoints that is away."""
-
-    seconds: float
-    stopped: Callable[[], bool]
-
-
 def restore(
     group: WorkerGroup,
     homes: Homes,
@@ -37,13 +29,15 @@ def restore(
     failure: Failure | None,
     *,
     goes_on: bool,
-    patience: Patience,
+    wait_s: float,
+    stop: threading.Event,
 ) -> Generator[Incident, None, tuple[int, tuple[str, ...]]]:
     """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
 
     After a failure that is the newest one among the copies in memory and the good checkpoints; else the
-    newest good checkpoint if the run ``goes_on``, or initial weights. ``facts``: of the data.
-    `CheckpointError` if the run goes on and no home has a good checkpoint, or none comes back in time.
+    newest good checkpoint if the run ``goes_on``, or initial weights. ``facts``: of the data. ``wait_s``: for
+    a home of checkpoints that is away. `CheckpointError` if the run goes on and no home has a good
+    checkpoint, or none comes back in time; `StoppedError` once ``stop`` is set meanwhile.
     """
     config = plan.config
     copies = config.checkpoint.copies_every
@@ -59,7 +53,7 @@ def restore(
     notes: tuple[str, ...] = ()
     if goes_on:
         step = failure.step if failure is not None else 0
-        found = yield from _newest(homes, plan.shape, partial(_verify, group), patience, step)
+        found = yield from _newest(homes, plan.shape, partial(_verify, group), wait_s, stop, step)
         if failure is not None:
             failure.source = f"checkpoint step-{found.manifest.step}"
         found.check_data(data_cursor(config, facts))
@@ -73,30 +67,27 @@ def restore(
 
 
 def _newest(
-    homes: Homes, shape: ModelShape, verify: Verify, patience: Patience, step: int
+    homes: Homes, shape: ModelShape, verify: Verify, wait_s: float, stop: threading.Event, step: int
 ) -> Generator[Incident, None, Found]:
-    """Call `Homes.newest_of`, again while no home holds a checkpoint and ``patience`` lasts: a missing disk
-    may be mounted again, but steps that a new beginning throws away are lost."""
-    deadline, pause, told = time.monotonic() + patience.seconds, _LOOK_SECONDS, False
+    """Call `Homes.newest_of`, again for up to ``wait_s`` while no home holds a checkpoint: a missing disk may
+    be mounted again, but steps that a new beginning throws away are lost."""
+    deadline, pause, told = time.monotonic() + wait_s, _LOOK_SECONDS, False
     while True:
         try:
             return homes.newest_of(shape, verify)
         except AwayError as error:
             left = deadline - time.monotonic()
-            if not patience.seconds:
+            if not wait_s:
                 raise
             what = str(error).partition("; start without")[0]
             if left <= 0:
-                waited = f"waited {patience.seconds:g} s for it to come back (elastic.wait_s)"
+                waited = f"waited {wait_s:g} s for it to come back (elastic.wait_s)"
                 raise CheckpointError(f"{what}; {waited}; bring it back and go on with --resume") from None
             if not told:
                 told = True
                 yield Incident(kind="waiting", text=f"{what}; waiting for it to come back", step=step)
-        again = time.monotonic() + min(pause, left)
-        while time.monotonic() < again:
-            if patience.stopped():
-                raise StoppedError
-            time.sleep(min(_LOOK_SECONDS, max(0.0, again - time.monotonic())))
+        if stop.wait(min(pause, left)):
+            raise StoppedError
         pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
 
 

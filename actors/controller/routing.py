@@ -103,7 +103,6 @@ def expert_numbers(
 
 
 def numbers_of(content: Mapping[str, Any] | None) -> ExpertNumbers | None:
-    """As a record holds them."""
     if content is None:
         return None
     visits = tuple(map(tuple, content["visits"]))

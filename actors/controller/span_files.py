@@ -21,8 +21,6 @@ _READ = 1 << 18
 
 @dataclass
 class _Rank:
-    """Where a rank's next batch goes."""
-
     number: int = -1
     file: IO[bytes] | None = None
     size: int = 0
@@ -69,11 +67,9 @@ class SpanFiles:
         return done
 
     def counts(self) -> SpanCounts:
-        """What became of all spans so far."""
         return self._counts
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             for rank in self._ranks.values():
                 if rank.file is not None:
@@ -142,7 +138,6 @@ class SocketCollector:
     files: SpanFiles
 
     def counts(self) -> SpanCounts:
-        """What became of the spans so far."""
         return self.files.counts()
 
 

@@ -24,14 +24,12 @@ class WaitingLines:
     pause: float = _FIRST_PAUSE_S
 
     def add(self, line: str) -> None:
-        """The newest lines stay, within the bound."""
         self.lines.append(line)
         self.size += len(line)
         while self.size > _WAITING_BYTES:
             self.size -= len(self.lines.popleft())
 
     def keep(self, wanted: Callable[[str], bool]) -> None:
-        """Drop the other lines."""
         self.lines = deque(filter(wanted, self.lines))
         self.size = sum(map(len, self.lines))
 

@@ -52,7 +52,6 @@ class _HashingFiles(FileSystem):
         self.written[Path(path).name] = (hashed.tell(), hashed.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Give a file another name."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 

@@ -41,7 +41,6 @@ class SaveProgress:
         return None if self._plans else self._bytes
 
     def advance(self, count: int) -> None:
-        """So many bytes more."""
         self._bytes += count
 
     @contextlib.contextmanager
@@ -62,12 +61,10 @@ class _Planner(SavePlanner):
         self._progress = progress
 
     def create_local_plan(self) -> Any:
-        """What this rank has."""
         with self._progress.planning():
             return super().create_local_plan()
 
     def create_global_plan(self, *arguments: Any) -> Any:
-        """Who writes what, on the first rank."""
         with self._progress.planning():
             return super().create_global_plan(*arguments)
 

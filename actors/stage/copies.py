@@ -178,7 +178,6 @@ class _Exchange:
             self._arrived = HostState(state.step, into)
 
     def arrived(self) -> HostState | None:
-        """What has arrived since the last question."""
         arrived, self._arrived = self._arrived, None
         return arrived
 

@@ -42,16 +42,13 @@ class GlobalSlices:
         self._slices.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
     def at(self, place: torch.Size) -> Tensor:
-        """A slice."""
         return self._slices[place]
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where they are."""
         return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self._slices.items()]
 
     def items(self, name: str) -> list[WriteItem]:
-        """What is to be written, under a name."""
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
@@ -110,13 +107,11 @@ class SavePlanner(dcp.DefaultSavePlanner):
     """Plans to write a `GlobalState`."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has."""
         items = [item for name, slices in self.state_dict.items() for item in slices.items(name)]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The slice that is written next."""
         slices: GlobalSlices = self.state_dict[index.fqn]
         assert index.offset is not None
         return slices.at(index.offset)
@@ -133,7 +128,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank wants."""
         assert self.metadata is not None
         items = []
         for name, slices in self.state_dict.items():
@@ -142,7 +136,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The slice that is read next."""
         slices: GlobalSlices = self.state_dict[index.fqn]
         assert index.offset is not None
         return slices.at(index.offset)

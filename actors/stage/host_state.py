@@ -42,7 +42,6 @@ def state_elements(optimizer: Optimizer) -> int:
 
 
 def state_dtype(optimizer: Optimizer) -> torch.dtype:
-    """Dtype of `HostState.flat`."""
     return optimizer.masters[0].dtype
 
 

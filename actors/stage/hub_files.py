@@ -52,7 +52,6 @@ class StoredTensor:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Dims before the rows."""
         return (self.experts,) if self.experts and self.expert is None else ()
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
@@ -119,7 +118,6 @@ def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
 
 
 def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
-    """Of the hidden size."""
     for kind in ("weight", "bias") if shape.norms_center else ("weight",):
         yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", shape.hidden)
 

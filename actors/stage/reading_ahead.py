@@ -23,5 +23,4 @@ class ReadingAhead(Generic[Read]):
         return found
 
     def close(self) -> None:
-        """Read no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)

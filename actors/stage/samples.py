@@ -97,7 +97,6 @@ class ReplicaSamples:
         return self._batches(ids, self._tokens(self._validation, ids), counted)
 
     def documents(self) -> list[Mapping[str, Documents]]:
-        """Of the first step's micro-batches."""
         return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
     def facts(self) -> dict[str, int | str | None]:
@@ -110,7 +109,6 @@ class ReplicaSamples:
         return facts
 
     def close(self) -> None:
-        """Read no more."""
         self._ahead.close()
 
     def _mine(self, ids: np.ndarray) -> np.ndarray:
