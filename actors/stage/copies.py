@@ -81,9 +81,10 @@ class Copies:
             self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
 
     def leave(self) -> None:
-        """End a generation; what has arrived by then is kept."""
-        if self._exchange is not None and (arrived := self._exchange.last()) is not None:
-            self._partners[arrived.step] = arrived
+        """End a generation; copies that arrive before the connections are shut, or all is sent, are kept."""
+        if self._exchange is not None:
+            self._exchange.wait(_LEAVE_SECONDS)
+            self._take_arrived()
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int) -> None:
@@ -100,9 +101,15 @@ class Copies:
             self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
 
     def settle(self) -> None:
-        """Wait for the copies under way; what arrived is kept."""
-        if self._exchange is not None and (arrived := self._exchange.finish()) is not None:
-            self._partners[arrived.step] = arrived
+        """Wait for the copies under way; raises what went wrong with them."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange.check()
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        if self._exchange is not None and (arrived := self._exchange.arrived) is not None:
+            self._partners[arrived.step], self._exchange.arrived = arrived, None
 
     @staticmethod
     def _forget(states: dict[int, HostState]) -> Tensor | None:
@@ -110,9 +117,8 @@ class Copies:
         return states.pop(min(states)).memory if len(states) >= KEPT else None
 
     def held(self) -> CopiesHeld:
-        """What is here; a copy that is still under way is not."""
-        if self._exchange is not None and (arrived := self._exchange.arrived()) is not None:
-            self._partners[arrived.step] = arrived
+        """The copies that are here, without those that are still under way."""
+        self._take_arrived()
         return CopiesHeld(
             own=tuple(sorted(self._own)),
             partner=self._partner_rank,
@@ -153,7 +159,8 @@ class _Exchange:
     def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
         self._group, self._target, self._source, self._elements = group, target, source, elements
         self._thread: threading.Thread | None = None
-        self._arrived: HostState | None = None
+        self.arrived: HostState | None = None
+        """The received state, until somebody takes it."""
         self._error: Exception | None = None
 
     def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
@@ -175,24 +182,14 @@ class _Exchange:
         except RuntimeError as error:
             self._error = error
         else:
-            self._arrived = HostState(state.step, into)
+            self.arrived = HostState(state.step, into)
 
-    def arrived(self) -> HostState | None:
-        arrived, self._arrived = self._arrived, None
-        return arrived
-
-    def last(self) -> HostState | None:
-        """What has arrived, once the connections are shut or all is sent."""
+    def wait(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:
-            self._thread.join(_LEAVE_SECONDS)
-        return self.arrived()
+            self._thread.join(timeout_s)
 
-    def finish(self) -> HostState | None:
-        """Wait for what is under way; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+    def check(self) -> None:
+        """Raise what went wrong, once."""
+        error, self._error = self._error, None
+        if error is not None:
             raise error
-        return self.arrived()

@@ -4,9 +4,11 @@ Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank 
 M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from braid.actors.stage.data import TRAIN, VALIDATION, TokenShards, read_index, 
 from braid.actors.stage.executor import MicroBatch
 from braid.actors.stage.layers import ModuleContext
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.kernels.operators.context_blocks import (
     Documents,
     Order,
@@ -39,6 +40,28 @@ class _Own:
 
     tokens: torch.Tensor
     documents: list[Documents]
+
+
+_Tokens = TypeVar("_Tokens")
+
+
+class ReadingAhead(Generic[_Tokens]):
+    """Calls ``read(step)`` one step ahead, in a thread: which tokens a step takes is known beforehand."""
+
+    def __init__(self, read: Callable[[int], _Tokens]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self._next: tuple[int, Future[_Tokens]] | None = None
+
+    def of(self, step: int) -> _Tokens:
+        """What ``read(step)`` gives, or raises; begins to read the next step's."""
+        ahead, self._next = self._next, None
+        tokens = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
+        self._next = step + 1, self._thread.submit(self._read, step + 1)
+        return tokens
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class ReplicaSamples:
@@ -101,7 +124,7 @@ class ReplicaSamples:
 
     def facts(self) -> dict[str, int | str | None]:
         """The data's identity; and the tokens that a validation predicts, with their bytes of text."""
-        facts: dict[str, int | str | None] = {"fingerprint": self._train.fingerprint}
+        facts: dict[str, int | str | None] = {"fingerprint": self._train.index.fingerprint}
         if self._validation is not None:
             targets = self._validation.tokens_at(self._validated)[:, 1:]
             facts["validation_tokens"] = targets.size
