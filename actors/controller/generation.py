@@ -141,7 +141,8 @@ class Generation:
             for text in texts:
                 yield run.tell("guard", text)
             self._recovered(done)
-            self._expect(records)
+            stall_s = _STALL_STEPS * max(record.seconds for record in records)
+            group.expect(max(run.config.failure.stall_s, stall_s))
             with clock.part("records"):
                 yield from watch.look(run.step, run.generation, event.ranks)
             with clock.part("save"):
@@ -245,9 +246,3 @@ class Generation:
             group.call_all(Rank.pair_copies, shift)
             group.call_all(Rank.keep_copy, done)
         run.shift = shift
-
-    def _expect(self, records: Sequence[StepRecord]) -> None:
-        """How long ranks may be without progress, now that steps have been seen."""
-        run, group = self._run, self._group
-        slowest = max(record.seconds for record in records)
-        group.expect(max(run.config.failure.stall_s, _STALL_STEPS * slowest))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,8 @@ class RayLauncher:
         that died, whose places outlive its actors, is removed."""
         self._config, self._cluster, self._places = config, config.cluster, places
         device = config.cluster.device
-        self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-
-        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
+        gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if gpus else {})}
 
     def check(self, ranks: int) -> None:
         """`NoRoomError` if the whole cluster is too small, and none of its kind can grow."""
@@ -97,11 +97,23 @@ class RayLauncher:
     def _bundles(
         self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
     ) -> list[dict[str, float]]:
-        bundles = [dict(self._bundle) for _ in range(ranks)]
-        if avoid:
-            for bundle, address in zip(bundles, self._places_without(avoid, ranks, stopped), strict=True):
-                bundle[f"node:{address}"] = 0.001  # every node has one of it
-        return bundles
+        """The resources that ranks reserve; Ray puts them on nodes in an order of its own.
+
+        `NoRoomError` where nodes that are not to be avoided have too little room. Places that were given back
+        a moment ago may not be free yet.
+        """
+        if not avoid:
+            return [dict(self._bundle) for _ in range(ranks)]
+        deadline = time.monotonic() + self._cluster.placement_timeout_s
+        while True:
+            free = [address for address, slots in self._free(avoid, ()).items() for _ in range(slots)]
+            if len(free) >= ranks:  # of the resource "node:ADDRESS" every node has 1
+                return [{**self._bundle, f"node:{address}": 0.001} for address in free[:ranks]]
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
+            if stopped():
+                raise StoppedError
+            time.sleep(_LOOK_SECONDS / 4)
 
     def machines(self) -> list[str]:
         """The kinds of the cluster's nodes: addresses change, what a node computes with does not."""
@@ -124,44 +136,26 @@ class RayLauncher:
     def _room(self, free: Mapping[str, float]) -> int:
         return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
 
-    def _places_without(self, avoid: Sequence[str], ranks: int, stopped: Callable[[], bool]) -> list[str]:
-        """The address for each rank, none of those to avoid; `NoRoomError` where there are too few.
-
-        Places that were given back a moment ago may not be free yet.
-        """
-        deadline = time.monotonic() + self._cluster.placement_timeout_s
-        while True:
-            free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
-            if len(free) >= ranks:
-                return free[:ranks]
-            if time.monotonic() > deadline:
-                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
-            if stopped():
-                raise StoppedError
-            time.sleep(_LOOK_SECONDS / 4)
-
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
         group is leaving."""
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
-        own = group.node_ids if isinstance(group, ActorGroup) else []
-        staying = [node for node in own if node not in leaving]
-        wanted = [
-            node
-            for node, address in zip(own, group.addresses if group is not None else (), strict=False)
-            if node in staying and address not in avoid
-        ]
-        return len(wanted) + sum(self._free(avoid, leaving).values()), len(staying) < len(own)
+        held = (
+            list(zip(group.node_ids, group.addresses, strict=True)) if isinstance(group, ActorGroup) else []
+        )
+        stay = sum(node not in leaving and address not in avoid for node, address in held)
+        leaves = any(node in leaving for node, _ in held)
+        return stay + sum(self._free(avoid, leaving).values()), leaves
 
     def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
         """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""
         left = ray._private.state.available_resources_per_node()
-        found: dict[str, int] = {}
+        rooms: dict[str, int] = defaultdict(int)
         for node in ray.nodes():
             address, free = node["NodeManagerAddress"], left.get(node["NodeID"], {})
             if node["Alive"] and address not in addresses and node["NodeID"] not in ids:
-                found[address] = found.get(address, 0) + self._room(free)
-        return found
+                rooms[address] += self._room(free)
+        return rooms
 
     def _too_small(self, ranks: int) -> str:
         bundle = self._bundle
@@ -334,10 +328,11 @@ class ActorGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
-        asked = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
-        leaving = [actor.close.remote() for actor in asked]
-        with contextlib.suppress(RayError):
-            ray.wait(leaving, num_returns=max(1, len(leaving)), timeout=_EXIT_SECONDS if leaving else 0)
+        reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
+        leaving = [actor.close.remote() for actor in reachable]
+        if leaving:
+            with contextlib.suppress(RayError):
+                ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

@@ -32,7 +32,9 @@ def private_folder(room: int) -> Iterator[Path]:
 
     ``room``: bytes that paths of sockets in it add to its own. `ConfigError` where there is no place for it.
     """
-    places = _places()
+    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
+    in_order = (*chosen[:1], *_OTHERS, *chosen[1:])  # the user's choice first
+    places = list(dict.fromkeys(Path(place).absolute() for place in in_order))
     for place in places:
         _remove_orphans(place)
     folder, lock = _make(places, room)
@@ -41,12 +43,6 @@ def private_folder(room: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
-
-
-def _places() -> list[Path]:
-    """Where temporary files may go, the user's choice first."""
-    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
-    return list(dict.fromkeys(Path(place).absolute() for place in (*chosen[:1], *_OTHERS, *chosen[1:])))
 
 
 def _make(places: Iterable[Path], room: int) -> tuple[Path, FileHold]:

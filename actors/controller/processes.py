@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -139,8 +138,10 @@ def separate_places(ranks: int) -> list[Place]:
     """Each rank on CPUs of its own, as on a host of its own, where there are enough."""
     cpus = sorted(os.sched_getaffinity(0))
     share = len(cpus) // ranks
-    own = [tuple(cpus[n * share : (n + 1) * share]) if share else None for n in range(ranks)]
-    return [Place(cpus=own[n], machine=f"emulated host {n}") for n in range(ranks)]
+    return [
+        Place(cpus=tuple(cpus[n * share : (n + 1) * share]) or None, machine=f"emulated host {n}")
+        for n in range(ranks)
+    ]
 
 
 class ProcessGroup(WorkerGroup):
@@ -269,9 +270,9 @@ class _Line:
         self._unsent.put(ForkingPickler.dumps(content))
 
     def _run(self) -> None:
-        while (one := self._unsent.get()) is not None:
+        while (content := self._unsent.get()) is not None:
             try:
-                self.connection.send_bytes(one)
+                self.connection.send_bytes(content)
             except (OSError, ValueError):  # the other side is gone
                 return
 
@@ -352,19 +353,15 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
     while True:
         try:
             question, arguments = pulse.recv()
-            method = getattr(served[0], question, None) if served else None
-            pulse.send(_answer_to(partial(method, *arguments)) if method is not None else None)
+            answer = None
+            try:
+                if method := getattr(served[0], question, None) if served else None:
+                    answer = method(*arguments)
+            except Exception:  # it must not end the thread that shows that a rank lives
+                traceback.print_exc()
+            pulse.send(answer)
         except (EOFError, OSError):
             return
-
-
-def _answer_to(method: Callable[[], Any]) -> Any:
-    """What a method returns; an error is logged, and must not end the thread that shows that a rank lives."""
-    try:
-        return method()
-    except Exception:
-        traceback.print_exc()
-        return None
 
 
 def enter_namespace(namespace: str | int) -> None:

@@ -182,9 +182,10 @@ class RunDirectory:
         `HeldError` if another run has begun there. A disk that does not answer is waited for, as always.
         """
         try:
-            if (self.path / _MARK).exists() and (self.path / ".lock").exists():
+            locked = (self.path / ".lock").exists()
+            if (self.path / _MARK).exists() and locked:
                 return
-            if not (self.path / ".lock").exists():
+            if not locked:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.release()
                 self._lock = _acquire(self.path)
@@ -216,7 +217,7 @@ class RunDirectory:
         if self._replaces:
             return 0
         newest = 0
-        for line, _ in backwards(self.path / "events.jsonl"):  # what an older one left may be told late
+        for line, _ in backwards(self.path / "events.jsonl"):  # an older generation's saves may be told late
             newest = max(newest, line.get("generation", 0))
             if line.get("kind") == "started":
                 break
@@ -281,9 +282,8 @@ class RunDirectory:
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
-        waiting = self._waiting[name]
-        waiting.add(json_text(content) + "\n")
-        if time.monotonic() >= waiting.again:
+        self._waiting[name].add(json_text(content) + "\n")
+        if time.monotonic() >= self._waiting[name].again:
             self._flush(name)
 
     def _flush(self, name: str) -> None:

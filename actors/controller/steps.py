@@ -11,7 +11,7 @@ from braid.actors.controller.group import WorkerGroup
 from braid.actors.controller.interruptions import GuardError, Interruptions, SpikeError
 from braid.actors.controller.records import StepDone
 from braid.actors.controller.reporting import overlap_fields, rank_fields
-from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.routing import expert_numbers, tells_visits
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
@@ -72,27 +72,33 @@ class Stepper:
         self._plan, self._group, self._generation, self._facts = plan, group, generation, facts
         self._interruptions, self._clock = interruptions, clock
 
-    def _validates_after(self, step: int, last: int) -> bool:
-        every = self._plan.config.train.validate_every
-        due = step == last or (every > 0 and step % every == 0)
-        return due and self._plan.config.data.validation_fraction > 0
-
     def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[str]]:
         """Run a step (from 0); returns also what the guards say of it. ``records``: of earlier steps.
 
         Raises `WorkerError`.
         """
         results: list[StepResult] = self._group.call_all(Rank.train_step, step)
-        train = self._plan.config.train
-        tokens = train.global_batch * self._plan.shape.sequence
+        config, shape, layout = self._plan.config, self._plan.shape, self._plan.config.layout()
+        train = config.train
+        tokens = train.global_batch * shape.sequence
         loss = sum(result.loss_sum for result in results) / tokens
         texts = self._odd(step, loss, results[0], records)
         held_out = bits = None
-        if self._validates_after(step + 1, last):
+        every = train.validate_every
+        due = step + 1 == last or (every > 0 and (step + 1) % every == 0)
+        if due and config.data.validation_fraction > 0:
             with self._clock.part("validation"):
                 held_out, bits = self._validate()
         now = time.time()
         wall_seconds, between = self._clock.step_ends(step + 1)
+        mfu = None
+        if config.cluster.peak_tflops is not None and wall_seconds:
+            peak = config.cluster.peak_tflops * 1e12 * layout.ranks
+            mfu = model_flops(shape, tokens) / wall_seconds / peak
+        experts = None
+        if shape.experts:
+            visits = tells_visits(shape, step + 1, last)
+            experts = expert_numbers([r.routing for r in results], shape, layout, tokens, visits=visits)
         record = StepRecord(
             step=step + 1,
             loss=loss,
@@ -107,10 +113,10 @@ class Stepper:
             time=now,
             generation=self._generation,
             samples=sum(result.samples for result in results) % 2**64,
-            mfu=self._mfu(tokens, wall_seconds),
+            mfu=mfu,
             wall_seconds=wall_seconds,
             between_seconds=between,
-            experts=self._experts(step, last, results, tokens),
+            experts=experts,
         )
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), texts
 
@@ -136,23 +142,6 @@ class Stepper:
             why = "twice: it belongs to the data" if again else "as enough others were"
             texts.append(f"{text} of the steps before it, and it is not repeated, {why}")
         return texts
-
-    def _experts(
-        self, step: int, last: int, results: Sequence[StepResult], tokens: int
-    ) -> ExpertNumbers | None:
-        shape = self._plan.shape
-        if not shape.experts:
-            return None
-        sums, layout = [result.routing for result in results], self._plan.config.layout()
-        visits = tells_visits(shape, step + 1, last)
-        return expert_numbers(sums, shape, layout, tokens, visits=visits)
-
-    def _mfu(self, tokens: int, seconds: float) -> float | None:
-        peak = self._plan.config.cluster.peak_tflops
-        if peak is None or not seconds:
-            return None
-        ranks = self._plan.config.layout().ranks
-        return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
 
     def _validate(self) -> tuple[float, float | None]:
         """Nats per token, and bits per byte of the text of the same tokens, where that is known."""

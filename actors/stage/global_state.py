@@ -39,7 +39,7 @@ class GlobalSlices:
     by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def add(self, piece: ParameterSlice, local: Tensor) -> None:
-        """Add the part of a rank's local tensor that is a slice of this tensor, unless it is there already."""
+        """Add the part of a rank's local tensor that is a slice of this tensor, unless it is there."""
         self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
