@@ -5,8 +5,8 @@ Needs neither torch nor the configuration: tests of GPUs run where pydantic is n
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import NamedTuple
 
 from braid.actors.stage.messages import COMPUTE, OUTSIDE, Samples, Together
 from braid.scheduling.analytic import operator_class
@@ -116,8 +116,8 @@ def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:
 
 def _spreads(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
     spreads: dict[str, int] = {}
-    for one in series:
-        for key, values in one.items():
+    for times in series:
+        for key, values in times.items():
             if len(values) > 1:
                 low, _, high = quantiles(values, n=4, method="inclusive")
                 spreads[key] = max(spreads.get(key, 0), round(high - low))
@@ -135,9 +135,7 @@ def _oef(
     for rank in samples:
         for pair_of, measured in rank.together.items():
             together[pair_of] += measured
-    users = defaultdict(list)
-    for key, name in spare_of.items():
-        users[name].append(key)
+    users = _users(spare_of)
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
         alone = solo[key] if key in solo else spares[key]
@@ -166,8 +164,15 @@ def _oef(
     return oef
 
 
-@dataclass(frozen=True)
-class _Effect:
+def _users(spare_of: Mapping[str, str]) -> dict[str, list[str]]:
+    """The operators that every spare stands for, by the spare's name."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for key, name in spare_of.items():
+        users[name].append(key)
+    return users
+
+
+class _Effect(NamedTuple):
     """Measured overlap of an operator with a class of transfers."""
 
     key: str
@@ -207,9 +212,7 @@ def _slowdowns(
     While two run together for some time, each gets done what it would do alone in a shorter one. The share
     that is lost is summed up over all measurements of a kind, so that each counts by the time that it lasted.
     """
-    users: dict[str, list[str]] = defaultdict(list)
-    for key, name in spare_of.items():
-        users[name].append(key)
+    users = _users(spare_of)
     losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for rank in samples:
         for (key, name), pairs in rank.together.items():

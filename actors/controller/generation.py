@@ -1,4 +1,4 @@
-"""One generation of a run: its ranks meet, restore the state, and train.
+"""One generation of a run: its ranks meet, restore the newest state, and train.
 
 A generation ends with the run, with a failure, or when the number of ranks should change; the controller
 (`controller.py`) begins the next one.
@@ -8,34 +8,37 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
-from braid.actors.controller.group import Collector, WorkerGroup
-from braid.actors.controller.homes import Homes
+from braid.actors.controller.group import Collector, StoppedError, WorkerGroup
+from braid.actors.controller.homes import AwayError, Found, Homes
 from braid.actors.controller.interruptions import Interruptions
 from braid.actors.controller.manifest import CheckpointError
-from braid.actors.controller.meeting import placement_notes, rendezvous
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started
-from braid.actors.controller.recovery import Changed, cost_of_a_failure, partner_shift
+from braid.actors.controller.recovery import Changed, cost_of_a_failure, newest_common, partner_shift
 from braid.actors.controller.resizing import Resizing
-from braid.actors.controller.restoring import data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.controller.steps import StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
+from braid.scheduling.operators import Stream
 from braid.scheduling.topology import Topology
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
+"""Between two looks for a home of checkpoints that is away: doubled each time, up to the second number."""
 
 
 @dataclass(kw_only=True)
@@ -94,14 +97,14 @@ class Generation:
             kernels = self._meet()
             facts = group.call(0, Rank.data_facts)
         plan, layout = run.plan, run.config.layout()
-        failure = run.interruptions.failure
         yield from saver.late_ones()
-        goes_on = run.resumed or saver.published or bool(run.homes.steps())
-        wait_s = run.config.elastic.wait_s if run.trained else 0.0
+        data = {  # fixes, together with the step, which samples come next
+            "fingerprint": facts["fingerprint"],
+            "seed": run.config.train.seed,
+            "global_batch": run.config.train.global_batch,
+        }
         with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
-            done, notes = yield from restore(
-                group, run.homes, plan, facts, failure, goes_on=goes_on, wait_s=wait_s, stop=run.stop
-            )
+            done, notes = yield from self._restore(data)
             self._pair_copies(done)
         notes = (*notes, kernels) if kernels else notes
         saver.resumed(done)
@@ -124,7 +127,7 @@ class Generation:
         )
         directory.note("started", done, run.generation, f"{layout.ranks} ranks", notes=list(notes))
         watch = Watch(run.collector, directory, layout)
-        run.described = manifest_facts(layout, data_cursor(run.config, facts), plan.shape)
+        run.described = manifest_facts(layout, data, plan.shape)
         run.step = done
         yield from saver.step_done(group, done, run.generation, run.described)
         clock = run.clock
@@ -238,6 +241,70 @@ class Generation:
                 check_hardware(group, run.plan.profile, str(run.config.overlap.profile))
         return kernels
 
+    def _restore(self, data: dict[str, Any]) -> Generator[Incident, None, tuple[int, tuple[str, ...]]]:
+        """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
+
+        After a failure that is the newest state among the copies in memory and the good checkpoints; else the
+        newest good checkpoint if the run goes on, or initial weights. ``data``: what decides on the order of
+        samples. `CheckpointError` if the run goes on and no home has a good checkpoint, or none comes back in
+        time.
+        """
+        run, group, config, homes = self._run, self._group, self._run.config, self._run.homes
+        failure, copies = run.interruptions.failure, config.checkpoint.copies_every
+        goes_on = run.resumed or run.saver.published or bool(homes.steps())
+        if failure is not None and copies:
+            common = newest_common(group.call_all(Rank.copies_held), config.layout().mesh, failure.step)
+            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+            saved = max((step for step in homes.steps() if step <= failure.step), default=0)
+            if common is not None and common[0] >= saved:
+                group.call_all(Rank.restore_copies, *common)
+                failure.source = "copies in memory"
+                return common[0], ()
+        done, notes = 0, tuple[str, ...]()
+        if goes_on:
+            checkpoint = yield from self._newest_checkpoint(failure.step if failure is not None else 0)
+            done, notes = checkpoint.manifest.step, checkpoint.notes
+            if failure is not None:
+                failure.source = f"checkpoint step-{done}"
+            checkpoint.check_data(data)
+            group.call_all(Rank.load, checkpoint.path, done)
+        elif config.model.initial is not None:
+            group.call_all(Rank.load_initial, str(config.model.initial))
+        if copies:
+            group.call_all(Rank.keep_copy, done)
+        return done, notes
+
+    def _newest_checkpoint(self, step: int) -> Generator[Incident, None, Found]:
+        """Once a step is done, wait for a home of checkpoints that is away: a missing disk may be mounted
+        again, but steps that a new beginning throws away are lost."""
+        run, told = self._run, False
+        wait_s = run.config.elastic.wait_s if run.trained else 0.0
+        deadline, pause = time.monotonic() + wait_s, _LOOK_SECONDS
+        while True:
+            try:
+                return run.homes.newest_of(run.plan.shape, self._verify)
+            except AwayError as error:
+                left = deadline - time.monotonic()
+                if not wait_s:
+                    raise
+                what = str(error).partition("; start without")[0]
+                if left <= 0:
+                    waited = f"waited {wait_s:g} s for it to come back (elastic.wait_s)"
+                    end = f"{what}; {waited}; bring it back and go on with --resume"
+                    raise CheckpointError(end) from None
+            if not told:
+                told = True
+                yield Incident(kind="waiting", text=f"{what}; waiting for it to come back", step=step)
+            if run.stop.wait(min(pause, left)):
+                raise StoppedError
+            pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Let the ranks read a checkpoint's files, each its share; `CheckpointError` names a damaged file."""
+        damages: list[str | None] = self._group.call_all(Rank.damage, str(checkpoint))
+        if texts := sorted({text for text in damages if text is not None}):
+            raise CheckpointError(f"checkpoint {checkpoint}: {texts[0]}")
+
     def _pair_copies(self, done: int) -> None:
         """Where lost ranks were replaced on other hosts, copies go to other partners from now on."""
         run, group = self._run, self._group
@@ -246,3 +313,18 @@ class Generation:
             group.call_all(Rank.pair_copies, shift)
             group.call_all(Rank.keep_copy, done)
         run.shift = shift
+
+
+def placement_notes(topology: Topology, planned: Mapping[str, Stream]) -> list[str]:
+    """What to say about the places of a run's ranks.
+
+    ``planned``: where the profile that decisions were made with says that axes lie; empty without one.
+    """
+    where = {Stream.INTRA: "inside nodes", Stream.INTER: "between nodes"}
+    moved = [
+        f"parallel.{axis} was planned {where[planned[axis]]} and lies {where[stream]}"
+        for axis, stream in topology.streams().items()
+        if planned.get(axis, stream) is not stream
+    ]
+    told = [f"{', '.join(moved)}: steps take longer or shorter than predicted"] if moved else []
+    return [*topology.warnings(), *told]

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.json_lines import backwards, cut_off, last_line
+from braid.actors.controller.json_lines import WaitingLines, backwards, cut_off, last_line
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
 from braid.actors.controller.step_record import StepRecord, read_metrics, record_of
-from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.json_text import json_text
 from braid.scheduling.spec import ModelShape
