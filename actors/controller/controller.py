@@ -71,8 +71,7 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
     homes = Homes.of(config, identity_of(config.run_directory, config.name, mark), resume=True)
     if not options.again or homes.begun():
         train = config.train
-        found = homes.newest_of(shape)
-        found.check_data({"seed": train.seed, "global_batch": train.global_batch})
+        homes.newest_of(shape).check_data({"seed": train.seed, "global_batch": train.global_batch})
 
 
 def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:

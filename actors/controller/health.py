@@ -92,7 +92,6 @@ class Vigil:
         return None
 
     def _awaited(self, behind: int) -> str:
-        """What some ranks wait for, the one furthest behind first."""
+        """What some ranks wait for, the rank furthest behind first."""
         waiting = {rank: self._awaits[rank] for rank in (behind, *self._awaits) if self._awaits.get(rank)}
-        told = [f"rank {rank} waits for {what}" for rank, what in waiting.items()][:_TOLD]
-        return "".join(f"; {one}" for one in told)
+        return "".join(f"; rank {rank} waits for {what}" for rank, what in list(waiting.items())[:_TOLD])

@@ -65,12 +65,12 @@ class Homes:
     def steps(self) -> list[int]:
         """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
         folder that cannot be read has none at present."""
-        found: set[int] = set()
+        steps: set[int] = set()
         with contextlib.suppress(OSError):
-            found |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
+            steps |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
         with contextlib.suppress(OSError):
-            found |= set(self.spare.steps()) if self.spare is not None else set()
-        return sorted(found)
+            steps |= set(self.spare.steps()) if self.spare is not None else set()
+        return sorted(steps)
 
     def begun(self) -> bool:
         """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""

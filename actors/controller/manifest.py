@@ -119,7 +119,7 @@ class CheckpointStore:
     def _remove(self, path: Path) -> None:
         """Remove a folder, or tell in `trouble` why that failed.
 
-        The folder loses its name first: a checkpoint that is removed half-way must not look like one.
+        The folder loses its name first: half a checkpoint must not look like a checkpoint.
         """
         names = (self.directory / f"{path.name.split('.')[0]}.tmp-old{n or ''}" for n in itertools.count())
         try:

@@ -70,8 +70,8 @@ class Copies:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
         dist.all_gather(sizes, torch.tensor([state_elements(optimizer)]), group=self._group)
-        kept = sum(int(sizes[one]) for one in (rank, source) if one is not None)
-        needed = KEPT * kept * state_dtype(optimizer).itemsize
+        elements = int(sizes[rank]) + (int(sizes[source]) if source is not None else 0)
+        needed = KEPT * elements * state_dtype(optimizer).itemsize
         if limit_bytes is not None and needed > limit_bytes:
             raise ValueError(
                 f"checkpoint.copies_mb={limit_bytes >> 20}: copies in memory take {needed / 2**20:.0f} MiB "
@@ -128,9 +128,9 @@ class Copies:
     def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
         """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
         rank = dist.get_rank()
-        own = self._own.get(step)
-        if own is None and sources[rank] == rank:  # what is kept here for a replica is this rank's state too
-            own = HostState(step, self._partners[step].flat.clone())
+        state = self._own.get(step)
+        if state is None and sources[rank] == rank:  # a replica's state that is kept here is this rank's too
+            state = HostState(step, self._partners[step].flat.clone())
         for target, source in enumerate(sources):
             if source == target:
                 continue
@@ -139,18 +139,19 @@ class Copies:
             elif rank == target:
                 flat = empty_state(optimizer)
                 dist.recv(flat, source, self._group)
-                own = HostState(step, flat)
-        assert own is not None, f"rank {rank} has no copy of step {step}"
-        put_back(own, optimizer)
+                state = HostState(step, flat)
+        assert state is not None, f"rank {rank} has no copy of step {step}"
+        put_back(state, optimizer)
         # Later states belong to a future that will come again.
-        self._own = {step: own}
+        self._own = {step: state}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
-        """A rank's state after ``step`` steps, which this ``rank`` holds: its own if they hold the same."""
+        """The state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both hold the
+        same slices."""
         assert self._mesh is not None
-        own = step in self._own and target in self._mesh.holders(rank)
-        return (self._own if own else self._partners)[step]
+        same = step in self._own and target in self._mesh.holders(rank)
+        return (self._own if same else self._partners)[step]
 
 
 class _Exchange:
