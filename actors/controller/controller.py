@@ -75,7 +75,7 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
 
 
 def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:
-    """Whether a run goes on, and the mark of the one that it goes on with."""
+    """Whether the command goes on with a run, and the mark of that run."""
     mark = begun_mark(config) if options.resume else ""
     begins_anew = options.again and not mark and not config.run_directory.is_dir()
     return options.resume and not begins_anew, mark

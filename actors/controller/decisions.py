@@ -52,9 +52,9 @@ class Decisions:
     """A run's schedule and what is expected of it, by simulation with a measured profile."""
 
     name: str
-    """Of the schedule: the configuration's, or the one that ``overlap.schedule: auto`` takes."""
+    """Of the schedule: the configuration's, or the choice of ``overlap.schedule: auto``."""
     candidates: tuple[Candidate, ...]
-    """What ``auto`` compared, the one to take first; else empty."""
+    """What ``auto`` compared, its choice first; else empty."""
     schedule: str
     """Its text."""
     solo_ns: Mapping[str, int]

@@ -43,7 +43,7 @@ def degrees_of(config: Config) -> Degrees:
 def best_degrees(
     config: Config, capacity: int, runs: Callable[[Config], bool], elastic: ElasticConfig
 ) -> Degrees | None:
-    """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
+    """The layout with most ranks for a capacity; among equals, the least change of the model's cut.
 
     Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
     ``runs(config)``: whether model and batch fit a layout, and planning accepts it. Layouts are tried from

@@ -328,5 +328,5 @@ class Launcher(Protocol):
         """
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Ranks there is room for, those of a group included, but not on the nodes of some addresses; and
+        """Ranks there is room for, a group's own included, but not on the nodes of some addresses; and
         whether one of the group's nodes is leaving."""

@@ -14,7 +14,7 @@ _TOLD = 4
 
 @dataclass(frozen=True)
 class Trouble:
-    """A rank that does not answer, or ranks that do not get on (then ``rank`` is the one furthest behind)."""
+    """A rank that does not answer, or ranks without progress (then ``rank`` is furthest behind)."""
 
     rank: int
     text: str
@@ -24,7 +24,7 @@ class Trouble:
 
 
 class Vigil:
-    """Watches the ranks that one call waits for; times are seconds of any steady clock."""
+    """Watches the ranks that a call waits for; times are seconds of any steady clock."""
 
     def __init__(
         self,

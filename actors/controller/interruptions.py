@@ -22,7 +22,7 @@ REFILL_STEPS: Final = 100
 class RestartBudget:
     """Each failure takes one; so many good steps, which were not done before, give one back.
 
-    So a run of a month outlives many failures, and one that fails again and again at the same place ends.
+    So a run of a month outlives many failures, and a run that fails again and again at the same place ends.
     """
 
     def __init__(self, most: int, refill_steps: int = REFILL_STEPS) -> None:
@@ -43,7 +43,7 @@ class RestartBudget:
         return True
 
     def step_done(self, step: int) -> None:
-        """So many steps are done now; those that were repeated count once."""
+        """``step`` steps are done; repeated steps count once."""
         if step <= self._furthest:
             return
         self._furthest = step

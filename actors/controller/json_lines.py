@@ -92,7 +92,7 @@ class WaitingLines:
                     file.write("".join(self.lines).encode())
                     file.flush()
                 except OSError:
-                    with contextlib.suppress(OSError):  # what is left in its buffer
+                    with contextlib.suppress(OSError):  # its buffer still holds lines
                         file.close()
                     os.truncate(path, size)  # no half lines
                     raise

@@ -142,12 +142,12 @@ class CheckpointStore:
         generation: int | None = None,
         spared: Collection[int] = (),
     ) -> None:
-        """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
+        """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
         saves that never finished. What cannot be removed is told by `trouble`.
 
-        newest      the step that was saved last. Those beyond it belong to a run that fell back because they
+        newest      the step that was saved last. Later steps belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
-        run         mark of the run whose checkpoints these are: those that another one wrote stay
+        run         mark of the run whose checkpoints these are: checkpoints of other runs stay
         generation  of the ranks that saved last: what later ones are writing stays
         spared      steps that are in use and stay for now
         """
@@ -191,7 +191,7 @@ class CheckpointStore:
 
 
 def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
-    """Of checkpoints' steps, oldest first, those that need not be kept."""
+    """The checkpoints that need not be kept. ``steps``: of all checkpoints, oldest first."""
     return [step for step in steps[:-keep] if not keep_every or step % keep_every]
 
 

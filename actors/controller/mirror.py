@@ -1,6 +1,6 @@
 """A second home for checkpoints at any fsspec URL: object stores, other file systems.
 
-Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also those of one name,
+Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also runs of one name,
 never see each other's files. Object stores cannot rename, so the manifest is the last file of a checkpoint to
 be written: a folder without one is no checkpoint. A mirror that is a directory can also be written to by the
 ranks themselves, and read in place.

@@ -245,7 +245,7 @@ class ProcessGroup(WorkerGroup):
         }
 
     def shutdown(self) -> None:
-        """Ask every rank to end, then end those that do not; one that is at work is not asked."""
+        """Ask every rank to end, then kill ranks that do not; a rank that is at work is not asked."""
         for rank, child in enumerate(self._children):
             if rank in self._busy:
                 child.process.kill()

@@ -237,7 +237,7 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def rewind(self, first_step: int) -> list[StepRecord]:
-        """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
+        """Drop the metrics of steps that will run again; returns the newest `WINDOW` records that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
             try:
                 cut_off(self.path / name, first_step)

@@ -80,7 +80,7 @@ class Saver:
     def step_done(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
     ) -> Iterator[Saved | Incident]:
-        """What there is to do between two steps: look after the save under way, begin one that is due.
+        """What there is to do between two steps: look after the save under way, begin a save that is due.
 
         Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
         """

@@ -156,7 +156,7 @@ def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
 
 
 def _collect(listener: socket.socket, stop: int, files: SpanFiles) -> None:
-    """Read from all ranks until told to stop; one that sends what is no batch is not listened to any more."""
+    """Read from all ranks until told to stop; a rank that sends other bytes than batches is shut out."""
     buffers: dict[socket.socket, bytearray] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)

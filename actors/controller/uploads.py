@@ -20,7 +20,7 @@ class Upload:
 
 
 class Uploads:
-    """Copies one checkpoint at a time. Of those that wait the newest one counts, and those kept for ever."""
+    """Copies one checkpoint at a time. Only the newest waiting checkpoint counts, and those kept for ever."""
 
     def __init__(self, mirror: Mirror, keeping: CheckpointConfig) -> None:
         self._mirror, self._keeping = mirror, keeping

@@ -51,7 +51,7 @@ class Watch:
                 yield self._directory.note("telemetry", step, generation, text)
 
     def _stragglers(self, step: int, generation: int) -> Iterator[Incident]:
-        """Ranks that have become slow; one that recovers for a while and slows down again is named again."""
+        """Ranks that have become slow; a rank that recovers and slows down again is named again."""
         slow = {straggler.rank: straggler for straggler in stragglers(list(self._compute), self._stages)}
         for rank, straggler in slow.items():
             if rank not in self._named or step - self._named[rank] > STRETCH:

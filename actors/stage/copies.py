@@ -1,6 +1,6 @@
 """Copies of ranks' states in memory, so that a failure costs no more than the step under way.
 
-Every rank keeps the states of its last two copied steps, and those of a partner on another host
+Every rank keeps its states after the last two copied steps, and the states of a partner on another host
 (docs/design.md, Failure): two, since a failure may come while the newer one is under way. A copy travels to
 the partner in the background, over a process group of its own, while the next step runs. Where data-parallel
 replicas on other hosts hold the same state anyway, nothing travels.
@@ -117,7 +117,7 @@ class Copies:
         return states.pop(min(states)).memory if len(states) >= KEPT else None
 
     def held(self) -> CopiesHeld:
-        """The copies that are here, without those that are still under way."""
+        """The copies that are here; copies under way are not."""
         self._take_arrived()
         return CopiesHeld(
             own=tuple(sorted(self._own)),

@@ -271,7 +271,7 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
 
 
 def samples_digest(ids: np.ndarray) -> int:
-    """A number for a multiset of samples: that of a union is the sum of those of its parts, modulo 2^64."""
+    """A number for a multiset of samples; numbers of parts add up to that of their union, modulo 2^64."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

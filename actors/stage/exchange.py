@@ -120,7 +120,7 @@ def export_model(
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
-    """Compare names and shapes of the checkpoint's parameters with those that will be asked for."""
+    """Compare names and shapes of the checkpoint's parameters with what the tensors will ask for."""
     held = {
         name.removeprefix("parameter."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()

@@ -214,7 +214,7 @@ class HubDirectory:
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
     def tensors(self, shape: ModelShape) -> tuple[StoredTensor, ...]:
-        """Those of such a model, in the form that the directory has experts in."""
+        """All tensors of such a model, in the form that the directory has experts in."""
         return stored_tensors(shape, stacked=any(name.endswith(STACKED) for name in self.places))
 
     def check(self, shape: ModelShape) -> None:

@@ -1,4 +1,4 @@
-"""A rank's samples: those of its data-parallel replica, as micro-batches on its device.
+"""A rank's samples, which are its data-parallel replica's, as micro-batches on its device.
 
 Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank has s and their successors,
 M micro-batches, T tokens of a micro-batch.
@@ -65,7 +65,7 @@ class ReadingAhead(Generic[_Tokens]):
 
 
 class ReplicaSamples:
-    """Training samples by step, read one step ahead, and those of a validation."""
+    """Training samples by step, read one step ahead, and samples of a validation."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ReplicaSamples:
         self._newest = np.zeros(0, np.int64)
 
     def of_step(self, step: int) -> Batches:
-        """Of a training step (from 0); those of the next one are read meanwhile."""
+        """Micro-batches of a training step (from 0); the next step's are read meanwhile."""
         self._newest, own = self._ahead.of(step)
         return self._batches(self._newest, own)
 
@@ -112,7 +112,7 @@ class ReplicaSamples:
         return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.dp))
 
     def of_validation(self) -> Batches:
-        """The samples that every validation takes; those that only fill up micro-batches do not count."""
+        """The samples that every validation takes; samples that only fill up micro-batches do not count."""
         assert self._validation is not None
         filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.dp
         ids = self._mine(np.resize(self._validated, filled))
