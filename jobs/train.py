@@ -10,10 +10,10 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError, TelemetryConfig
 from braid.actors.config.paths import anchored, expanded
-from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
 from braid.actors.controller.group import Launcher, WorkerError
+from braid.actors.controller.interruptions import RestartBudget
 from braid.actors.controller.locks import FileHold
 from braid.actors.controller.manifest import CheckpointStore
 from braid.actors.controller.planning import build_schedule

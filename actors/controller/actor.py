@@ -34,7 +34,6 @@ class ControllerActor:
             yield error
 
     def stop(self) -> None:
-        """End after the step under way."""
         self._controller.stop()
 
 

@@ -5,8 +5,8 @@ Needs neither torch nor the configuration: tests of GPUs run where pydantic is n
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import NamedTuple
 
 from braid.actors.stage.messages import COMPUTE, OUTSIDE, Samples, Together
 from braid.scheduling.analytic import operator_class
@@ -15,6 +15,7 @@ from braid.scheduling.profile import Profile, TransferFit
 
 SHORT = 0.1
 """An operator that takes less than this share of a transfer says little about the two together."""
+_MOST_LOST = 0.8
 
 
 def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
@@ -22,6 +23,9 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     solo = _medians([rank.solo_ns for rank in samples])
     spares = _medians([rank.spares for rank in samples])
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
+    users: dict[str, list[str]] = defaultdict(list)
+    for key, name in spare_of.items():
+        users[name].append(key)
     streams = streams_of(samples)
     handling = [_handling(samples, number) for number in (0, 1)]
     classes = {
@@ -43,8 +47,8 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
         solo_ns={key: round(ns) for key, ns in average.items()},
         classes={**classes, "optimizer": "memory", "norm": "memory"},
-        oef=_oef(samples, solo, spares, spare_of, beside),
-        slowdowns=_slowdowns(samples, average, average_spares, spare_of, beside),
+        oef=_oef(samples, solo, spares, users, beside),
+        slowdowns=_slowdowns(samples, average, average_spares, users, beside),
         transfers=_transfers(samples),
         streams=streams,
         issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
@@ -72,21 +76,21 @@ def _imbalance(samples: Sequence[Samples]) -> float:
 
 def streams_of(samples: Sequence[Samples]) -> dict[str, Stream]:
     """The stream of every axis: where one rank's group goes between nodes, all do."""
-    found: dict[str, Stream] = {}
+    streams: dict[str, Stream] = {}
     for rank in samples:
         for axis, stream in rank.streams.items():
-            if found.get(axis) is not Stream.INTER:
-                found[axis] = stream
-    return found
+            if streams.get(axis) is not Stream.INTER:
+                streams[axis] = stream
+    return streams
 
 
 def _medians(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
-    """Per key the mean over the ranks of each one's median."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for one in series:
-        for key, values in one.items():
-            found[key].append(median(values))
-    return {key: sum(values) / len(values) for key, values in found.items()}
+    """The mean over the ranks of each rank's median, by key."""
+    medians: dict[str, list[float]] = defaultdict(list)
+    for times in series:
+        for key, values in times.items():
+            medians[key].append(median(values))
+    return {key: sum(values) / len(values) for key, values in medians.items()}
 
 
 def _with_delays(
@@ -100,8 +104,8 @@ def _with_delays(
     """
     taken: dict[bool, float] = defaultdict(float)
     usual: dict[bool, float] = defaultdict(float)
-    for one in series:
-        for key, values in one.items():
+    for times in series:
+        for key, values in times.items():
             taken[key in moves] += sum(values)
             usual[key in moves] += median(values) * len(values)
     shares = {kind: taken[kind] / ns for kind, ns in usual.items() if ns}
@@ -109,97 +113,94 @@ def _with_delays(
 
 
 def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:
-    """What starting transfers (0) or going on after them (1) takes from computing, by class."""
-    series = [{name: [one[number] for one in times] for name, times in r.handling.items()} for r in samples]
+    """How long starting transfers (0) or going on after them (1) keeps a rank from computing, by class."""
+    series = [
+        {name: [pair[number] for pair in pairs] for name, pairs in rank.handling.items()} for rank in samples
+    ]
     return {name: max(0, round(ns)) for name, ns in _medians(series).items()}
 
 
 def _spreads(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
     spreads: dict[str, int] = {}
-    for one in series:
-        for key, values in one.items():
+    for times in series:
+        for key, values in times.items():
             if len(values) > 1:
                 low, _, high = quantiles(values, n=4, method="inclusive")
                 spreads[key] = max(spreads.get(key, 0), round(high - low))
     return spreads
 
 
+def _pair(first: str, second: str) -> str:
+    return "|".join(sorted((first, second)))
+
+
 def _oef(
     samples: Sequence[Samples],
     solo: Mapping[str, float],
     spares: Mapping[str, float],
-    spare_of: Mapping[str, str],
+    users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
+    """Overlap effects. ``users``: the operators that every spare transfer stands for, by its name."""
     together: dict[tuple[str, str], list[Together]] = defaultdict(list)
     for rank in samples:
         for pair_of, measured in rank.together.items():
             together[pair_of] += measured
-    users = defaultdict(list)
-    for key, name in spare_of.items():
-        users[name].append(key)
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
         alone = solo[key] if key in solo else spares[key]
-        other = median(one.other_ns for one in times) if name == COMPUTE else spares[name]
-        if min(alone, other) > 0:
-            link = classes[name]
-            found = [(alone + other - one.both_ns) / min(alone, other) for one in times]
-            keys = () if alone < SHORT * other or key in spares else tuple(users[name])
-            effects["|".join(sorted((classes[key], link)))].append(
-                _Effect(key, keys, found, min(alone, other))
-            )
+        other = median(time.other_ns for time in times) if name == COMPUTE else spares[name]
+        if (shorter := min(alone, other)) > 0:
+            values = [(alone + other - time.both_ns) / shorter for time in times]
+            listed = () if alone < SHORT * other or key in spares else tuple(users.get(name, ()))
+            effects[_pair(classes[key], classes[name])].append(_Effect(key, listed, values, shorter))
     oef: dict[str, float] = {}
     for kinds, measured_effects in effects.items():
         oef |= _class_effects(kinds, measured_effects)
     for kind in ("gemm", "attention", "memory"):
-        # Links that were not measured together with an operator are taken to cost what the other one does.
+        # A link that was not measured beside an operator is taken to cost what the other link does; where
+        # neither was, nothing is known to be gained.
         for link, instead in (("inter", "intra"), ("intra", "inter")):
-            pair, known = "|".join(sorted((kind, link))), "|".join(sorted((kind, instead)))
-            if pair not in oef and known in oef:
-                oef[pair] = oef[known]
-    for link in ("inter", "intra"):
-        for kind in ("gemm", "attention", "memory"):
-            oef.setdefault("|".join(sorted((kind, link))), 0.0)  # nothing is known to be gained
+            oef.setdefault(_pair(kind, link), oef.get(_pair(kind, instead), 0.0))
     for pair in ("inter|intra", "inter|inter", "intra|intra"):
         oef.setdefault(pair, 0.0)  # two transfers share a link: keys and values, and sums of gradients
     return oef
 
 
-@dataclass(frozen=True)
-class _Effect:
+class _Effect(NamedTuple):
     """Measured overlap of an operator with a class of transfers."""
 
     key: str
     transfers: tuple[str, ...]
-    """Those that the pair is listed with; none where it is too short to stand for itself."""
+    """Transfers that the pair is listed with; none where the operator is too short to stand for itself."""
     values: Sequence[float]
     weight_ns: float
 
 
 def _class_effects(kinds: str, effects: Sequence[_Effect]) -> dict[str, float]:
-    """The effect of a class of pairs, and of each pair: nearer to its own median the surer that one is.
+    """The effect of a class of pairs, and of each pair: the surer the pair's median, the nearer to it.
 
-    A pair's own median counts with the share that the spread between pairs has in all spread.
+    A pair's median counts with the share that the spread between pairs has in all spread.
     """
-    common = _weighted_median([(median(one.values), one.weight_ns) for one in effects])
-    between = median((median(one.values) - common) ** 2 for one in effects)
-    found = {kinds: _within(common)}
-    for one in effects:
-        own = median(one.values)
-        deviation = median(abs(value - own) for value in one.values) * 1.5
-        error = deviation**2 / len(one.values) if len(one.values) > 2 else float("inf")
+    medians = [median(effect.values) for effect in effects]
+    common = _weighted_median(list(zip(medians, (effect.weight_ns for effect in effects), strict=True)))
+    between = median((value - common) ** 2 for value in medians)
+    by_pair = {kinds: _within(common)}
+    for effect, middle in zip(effects, medians, strict=True):
+        count = len(effect.values)
+        deviation = median(abs(value - middle) for value in effect.values) * 1.5
+        error = deviation**2 / count if count > 2 else float("inf")
         trust = between / (between + error) if between > 0 else 0.0
-        value = _within(common + trust * (own - common))
-        found |= {"|".join(sorted((one.key, user))): value for user in one.transfers}
-    return found
+        value = _within(common + trust * (middle - common))
+        by_pair |= {_pair(effect.key, user): value for user in effect.transfers}
+    return by_pair
 
 
 def _slowdowns(
     samples: Sequence[Samples],
     solo: Mapping[str, float],
     spares: Mapping[str, float],
-    spare_of: Mapping[str, str],
+    users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
     """What compute and transfers suffer from each other, apart: per class, and per transfer.
@@ -207,27 +208,20 @@ def _slowdowns(
     While two run together for some time, each gets done what it would do alone in a shorter one. The share
     that is lost is summed up over all measurements of a kind, so that each counts by the time that it lasted.
     """
-    users: dict[str, list[str]] = defaultdict(list)
-    for key, name in spare_of.items():
-        users[name].append(key)
     losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for rank in samples:
-        for (key, name), pairs in rank.together.items():
+        for (key, name), times in rank.together.items():
             if name == COMPUTE:
                 continue
             alone, other = solo[key] if key in solo else spares[key], spares[name]
-            kind = classes[key]
-            link = classes[name]
-            for one in pairs:
-                lost = one.operator_ns - alone, one.other_ns - other
-                losses[f"{kind}<{link}"].append((one.overlap_ns, lost[0]))
-                losses[f"{link}<{kind}"].append((one.overlap_ns, lost[1]))
-                for user in users[name]:
-                    losses[f"{user}<{kind}"].append((one.overlap_ns, lost[1]))
-                for user in users[key]:
-                    losses[f"{user}<{link}"].append((one.overlap_ns, lost[0]))
-    measured = {name: [one for one in values if one[0] > 0] for name, values in losses.items()}
-    return {name: _slowdown(values) for name, values in measured.items() if values}
+            for time in times:
+                if time.overlap_ns > 0:
+                    lost, other_lost = time.operator_ns - alone, time.other_ns - other
+                    for sufferer in (classes[key], *users.get(key, ())):
+                        losses[f"{sufferer}<{classes[name]}"].append((time.overlap_ns, lost))
+                    for sufferer in (classes[name], *users.get(name, ())):
+                        losses[f"{sufferer}<{classes[key]}"].append((time.overlap_ns, other_lost))
+    return {name: _slowdown(values) for name, values in losses.items()}
 
 
 def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
@@ -235,7 +229,7 @@ def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
 
     The tenths with the largest and the smallest shares are left out: something else took the processor.
     """
-    ranked = sorted(losses, key=lambda one: one[1] / one[0])
+    ranked = sorted(losses, key=lambda loss: loss[1] / loss[0])
     cut = len(ranked) // 10
     kept = ranked[cut : len(ranked) - cut]
     share = sum(lost for _, lost in kept) / sum(together for together, _ in kept)
@@ -243,11 +237,8 @@ def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
     return share / (1 - share)
 
 
-_MOST_LOST = 0.8
-
-
 def _within(effect: float) -> float:
-    """From slower by as much as the shorter one takes to hidden altogether."""
+    """From slower by as much as the shorter operator takes to hidden altogether."""
     return max(-1.0, min(1.0, effect))
 
 

@@ -5,6 +5,7 @@ A run is a sequence of generations: the first one, and one after every failure o
 with process groups of its own. Who its ranks are and where their state comes from is decided at its begin.
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
-from braid.actors.controller.generation import Generation, Places, RunState
+from braid.actors.controller.generation import Generation, RunState
 from braid.actors.controller.group import (
     Launcher,
     NoRoomError,
@@ -22,7 +23,7 @@ from braid.actors.controller.group import (
     WorkerGroup,
 )
 from braid.actors.controller.homes import Homes, begun_mark
-from braid.actors.controller.interruptions import Interruptions
+from braid.actors.controller.interruptions import GuardError, Interruptions
 from braid.actors.controller.records import (
     Event,
     Finished,
@@ -33,10 +34,8 @@ from braid.actors.controller.records import (
 )
 from braid.actors.controller.recovery import Changed, Failure, in_words
 from braid.actors.controller.reporting import build_report
-from braid.actors.controller.rescue import rescue
 from braid.actors.controller.resizing import Resizing
 from braid.actors.controller.saving import Saver
-from braid.actors.controller.steps import GuardError
 from braid.actors.stage.messages import RunPlan
 from braid.scheduling.spec import ModelShape
 
@@ -72,20 +71,17 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
     homes = Homes.of(config, identity_of(config.run_directory, config.name, mark), resume=True)
     if not options.again or homes.begun():
         train = config.train
-        found = homes.newest_of(shape)
-        found.check_data({"seed": train.seed, "global_batch": train.global_batch})
+        homes.newest_of(shape).check_data({"seed": train.seed, "global_batch": train.global_batch})
 
 
 def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:
-    """Whether a run goes on, and the mark of the one that it goes on with."""
+    """Whether the command goes on with a run, and the mark of that run."""
     mark = begun_mark(config) if options.resume else ""
     begins_anew = options.again and not mark and not config.run_directory.is_dir()
     return options.resume and not begins_anew, mark
 
 
 class Controller:
-    """One run from start to end; `run` yields events as they happen."""
-
     def __init__(
         self,
         plan: RunPlan,
@@ -94,113 +90,116 @@ class Controller:
         replan: "Replan | None" = None,
     ) -> None:
         """``replan``: plans the run anew for another layout; without it the number of ranks is fixed."""
-        self._replan, self._launcher, self._options = replan, launcher, options
+        self._plan, self._replan, self._launcher, self._options = plan, replan, launcher, options
         self._stop = threading.Event()
-        self._run = RunState(
-            plan=plan,
-            interruptions=Interruptions(plan.config.failure),
-            resizing=Resizing(plan.config, launcher, plan.shape.vocabulary),
-            stop=self._stop,
-            until=options.until,
-        )
+        self._run: RunState
 
     def stop(self) -> None:
         """Ask the run to end after the step under way, with a checkpoint; callable from any thread."""
         self._stop.set()
 
     def run(self) -> Iterator[Event]:
-        """Train. Raises `ConfigError`, `CheckpointError` or `WorkerError`, and `StoppedError` if the run was
-        asked to stop before it began; leaves nothing running."""
-        run, options, config = self._run, self._options, self._run.config
+        """Train; yields events as they happen. Raises `ConfigError`, `CheckpointError` or `WorkerError`, and
+        `StoppedError` if the run was asked to stop before it began; leaves nothing running."""
+        plan, options, config = self._plan, self._options, self._plan.config
         resume, mark = _resumes(config, options)
-        directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
-        try:
-            run.generation = directory.last_generation
-            run.interruptions.failure = directory.unfinished() if resume else None
-            run.trained = options.takes_over and run.interruptions.failure is not None
+        with contextlib.ExitStack() as stack:
+            directory = RunDirectory(config, resume=resume, overwrite=options.overwrite, mark=mark)
+            stack.callback(directory.close)
+            failure = directory.unfinished() if resume else None
             homes = Homes.of(config, directory.identity, resume=resume)
             saver = Saver(homes, directory, config.checkpoint)
-            try:
-                run.resumed = resume and (not options.again or homes.begun())
-                if run.trained:  # its home may be away for a while
-                    run.step = run.interruptions.failure.step if run.interruptions.failure else 0
-                elif run.resumed:  # errors show before anything starts; ranks verify all files later
-                    run.step = homes.newest_of(run.plan.shape).manifest.step
-                budget = config.telemetry.trace_mb_per_rank << 20
-                with self._launcher.collector(directory.path / "trace", budget) as collector:
-                    try:
-                        yield from self._generations(Places(directory, homes, saver, collector))
-                    except StoppedError:
-                        if not run.step:
-                            raise
-                        yield from self._stopped_short(directory, saver)
-                yield from self._finish(directory)
-            finally:
-                saver.close()
-        finally:
-            directory.close()
+            stack.callback(saver.close)
+            resumed = resume and (not options.again or homes.begun())
+            if options.takes_over and failure is not None:  # its home may be away for a while
+                step, trained = failure.step, True
+            else:  # errors show before anything starts; ranks verify all files later
+                step, trained = homes.newest_of(plan.shape).manifest.step if resumed else 0, False
+            budget = config.telemetry.trace_mb_per_rank << 20
+            with self._launcher.collector(directory.path / "trace", budget) as collector:
+                self._run = run = RunState(
+                    plan=plan,
+                    directory=directory,
+                    homes=homes,
+                    saver=saver,
+                    collector=collector,
+                    interruptions=Interruptions(config.failure, failure),
+                    resizing=Resizing(config, self._launcher, plan.shape.vocabulary),
+                    stop=self._stop,
+                    until=options.until,
+                    generation=directory.last_generation,
+                    step=step,
+                    trained=trained,
+                    resumed=resumed,
+                )
+                try:
+                    yield from self._generations()
+                except StoppedError:
+                    if not run.step:
+                        raise
+                    yield from self._stopped_short()
+            yield from self._finish()
 
-    def _generations(self, places: Places) -> Iterator[Event]:
+    def _generations(self) -> Iterator[Event]:
         """One set of ranks after the other, until the run is over."""
         change: Change | None = None
         avoid: tuple[str, ...] = ()
         while True:
             try:
                 if change is not None:
-                    yield from self._replanned(change, places)
+                    yield from self._replanned(change)
                     avoid, change = change.avoid, None
                 group = self._launcher.start(self._run.config.layout().ranks, avoid, self._stop.is_set)
             except NoRoomError as error:  # nodes left while nothing ran
                 change = yield from self._on_what_is_left(error, "not all nodes are there")
                 continue
-            except WorkerError as error:  # a rank that measures, or one that does not start
-                yield from self._restarts(self._survived(error, places), places)
+            except WorkerError as error:  # a rank that measures, or a rank that does not start
+                yield from self._restarts(self._survived(error))
                 if change is not None:  # there may be fewer nodes by now
                     lost = NoRoomError(str(error).splitlines()[0])
                     change = yield from self._on_what_is_left(lost, "measuring for the new layout failed")
                 continue
             self._run.resizing.started()
             try:
-                change = yield from self._with_ranks(group, places)
+                change = yield from self._with_ranks(group)
             finally:
                 group.shutdown()
             if change is None:
                 return
 
-    def _with_ranks(self, group: WorkerGroup, places: Places) -> Generator[Event, None, Change | None]:
+    def _with_ranks(self, group: WorkerGroup) -> Generator[Event, None, Change | None]:
         """Generations on as many ranks, until the run is over or should go on with other ranks."""
+        run = self._run
         while True:
             try:
-                return (yield from Generation(self._run, places, group).train())
+                return (yield from Generation(run, group).train())
             except NoRoomError as error:
                 left = len(group.left())
-                yield from self._rescue(group, places)
+                yield from self._rescue(group)
                 group.shutdown()
                 return (yield from self._on_what_is_left(error, "a node is lost", left))
             except WorkerError as error:
                 try:
-                    failure = self._survived(error, places)
+                    failure = self._survived(error)
                 except WorkerError:
-                    yield from self._rescue(group, places)
+                    yield from self._rescue(group)
                     raise
-                with self._run.interruptions.timed("interrupt"):
-                    failure.gone = tuple(group.interrupt(self._run.generation))
-                places.saver.abandon()
-                yield from self._restarts(failure, places)
+                with run.interruptions.timed("interrupt"):
+                    failure.gone = tuple(group.interrupt(run.generation))
+                run.saver.abandon()
+                yield from self._restarts(failure)
             except (StoppedError, ValueError, OSError):
-                yield from self._rescue(group, places)
+                yield from self._rescue(group)
                 raise
 
-    def _rescue(self, group: WorkerGroup, places: Places) -> Iterator[Event]:
+    def _rescue(self, group: WorkerGroup) -> Iterator[Event]:
         """The run, or its layout, is about to end: what ranks hold in memory becomes a checkpoint."""
         run = self._run
         if run.config.checkpoint.copies_every:
             group.interrupt(run.generation)
-            places.saver.abandon()
+            run.saver.abandon()
             run.generation += 1  # a folder and a meeting of its own
-            yield from rescue(
-                group, run.config, places.saver, places.directory, run.generation, run.step, run.described
-            )
+            yield from run.saver.rescue(group, run.config, run.step, run.generation, run.described)
 
     def _on_what_is_left(self, error: NoRoomError, why: str, left: int = 0) -> Generator[Event, None, Change]:
         run = self._run
@@ -208,15 +207,13 @@ class Controller:
             yield from run.resizing.what_is_left(run.config, error, why, left, run.step, self._stop.is_set)
         )
 
-    def _replanned(self, change: Change, places: Places) -> Iterator[Event]:
+    def _replanned(self, change: Change) -> Iterator[Event]:
         """Plan the run for another layout; `NoRoomError` if that is refused, so that another one is taken."""
         assert self._replan is not None
         run, config = self._run, change.degrees.of(self._run.config)
         before, after = run.config.layout(), config.layout()
         run.interruptions.change(Changed(change.reason, run.step, time.time(), before.ranks, after.ranks))
-        text = f"{change.reason}; from {before.describe()} to {after.describe()}"
-        places.directory.note("resized", run.step, run.generation, text)
-        yield Incident(kind="resized", text=text, step=run.step)
+        yield run.tell("resized", f"{change.reason}; from {before.describe()} to {after.describe()}")
         try:
             with run.interruptions.timed("plan"):
                 run.plan = self._replan(config, self._launcher)
@@ -226,54 +223,43 @@ class Controller:
             run.resizing.refuse(change.degrees)
             raise NoRoomError(f"{after.describe()} cannot be planned: {error}") from None
 
-    def _survived(self, error: WorkerError, places: Places) -> Failure:
+    def _survived(self, error: WorkerError) -> Failure:
         """What failed, if the run tolerates it; else raises it again."""
-        run = self._run
-        failure = Failure(
-            rank=error.rank,
-            text=str(error).splitlines()[0],
-            step=run.step,
-            time=time.time(),
-            unwell_seconds=error.unwell_seconds,
-        )
+        run, text = self._run, str(error).splitlines()[0]
+        failure = Failure(error.rank, text, run.step, time.time(), unwell_seconds=error.unwell_seconds)
         if isinstance(error, GuardError) or (error.user_error and not run.trained):
             raise error
         if self._stop.is_set() or not run.interruptions.goes_on_after(error):
-            places.directory.note("failed", run.step, run.generation, failure.text)
+            run.tell("failed", text)
             raise error
         run.interruptions.failure = failure
         return failure
 
-    def _restarts(self, failure: Failure, places: Places) -> Iterator[Event]:
+    def _restarts(self, failure: Failure) -> Iterator[Event]:
         """Tell of a failure that the next generation makes up for, and wait before another try."""
         text = f"{failure.text}; {in_words(failure.gone)}, all ranks go on as a new generation"
-        text += self._run.interruptions.counted
-        places.directory.note("restarted", failure.step, self._run.generation, text)
-        yield Incident(kind="restarted", text=text, step=failure.step)
+        yield self._run.tell("restarted", text + self._run.interruptions.counted)
         self._stop.wait(self._run.interruptions.wait_s)
 
-    def _stopped_short(self, directory: RunDirectory, saver: Saver) -> Iterator[Event]:
+    def _stopped_short(self) -> Iterator[Event]:
         """The run was asked to stop while it had no ranks that could save its newest steps."""
-        run, saved = self._run, saver.last_step or 0
+        run, saved = self._run, self._run.saver.last_step or 0
         if run.trained and saved < run.step:
             text = f"stopped in a recovery; the newest checkpoint is of step {saved}, {run.step} were done"
-            directory.note("telemetry", run.step, run.generation, text)
-            yield Incident(kind="failed", text=text, step=run.step)
+            yield run.tell("telemetry", text, shown_as="failed")
             run.step = saved
 
-    def _finish(self, directory: RunDirectory) -> Iterator[Event]:
-        """Nothing runs any more."""
-        run, step = self._run, self._run.step
-        complete = step == run.config.train.steps
-        predicted = json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds")
+    def _finish(self) -> Iterator[Event]:
+        run = self._run
+        complete = run.step == run.config.train.steps
         report = build_report(
-            directory.records(),
+            run.directory.records(),
             run.config,
             complete=complete,
             serial=run.plan.serial,
-            predicted_seconds=predicted,
+            predicted_seconds=json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds"),
         )
-        if trouble := directory.write_report(report):
-            yield Incident(kind="failed", text=trouble, step=step)
-        directory.note("finished", step, run.generation, "complete" if complete else "stopped early")
+        if trouble := run.directory.write_report(report):
+            yield Incident(kind="failed", text=trouble, step=run.step)
+        run.tell("finished", "complete" if complete else "stopped early")
         yield Finished(complete=complete, report=report)

@@ -12,8 +12,15 @@ _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 def usable_cpus(root: Path = _ROOT) -> float:
     """CPUs, or the share of them that a quota leaves: 1.5 where one and a half may be busy all the time."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(there), *_quotas(root)])
+    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for folder in _groups(root):
+        words = _words(folder / "cpu.max")  # version 2
+        if not words:
+            words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or no words
+            quota, period = map(int, words)
+            usable = min(usable, quota / period) if quota > 0 else usable
+    return usable
 
 
 def whole_cpus() -> int:
@@ -37,21 +44,10 @@ def memory_here(root: Path = _ROOT) -> int | None:
     return min([total, *(int(found[0]) for found in limits if found and found[0].isdigit())])
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    for folder in _groups(root):
-        words = _words(folder / "cpu.max")  # version 2
-        if not words:
-            words = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or none
-            quota, period = map(int, words)
-            if quota > 0:
-                yield quota / period
-
-
 def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
     """Folders of the control groups that bound what this process may use, up to the root; both versions."""
     mounts = root / "sys/fs/cgroup"
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number != "0" and controller not in controllers.split(","):
@@ -62,12 +58,13 @@ def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
+    """Of a file; empty if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8")
     except OSError:
-        return []
+        return ""
 
 
 def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
+    return _text(path).split()

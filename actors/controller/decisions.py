@@ -52,9 +52,9 @@ class Decisions:
     """A run's schedule and what is expected of it, by simulation with a measured profile."""
 
     name: str
-    """Of the schedule: the configuration's, or the one that ``overlap.schedule: auto`` takes."""
+    """Of the schedule: the configuration's, or the choice of ``overlap.schedule: auto``."""
     candidates: tuple[Candidate, ...]
-    """What ``auto`` compared, the one to take first; else empty."""
+    """What ``auto`` compared, its choice first; else empty."""
     schedule: str
     """Its text."""
     solo_ns: Mapping[str, int]
@@ -67,7 +67,6 @@ class Decisions:
 
     @property
     def files(self) -> dict[str, str | bytes]:
-        """All that the run directory gets of them."""
         return {**self.texts, "trace/predicted.arrows": base64.b64decode(self.spans)}
 
 
@@ -78,12 +77,17 @@ def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decis
     """
     key = decisions_key(config, shape, profile)
     path = config.runs / "profiles" / f"decisions-{key}.json"
-    if (found := _read(path, key)) is not None:
-        return found
-    made = decide(config, shape, profile)
+    if (kept := _read(path, key)) is not None:
+        return kept
+    decisions = decide(config, shape, profile)
     with contextlib.suppress(OSError):  # a disk that is full: the next start decides anew
-        _keep(path, key, made)
-    return made
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(to_mapping(decisions))
+        write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
+        files = sorted(path.parent.glob("decisions-*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for old in files[:-KEPT]:
+            old.unlink(missing_ok=True)
+    return decisions
 
 
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
@@ -91,33 +95,26 @@ def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     planned = planning.plan_run(config, shape, profile)
     taken, serial = planned.taken, planned.serial_step()
     searched = config.overlap.schedule == AUTO
+    texts = {"predicted.json": json.dumps(prediction(taken, serial), indent=1)}
+    if config.overlap.schedule_file is None:  # `braid train --plan` runs it again
+        plan = Plan(
+            cluster="this run's",
+            profile=taken.bench.profile.source,
+            setting=taken.setting,
+            choices=taken.choices,
+            score=score_of(taken.numbers),
+            pairing=taken.note,
+        )
+        texts["plan.yaml"] = plan.to_yaml()
     return Decisions(
         name=str(taken.setting.name if searched else config.overlap.name),
         candidates=tuple(map(_candidate, planned.outcomes)) if searched else (),
         schedule=write(taken.code.schedule),
         solo_ns=taken.bench.profile.solo_ns,
         serial=serial,
-        texts={
-            "predicted.json": json.dumps(prediction(taken, serial), indent=1),
-            **_plan_file(config, taken),
-        },
+        texts=texts,
         spans=base64.b64encode(encode_all(batches_of(taken.simulation.spans()))).decode(),
     )
-
-
-def _plan_file(config: Config, taken: Outcome) -> dict[str, str]:
-    """``plan.yaml``, which `braid train --plan` runs again; none for a schedule of the user's own."""
-    if config.overlap.schedule_file is not None:
-        return {}
-    plan = Plan(
-        cluster="this run's",
-        profile=taken.bench.profile.source,
-        setting=taken.setting,
-        choices=taken.choices,
-        score=score_of(taken.numbers),
-        pairing=taken.note,
-    )
-    return {"plan.yaml": plan.to_yaml()}
 
 
 def _candidate(outcome: Outcome) -> Candidate:
@@ -195,27 +192,17 @@ def _digest(file: Path | None) -> str | None:
         return None
 
 
-def _keep(path: Path, key: str, made: Decisions) -> None:
-    """Write the newest decisions and remove the oldest ones."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(to_mapping(made))
-    write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
-    files = sorted(path.parent.glob("decisions-*.json"), key=lambda file: file.stat().st_mtime_ns)
-    for old in files[:-KEPT]:
-        old.unlink(missing_ok=True)
-
-
 def _read(path: Path, key: str) -> Decisions | None:
     """The decisions in a file; None if it is not there, is damaged, or is for something else."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["key"] != key or kept["sha256"] != _checksum(kept["decisions"]):
             return None
-        found = from_mapping(Decisions, json.loads(kept["decisions"]), str(path))
+        decisions = from_mapping(Decisions, json.loads(kept["decisions"]), str(path))
         os.utime(path)  # used: the last to go
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return found
+    return decisions
 
 
 def _checksum(text: str) -> str:

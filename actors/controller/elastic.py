@@ -11,7 +11,9 @@ from braid.actors.config import Config, ElasticConfig
 from braid.scheduling.stragglers import Straggler
 
 _GUESSED_COST_S = 15.0
-"""Of a change, until one has been measured."""
+"""Of a change, until a change has been measured."""
+_WORTH = 1.1
+"""A plan without a straggler has to be so many times faster."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,22 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """Ranks that it takes."""
         return self.dp * self.tp * self.pp * self.cp
 
     def of(self, config: Config) -> Config:
-        """The configuration with this layout."""
         parallel = config.parallel.model_copy(update=asdict(self))
         return config.model_copy(update={"parallel": parallel})
 
 
 def degrees_of(config: Config) -> Degrees:
-    """A configuration's layout."""
-    own = config.parallel
-    return Degrees(own.dp, own.tp, own.pp, own.cp, own.ep)
+    parallel = config.parallel
+    return Degrees(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
 
 
 def best_degrees(
     config: Config, capacity: int, runs: Callable[[Config], bool], elastic: ElasticConfig
 ) -> Degrees | None:
-    """The layout with most ranks for a capacity; of those the one that changes least of the model's cut.
+    """The layout with most ranks for a capacity; among equals, the least change of the model's cut.
 
     Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
     ``runs(config)``: whether model and batch fit a layout, and planning accepts it. Layouts are tried from
@@ -58,7 +57,7 @@ def best_degrees(
             break
         best_first = sorted(
             degrees_with(samples, now.cp, now.ep),
-            key=lambda one: (one.tp == now.tp, one.pp == now.pp, one.ep, one.dp, one.tp),
+            key=lambda to: (to.tp == now.tp, to.pp == now.pp, to.ep, to.dp, to.tp),
             reverse=True,
         )
         for degrees in best_first:
@@ -92,32 +91,6 @@ class Change:
     """Addresses of nodes that no rank is to be placed on, if others do."""
 
 
-class Quarantine:
-    """Nodes that are left out because they were slow, and until when."""
-
-    def __init__(self, seconds: float) -> None:
-        """``seconds``: for how long at first; twice as long each time that a node is slow again."""
-        self._seconds = seconds
-        self._times: dict[str, int] = {}
-        self._until: dict[str, float] = {}
-
-    def add(self, address: str, now: float) -> float:
-        """Leave a node out from now on; for how many seconds."""
-        times = self._times.get(address, 0)
-        self._times[address] = times + 1
-        seconds = self._seconds * 2**times
-        self._until[address] = now + seconds
-        return seconds
-
-    def active(self, now: float) -> tuple[str, ...]:
-        """Addresses that no rank is to be placed on at present."""
-        return tuple(sorted(address for address, until in self._until.items() if until > now))
-
-    def lift(self) -> None:
-        """Take all of them again: what is left without them is too little."""
-        self._until.clear()
-
-
 class Membership:
     """Decides after every step whether the run should change."""
 
@@ -126,19 +99,19 @@ class Membership:
         self._seen: tuple[int, float] | None = None
         """A capacity, and since when it is there."""
         self.cost_s = _GUESSED_COST_S
-        self._found: dict[tuple[Degrees, int], Degrees | None] = {}
-        """Best layouts by the present one and the capacity: a search takes as long as the ranks are many."""
+        self._best: dict[tuple[Degrees, int], Degrees | None] = {}
+        """Best layouts by the present layout and the capacity: a search takes as long as ranks are many."""
 
     def best(self, config: Config, capacity: int) -> Degrees | None:
         """`best_degrees`, searched for once."""
         key = degrees_of(config), capacity
-        if key not in self._found:
-            self._found[key] = best_degrees(config, capacity, self._runs, self._elastic)
-        return self._found[key]
+        if key not in self._best:
+            self._best[key] = best_degrees(config, capacity, self._runs, self._elastic)
+        return self._best[key]
 
     def forget(self) -> None:
         """Search anew: other layouts fit now."""
-        self._found.clear()
+        self._best.clear()
 
     def look(
         self, config: Config, capacity: int, leaving: bool, now: float, step_s: float, steps_left: int
@@ -198,7 +171,3 @@ class Membership:
     def _settled(self, now: float) -> bool:
         """Whether the capacity has been the same for long enough."""
         return self._seen is not None and now - self._seen[1] >= self._elastic.settle_s
-
-
-_WORTH = 1.1
-"""So many times faster a plan without a straggler has to be."""

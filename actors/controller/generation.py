@@ -1,4 +1,4 @@
-"""One generation of a run: its ranks meet, restore the state, and train.
+"""One generation of a run: its ranks meet, restore the newest state, and train.
 
 A generation ends with the run, with a failure, or when the number of ranks should change; the controller
 (`controller.py`) begins the next one.
@@ -8,51 +8,48 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.elastic import Change
-from braid.actors.controller.group import Collector, WorkerGroup
-from braid.actors.controller.homes import Homes
+from braid.actors.controller.group import Collector, StoppedError, WorkerGroup
+from braid.actors.controller.homes import AwayError, Found, Homes
 from braid.actors.controller.interruptions import Interruptions
 from braid.actors.controller.manifest import CheckpointError
-from braid.actors.controller.meeting import placement_notes, rendezvous
+from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started
-from braid.actors.controller.recovery import Changed, cost_of_a_failure, partner_shift
+from braid.actors.controller.recovery import Changed, cost_of_a_failure, newest_common, partner_shift
 from braid.actors.controller.resizing import Resizing
-from braid.actors.controller.restoring import Patience, data_cursor, restore
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.controller.steps import StepClock, Stepper
 from braid.actors.controller.watch import Watch
 from braid.actors.stage.messages import RunPlan
 from braid.actors.stage.rank import Rank
+from braid.scheduling.operators import Stream
 from braid.scheduling.topology import Topology
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a run keeps what it leaves behind."""
-
-    directory: RunDirectory
-    homes: Homes
-    saver: Saver
-    collector: Collector
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
+"""Between two looks for a home of checkpoints that is away: doubled each time, up to the second number."""
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """How far a run is; generations continue it."""
+    """A run: where it keeps what, and how far it is; generations continue it."""
 
     plan: RunPlan
+    directory: RunDirectory
+    homes: Homes
+    saver: Saver
+    collector: Collector
     interruptions: Interruptions
     resizing: Resizing
     stop: threading.Event
@@ -77,36 +74,37 @@ class RunState:
 
     @property
     def config(self) -> Config:
-        """The configuration, with the present layout."""
         return self.plan.config
+
+    def tell(self, kind: str, text: str, shown_as: str = "", **facts: Any) -> Incident:
+        """`RunDirectory.note`, of the step and generation under way."""
+        return self.directory.note(kind, self.step, self.generation, text, shown_as, **facts)
 
 
 class Generation:
     """The ranks of a group from their meeting on."""
 
-    def __init__(self, run: RunState, places: Places, group: WorkerGroup) -> None:
-        self._run, self._places, self._group = run, places, group
+    def __init__(self, run: RunState, group: WorkerGroup) -> None:
+        self._run, self._group = run, group
 
     def train(self) -> Generator[Event, None, Change | None]:
         """Meet, restore and train: to the end, until the run is asked to stop, or until the change that is
         returned is due. Raises `WorkerError` if a rank fails, `StoppedError` if the run was asked to stop
         before the first step, `CheckpointError` if the state cannot be restored or its last save failed."""
-        run, group, places = self._run, self._group, self._places
-        directory, saver = places.directory, places.saver
+        run, group = self._run, self._group
+        directory, saver = run.directory, run.saver
         with group.heeding(run.stop.is_set):
             kernels = self._meet()
             facts = group.call(0, Rank.data_facts)
         plan, layout = run.plan, run.config.layout()
-        failure = run.interruptions.failure
         yield from saver.late_ones()
-        goes_on = run.resumed or saver.published or bool(places.homes.steps())
-        patience = Patience(
-            seconds=run.config.elastic.wait_s if run.trained else 0.0, stopped=run.stop.is_set
-        )
+        data = {  # fixes, together with the step, which samples come next
+            "fingerprint": facts["fingerprint"],
+            "seed": run.config.train.seed,
+            "global_batch": run.config.train.global_batch,
+        }
         with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
-            done, notes = yield from restore(
-                group, places.homes, plan, facts, failure, goes_on=goes_on, patience=patience
-            )
+            done, notes = yield from self._restore(data)
             self._pair_copies(done)
         notes = (*notes, kernels) if kernels else notes
         saver.resumed(done)
@@ -116,7 +114,7 @@ class Generation:
         directory.describe(run.config, plan.shape, plan.schedule, cluster, plan.files)
         records = deque(directory.rewind(done + 1), WINDOW)
         yield from self._claim_mirror()
-        group.call_all(Rank.stream_spans, places.collector.target, run.generation)
+        group.call_all(Rank.stream_spans, run.collector.target, run.generation)
         last = min(run.config.train.steps, run.until or run.config.train.steps)
         yield Started(
             first_step=done + 1,
@@ -128,42 +126,40 @@ class Generation:
             at_risk=cost_of_a_failure(run.config),
         )
         directory.note("started", done, run.generation, f"{layout.ranks} ranks", notes=list(notes))
-        watch = Watch(places.collector, directory, layout)
-        described = run.described = manifest_facts(layout, data_cursor(run.config, facts), plan.shape)
-        step = run.step = done
-        yield from saver.step_done(group, step, run.generation, described)
+        watch = Watch(run.collector, directory, layout)
+        run.described = manifest_facts(layout, data, plan.shape)
+        run.step = done
+        yield from saver.step_done(group, done, run.generation, run.described)
         clock = run.clock
         clock.goes_on(done)
-        stepper = Stepper(plan, group, run.generation, facts, run.interruptions.spikes, clock)
+        stepper = Stepper(plan, group, run.generation, facts, run.interruptions, clock)
         change: Change | None = None
-        while step < last and not run.stop.is_set() and change is None:
-            event, told = stepper.run(step, last, list(records))
+        while run.step < last and not run.stop.is_set() and change is None:
+            event, texts = stepper.run(run.step, last, list(records))
             with clock.part("records"):
                 directory.append(event.record, event.ranks)
             records.append(event.record)
             yield event
-            step += 1
-            run.step, run.trained = step, True
-            for incident in told:
-                directory.note(incident.kind, step, run.generation, incident.text)
-                yield incident
+            run.step, run.trained = run.step + 1, True
+            for text in texts:
+                yield run.tell("guard", text)
             self._recovered(done)
-            self._expect(records)
+            stall_s = _STALL_STEPS * max(record.seconds for record in records)
+            group.expect(max(run.config.failure.stall_s, stall_s))
             with clock.part("records"):
-                yield from watch.look(step, run.generation, event.ranks)
+                yield from watch.look(run.step, run.generation, event.ranks)
             with clock.part("save"):
-                yield from saver.step_done(group, step, run.generation, described)
-            if step < last:
+                yield from saver.step_done(group, run.step, run.generation, run.described)
+            if run.step < last:
                 with clock.part("nodes"):
-                    change = yield from self._look_around(watch, records, last, described)
+                    change = yield from self._look_around(watch, records, last)
         yield from saver.finish(group)
-        if saver.last_step != step and step:
-            yield from saver.begin(group, step, run.generation, described)
-            yield from saver.finish(group)
-            if saver.last_step != step:
+        if saver.last_step != run.step and run.step:
+            yield from self._save()
+            if saver.last_step != run.step:
                 raise CheckpointError(
-                    f"step {step} is done, but its checkpoint {saver.why_not}, in "
-                    f"{places.homes.store.directory}; mend that and go on with --resume from the newest "
+                    f"step {run.step} is done, but its checkpoint {saver.why_not}, in "
+                    f"{run.homes.store.directory}; mend that and go on with --resume from the newest "
                     f"checkpoint there"
                 )
         if change is None:
@@ -171,58 +167,52 @@ class Generation:
             yield from saver.settle()
         return change
 
+    def _save(self) -> Iterator[Event]:
+        """Save the present state, and wait for that."""
+        run = self._run
+        yield from run.saver.begin(self._group, run.step, run.generation, run.described)
+        yield from run.saver.finish(self._group)
+
     def _claim_mirror(self) -> Iterator[Incident]:
         """Say in the mirror that this run has begun, once it has."""
-        run, places = self._run, self._places
-        if places.homes.mirror is not None:
+        run = self._run
+        if run.homes.mirror is not None:
             try:
-                places.homes.mirror.begin()
+                run.homes.mirror.begin()
             except MirrorError as error:  # the mirror may answer when the first checkpoint is copied
-                places.directory.note("telemetry", run.step, run.generation, str(error))
-                yield Incident(kind="failed", text=str(error), step=run.step)
+                yield run.tell("telemetry", str(error), shown_as="failed")
 
     def _look_around(
-        self,
-        watch: Watch,
-        records: Sequence[StepRecord],
-        last: int,
-        described: dict[str, Any],
+        self, watch: Watch, records: Sequence[StepRecord], last: int
     ) -> Generator[Event, None, Change | None]:
-        """The change to make before the next step, if one is due; a drained node asks for a checkpoint."""
-        run, group, places = self._run, self._group, self._places
-        step, saver = run.step, places.saver
-        change = run.resizing.look(
-            group,
+        """The change to make before the next step, if there is one; a drained node asks for a checkpoint.
+
+        A change that the run could do without is not made if its state cannot be saved: the disk is full.
+        """
+        run, saver, resizing = self._run, self._run.saver, self._run.resizing
+        change = resizing.look(
+            self._group,
             run.config,
             watch.slowest,
             lambda: median(record.seconds for record in records),
-            last - step,
+            last - run.step,
         )
-        if change is not None and not run.resizing.leaving:
-            change = yield from self._affordable(change, described)
-        if run.resizing.leaving and change is None and not run.drained:
+        if change is not None and not resizing.leaving:
+            if not saver.failing and saver.last_step != run.step:
+                yield from self._save()
+            if saver.failing:
+                change = None
+        if resizing.leaving and change is None and not run.drained:
             run.drained = True
-            text = "a node is being drained: a checkpoint is saved at once"
-            places.directory.note("draining", step, run.generation, text)
-            yield Incident(kind="draining", text=text, step=step)
-            yield from saver.begin(group, step, run.generation, described)
-            yield from saver.finish(group)
+            yield run.tell("draining", "a node is being drained: a checkpoint is saved at once")
+            yield from self._save()
         return change
-
-    def _affordable(self, change: Change, described: dict[str, Any]) -> Generator[Event, None, Change | None]:
-        """A change that the run could do without, if its state can be saved; None where the disk is full."""
-        run, saver = self._run, self._places.saver
-        if not saver.failing and saver.last_step != run.step:
-            yield from saver.begin(self._group, run.step, run.generation, described)
-            yield from saver.finish(self._group)
-        return None if saver.failing else change
 
     def _recovered(self, first_step: int) -> None:
         """After a step, record the failures and changes that the run has recovered from with it."""
-        run, directory = self._run, self._places.directory
-        now = time.time()
+        run, now = self._run, time.time()
         for over in run.interruptions.step_done(run.step, now):
-            directory.incident(**over.facts(now, first_step, run.generation))
+            run.directory.incident(**over.facts(now, first_step, run.generation))
             if isinstance(over, Changed) and run.resizing.membership is not None:
                 run.resizing.membership.cost_s = now - over.time
 
@@ -251,6 +241,70 @@ class Generation:
                 check_hardware(group, run.plan.profile, str(run.config.overlap.profile))
         return kernels
 
+    def _restore(self, data: dict[str, Any]) -> Generator[Incident, None, tuple[int, tuple[str, ...]]]:
+        """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
+
+        After a failure that is the newest state among the copies in memory and the good checkpoints; else the
+        newest good checkpoint if the run goes on, or initial weights. ``data``: what decides on the order of
+        samples. `CheckpointError` if the run goes on and no home has a good checkpoint, or none comes back in
+        time.
+        """
+        run, group, config, homes = self._run, self._group, self._run.config, self._run.homes
+        failure, copies = run.interruptions.failure, config.checkpoint.copies_every
+        goes_on = run.resumed or run.saver.published or bool(homes.steps())
+        if failure is not None and copies:
+            common = newest_common(group.call_all(Rank.copies_held), config.layout().mesh, failure.step)
+            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+            saved = max((step for step in homes.steps() if step <= failure.step), default=0)
+            if common is not None and common[0] >= saved:
+                group.call_all(Rank.restore_copies, *common)
+                failure.source = "copies in memory"
+                return common[0], ()
+        done, notes = 0, tuple[str, ...]()
+        if goes_on:
+            checkpoint = yield from self._newest_checkpoint(failure.step if failure is not None else 0)
+            done, notes = checkpoint.manifest.step, checkpoint.notes
+            if failure is not None:
+                failure.source = f"checkpoint step-{done}"
+            checkpoint.check_data(data)
+            group.call_all(Rank.load, checkpoint.path, done)
+        elif config.model.initial is not None:
+            group.call_all(Rank.load_initial, str(config.model.initial))
+        if copies:
+            group.call_all(Rank.keep_copy, done)
+        return done, notes
+
+    def _newest_checkpoint(self, step: int) -> Generator[Incident, None, Found]:
+        """Once a step is done, wait for a home of checkpoints that is away: a missing disk may be mounted
+        again, but steps that a new beginning throws away are lost."""
+        run, told = self._run, False
+        wait_s = run.config.elastic.wait_s if run.trained else 0.0
+        deadline, pause = time.monotonic() + wait_s, _LOOK_SECONDS
+        while True:
+            try:
+                return run.homes.newest_of(run.plan.shape, self._verify)
+            except AwayError as error:
+                left = deadline - time.monotonic()
+                if not wait_s:
+                    raise
+                what = str(error).partition("; start without")[0]
+                if left <= 0:
+                    waited = f"waited {wait_s:g} s for it to come back (elastic.wait_s)"
+                    end = f"{what}; {waited}; bring it back and go on with --resume"
+                    raise CheckpointError(end) from None
+            if not told:
+                told = True
+                yield Incident(kind="waiting", text=f"{what}; waiting for it to come back", step=step)
+            if run.stop.wait(min(pause, left)):
+                raise StoppedError
+            pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Let the ranks read a checkpoint's files, each its share; `CheckpointError` names a damaged file."""
+        damages: list[str | None] = self._group.call_all(Rank.damage, str(checkpoint))
+        if texts := sorted({text for text in damages if text is not None}):
+            raise CheckpointError(f"checkpoint {checkpoint}: {texts[0]}")
+
     def _pair_copies(self, done: int) -> None:
         """Where lost ranks were replaced on other hosts, copies go to other partners from now on."""
         run, group = self._run, self._group
@@ -260,8 +314,17 @@ class Generation:
             group.call_all(Rank.keep_copy, done)
         run.shift = shift
 
-    def _expect(self, records: Sequence[StepRecord]) -> None:
-        """How long ranks may be without progress, now that steps have been seen."""
-        run, group = self._run, self._group
-        slowest = max(record.seconds for record in records)
-        group.expect(max(run.config.failure.stall_s, _STALL_STEPS * slowest))
+
+def placement_notes(topology: Topology, planned: Mapping[str, Stream]) -> list[str]:
+    """What to say about the places of a run's ranks.
+
+    ``planned``: where the profile that decisions were made with says that axes lie; empty without one.
+    """
+    where = {Stream.INTRA: "inside nodes", Stream.INTER: "between nodes"}
+    moved = [
+        f"parallel.{axis} was planned {where[planned[axis]]} and lies {where[stream]}"
+        for axis, stream in topology.streams().items()
+        if planned.get(axis, stream) is not stream
+    ]
+    told = [f"{', '.join(moved)}: steps take longer or shorter than predicted"] if moved else []
+    return [*topology.warnings(), *told]

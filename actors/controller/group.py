@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -67,12 +68,8 @@ class WorkerError(RuntimeError):
         """For how long before this the rank had not been known to be well."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Survive pickling with all fields."""
-        return _worker_error, (self.rank, self.user_message, self.user_error, self.trace, self.died)
-
-
-def _worker_error(rank: int, message: str, user_error: bool, trace: str, died: bool) -> WorkerError:
-    return WorkerError(rank, message, user_error=user_error, trace=trace, died=died)
+        named: dict[str, Any] = {"user_error": self.user_error, "trace": self.trace, "died": self.died}
+        return partial(type(self), **named), (self.rank, self.user_message)
 
 
 def raised(rank: int, error: BaseException, trace: str) -> WorkerError:
@@ -82,63 +79,6 @@ def raised(rank: int, error: BaseException, trace: str) -> WorkerError:
     return WorkerError(rank, f"{type(error).__name__}: {error}", trace=trace)
 
 
-class WorkerGroup(Protocol):
-    """All ranks of a run. What is called are methods of `Rank`, with positional arguments."""
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The host of every rank: equal where ranks share memory and links, and fail together."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Address of every rank's node, by rank."""
-
-    def call(
-        self,
-        rank: int,
-        method: Callable[Concatenate[Any, _P], _R],
-        *arguments: _P.args,
-        **named: _P.kwargs,
-    ) -> _R:
-        """Call one rank and wait; raises `WorkerError`."""
-
-    def call_all(
-        self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
-    ) -> list[_R]:
-        """Call all ranks at once and wait for all results, in rank order; raises `WorkerError`."""
-
-    def call_some(
-        self,
-        ranks: Sequence[int],
-        method: Callable[Concatenate[Any, _P], _R],
-        *arguments: _P.args,
-        **named: _P.kwargs,
-    ) -> list[_R]:
-        """Call some ranks at once and wait for all results, in their order; raises `WorkerError`."""
-
-    def left(self) -> list[int]:
-        """Ranks that are not gone."""
-
-    def expect(self, stall_s: float) -> None:
-        """From now on, ranks that do not get on for so long in a step have failed."""
-
-    def heeding(self, stopped: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Within the block, calls that wait for ranks raise `StoppedError` once ``stopped()`` is true."""
-
-    def interrupt(self, generation: int) -> list[int]:
-        """Break off the calls of all ranks in a generation; returns the ranks that are gone: dead, or killed
-        because they did not break off. All other ranks have acknowledged the interrupt."""
-
-    def replace(self, ranks: Sequence[int]) -> None:
-        """Start ranks that are gone anew; `ConfigError` if there is no room for them."""
-
-    def describe(self) -> dict[str, Any]:
-        """What the ranks run on, for ``cluster.json``."""
-
-    def shutdown(self) -> None:
-        """End all ranks; nothing is left running."""
-
-
 Outcome = tuple[Any] | WorkerError
 """What a call came to."""
 Answer = tuple[int, str, Any]
@@ -146,7 +86,6 @@ Answer = tuple[int, str, Any]
 
 
 def never() -> bool:
-    """Nobody asks to stop."""
     return False
 
 
@@ -154,11 +93,16 @@ class NoRoomError(ConfigError):
     """The nodes of lost ranks are gone, and there are no others."""
 
 
-class WatchedGroup(ABC):
-    """A group that notices ranks which die, fall silent or do not get on; how to reach one is left open."""
+class WorkerGroup(ABC):
+    """All ranks of a run; notices ranks that die, fall silent or make no progress.
+
+    What is called are methods of `Rank`, with positional arguments. Subclasses say how to reach a rank.
+    """
 
     hosts: Sequence[str]
+    """The host of every rank: equal where ranks share memory and links, and fail together."""
     addresses: Sequence[str]
+    """Address of every rank's node, by rank."""
 
     def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig, *, on_gpus: bool) -> None:
         self._ranks = ranks
@@ -181,13 +125,11 @@ class WatchedGroup(ABC):
         *arguments: _P.args,
         **named: _P.kwargs,
     ) -> _R:
-        """Call one rank and wait."""
         return self.call_some([rank], method, *arguments, **named)[0]
 
     def call_all(
         self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
     ) -> list[_R]:
-        """Call all ranks and wait; the first failure ends the waiting."""
         return self.call_some(range(self._ranks), method, *arguments, **named)
 
     def call_some(
@@ -197,7 +139,10 @@ class WatchedGroup(ABC):
         *arguments: _P.args,
         **named: _P.kwargs,
     ) -> list[_R]:
-        """Call some ranks and wait; the first failure ends the waiting."""
+        """Call ranks at once and wait for all results, in the order of ``ranks``.
+
+        `WorkerError` as soon as a rank fails; `StoppedError` within `heeding`.
+        """
         assert not named, "a rank is told its arguments by their places"
         results = self._outcomes(ranks, method.__name__, arguments)
         return [results[rank] for rank in ranks]
@@ -207,12 +152,12 @@ class WatchedGroup(ABC):
         return [rank for rank in range(self._ranks) if rank not in self._gone]
 
     def expect(self, stall_s: float) -> None:
-        """From now on, ranks that do not get on for so long in a step have failed."""
+        """From now on, ranks that make no progress in a step for ``stall_s`` have failed."""
         self._stall_s = stall_s
 
     @contextlib.contextmanager
     def heeding(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Meanwhile a call that waits raises `StoppedError` once ``stopped`` says so."""
+        """Within the block, calls that wait for ranks raise `StoppedError` once ``stopped()`` is true."""
         before, self._stopped = self._stopped, stopped
         try:
             yield
@@ -220,7 +165,8 @@ class WatchedGroup(ABC):
             self._stopped = before
 
     def interrupt(self, generation: int) -> list[int]:
-        """Make all ranks drop what they are at in a generation; a rank that does not is killed.
+        """Break off the calls of all ranks in a generation; returns the ranks that are gone: dead, or killed
+        because they did not break off. All other ranks have acknowledged the interrupt.
 
         A rank's own `interrupt` may end later than the call that it breaks off, and the next generation
         begins after both.
@@ -241,7 +187,7 @@ class WatchedGroup(ABC):
         return sorted(self._gone)
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Start ranks that are gone anew."""
+        """Start ranks that are gone anew; `NoRoomError` if there is no room for them."""
         self._awake -= set(ranks)
         self._restart(ranks)
         self._gone -= set(ranks)
@@ -316,6 +262,14 @@ class WatchedGroup(ABC):
                     errors.append(outcome)
 
     @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the ranks run on, for ``cluster.json``."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all ranks; nothing is left running."""
+
+    @abstractmethod
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         """Call a rank, without waiting until it takes the call; its outcome comes out of `_poll`."""
 
@@ -331,11 +285,11 @@ class WatchedGroup(ABC):
 
     @abstractmethod
     def _kill(self, rank: int) -> None:
-        """End a rank at once, if there is something left of it."""
+        """End a rank at once, if it lives."""
 
     @abstractmethod
     def _restart(self, ranks: Sequence[int]) -> None:
-        """Start new ones in the places of some ranks."""
+        """Start new processes in the places of ranks."""
 
 
 class Collector(Protocol):
@@ -374,5 +328,5 @@ class Launcher(Protocol):
         """
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Ranks there is room for, those of a group included, but not on the nodes of some addresses; and
+        """Ranks there is room for, a group's own included, but not on the nodes of some addresses; and
         whether one of the group's nodes is leaving."""

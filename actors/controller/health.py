@@ -14,7 +14,7 @@ _TOLD = 4
 
 @dataclass(frozen=True)
 class Trouble:
-    """A rank that does not answer, or ranks that do not get on (then ``rank`` is the one furthest behind)."""
+    """A rank that does not answer, or ranks without progress (then ``rank`` is furthest behind)."""
 
     rank: int
     text: str
@@ -24,7 +24,7 @@ class Trouble:
 
 
 class Vigil:
-    """Watches the ranks that one call waits for; times are seconds of any steady clock."""
+    """Watches the ranks that a call waits for; times are seconds of any steady clock."""
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class Vigil:
         self._forgiven += seconds
 
     def done(self, rank: int, now: float) -> None:
-        """A rank has finished its call."""
         del self._heard[rank]
         self._progress.pop(rank, None)
         self._advanced = now
@@ -93,7 +92,6 @@ class Vigil:
         return None
 
     def _awaited(self, behind: int) -> str:
-        """What some ranks wait for, the one furthest behind first."""
+        """What some ranks wait for, the rank furthest behind first."""
         waiting = {rank: self._awaits[rank] for rank in (behind, *self._awaits) if self._awaits.get(rank)}
-        told = [f"rank {rank} waits for {what}" for rank, what in waiting.items()][:_TOLD]
-        return "".join(f"; {one}" for one in told)
+        return "".join(f"; rank {rank} waits for {what}" for rank, what in list(waiting.items())[:_TOLD])

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Homes:
 
     @classmethod
     def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
-        """The homes in a configuration; `MirrorError` if no file system answers to the mirror's URL."""
+        """The homes in a configuration; `ConfigError` if no file system answers to the mirror's URL."""
         url = config.checkpoint.mirror
         mirror = Mirror(url, run) if url is not None else None
         store = CheckpointStore(config.run_directory / "checkpoints")
@@ -65,12 +65,12 @@ class Homes:
     def steps(self) -> list[int]:
         """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
         folder that cannot be read has none at present."""
-        found: set[int] = set()
+        steps: set[int] = set()
         with contextlib.suppress(OSError):
-            found |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
+            steps |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
         with contextlib.suppress(OSError):
-            found |= set(self.spare.steps()) if self.spare is not None else set()
-        return sorted(found)
+            steps |= set(self.spare.steps()) if self.spare is not None else set()
+        return sorted(steps)
 
     def begun(self) -> bool:
         """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""
@@ -86,8 +86,8 @@ class Homes:
         Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
         """
         found = self.newest_good(verify)
-        # What older checkpoints do not know, their models have not; what attends to what has no parameters.
-        usual = {one.name: one.default for one in fields(shape) if one.default is not MISSING}
+        # What older checkpoints do not know, their models have not; attention masks have no parameters.
+        usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
         ours, theirs = asdict(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
@@ -104,7 +104,16 @@ class Homes:
         If both places hold a good checkpoint of a step, the run's directory is preferred to the mirror.
         """
         complaints: list[str] = []
-        here, there = self._steps_here(complaints), self._copies(complaints)
+        here, there = set[int](), set[int]()
+        try:
+            self.store.undo_replacements()
+            here = set(self._here())
+        except OSError as error:
+            complaints.append(f"{self.store.directory} cannot be read: {error.strerror}")
+        try:
+            there = set(self.mirror.steps()) if self.mirror is not None else set()
+        except MirrorError as error:
+            complaints.append(str(error))
         away = bool(complaints) or not (here or there)
         for step in sorted(here | there, reverse=True):
             if step in here:
@@ -120,15 +129,18 @@ class Homes:
             if step in there and self.mirror is not None:
                 try:
                     place, manifest = self._bring(self.mirror, step, verify)
-                    return Found(place, manifest, ("; ".join([*complaints, self._brought(step)]),))
+                    verb = "fetched" if self.spare is None else "read"
+                    note = "; ".join([*complaints, f"step {step} is {verb} from {self.mirror.url}"])
+                    return Found(place, manifest, (note,))
                 except (CheckpointError, MirrorError, OSError) as error:
                     complaints.append(str(error))
+        places = " or ".join([str(self.store.directory), *([self.mirror.url] if self.mirror else [])])
         if complaints:
-            nowhere = f"no older checkpoint is left to fall back to; there is none in {self._places()}"
+            nowhere = f"no older checkpoint is left to fall back to; there is none in {places}"
             raise (AwayError if away else CheckpointError)("; ".join([*complaints, nowhere]))
         others = set(self.store.steps()) - here
         text = f"; step-{max(others)} there is another run's" if others else ""
-        raise AwayError(f"there is no checkpoint in {self._places()}{text}; start without --resume")
+        raise AwayError(f"there is no checkpoint in {places}{text}; start without --resume")
 
     def _bring(self, mirror: Mirror, step: int, verify: Verify | None) -> tuple[str, Manifest]:
         """A copy as one of this machine's folders: in place, or fetched into the run's own directory."""
@@ -146,29 +158,6 @@ class Homes:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _steps_here(self, complaints: list[str]) -> set[int]:
-        try:
-            self.store.undo_replacements()
-            return set(self._here())
-        except OSError as error:
-            complaints.append(f"{self.store.directory} cannot be read: {error.strerror}")
-            return set()
-
-    def _copies(self, complaints: list[str]) -> set[int]:
-        try:
-            return set(self.mirror.steps()) if self.mirror is not None else set()
-        except MirrorError as error:
-            complaints.append(str(error))
-            return set()
-
-    def _brought(self, step: int) -> str:
-        assert self.mirror is not None
-        return f"step {step} is {'fetched' if self.spare is None else 'read'} from {self.mirror.url}"
-
-    def _places(self) -> str:
-        places = [str(self.store.directory)] + ([self.mirror.url] if self.mirror is not None else [])
-        return " or ".join(places)
-
 
 def _checked(path: Path, verify: Verify | None) -> Manifest:
     manifest = inspect(path)
@@ -183,14 +172,11 @@ def begun_mark(config: Config) -> str:
     It stands in the run's directory and in its checkpoints; where those are lost, the mirror knows.
     `MirrorError` if that does not answer: a run must not begin anew because nobody could be asked.
     """
-    for mark in _marks_here(config.run_directory):
-        return mark
+    if (identity := read_identity(config.run_directory)) is not None:
+        return identity.mark
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    for step in reversed(store.steps()):
+        if mark := store.run_of(step):
+            return mark
     url = config.checkpoint.mirror
     return mark_at(url, config.name) if url is not None else ""
-
-
-def _marks_here(directory: Path) -> Iterator[str]:
-    if (own := read_identity(directory)) is not None:
-        yield own.mark
-    store = CheckpointStore(directory / "checkpoints")
-    yield from (mark for step in reversed(store.steps()) if (mark := store.run_of(step)))

@@ -1,4 +1,4 @@
-"""What interrupts a run: failures, of which it puts up with only so many, and changes of its ranks."""
+"""What interrupts a run: failures, of which it tolerates only so many, and changes of its ranks."""
 
 import contextlib
 import time
@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from braid.actors.config import FailureConfig
-from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError
 from braid.actors.controller.recovery import Changed, Failure
-from braid.actors.controller.steps import SpikeError, Spikes
 
 MAX_TRIES: Final = 5
 """Of one recovery: failures in a row between which no step was done."""
@@ -17,28 +15,85 @@ BACKOFF_S: Final = 1.0
 """Before the second try of a recovery; doubled each time."""
 
 
-class Interruptions:
-    """Those of one run: how many more it puts up with, and what became of the last one."""
+REFILL_STEPS: Final = 100
+"""So many new steps give one failure back."""
 
-    def __init__(self, config: FailureConfig) -> None:
-        self._config = config
+
+class RestartBudget:
+    """Each failure takes one; so many good steps, which were not done before, give one back.
+
+    So a run of a month outlives many failures, and a run that fails again and again at the same place ends.
+    """
+
+    def __init__(self, most: int, refill_steps: int = REFILL_STEPS) -> None:
+        """``most``: failures that are put up with at once; -1: as many as there are."""
+        self.most, self._refill_steps = most, refill_steps
+        self.spent = 0
+        self._good = self._furthest = 0
+
+    def spend(self) -> bool:
+        """Take one; False if none is left."""
+        if self.most < 0:
+            self.spent += 1
+            return True
+        if self.spent >= self.most:
+            return False
+        self.spent += 1
+        self._good = 0
+        return True
+
+    def step_done(self, step: int) -> None:
+        """``step`` steps are done; repeated steps count once."""
+        if step <= self._furthest:
+            return
+        self._furthest = step
+        self._good += 1
+        if self._good >= self._refill_steps and self.spent:
+            self._good, self.spent = 0, self.spent - 1
+
+    def __str__(self) -> str:
+        return f"{self.spent} of {self.most}" if self.most >= 0 else f"{self.spent}"
+
+
+class SpikeError(WorkerError):
+    """A step is to be repeated because of its loss: nothing is wrong with the ranks."""
+
+
+class GuardError(WorkerError):
+    """A guard ends the run, as the configuration asks: nothing is wrong with the ranks."""
+
+
+class Interruptions:
+    """Counts the interruptions of a run, and keeps the newest failure and change until a step is done."""
+
+    def __init__(self, config: FailureConfig, failure: Failure | None = None) -> None:
+        self._max_restarts = config.max_restarts
         self.budget = RestartBudget(config.max_restarts)
-        self.spikes = Spikes(RestartBudget(config.max_restarts))
+        self._spikes = RestartBudget(config.max_restarts)
+        self.repeated: set[int] = set()
+        """Steps that were repeated because of their loss, in all generations."""
         self._tries = 0
         """Failures since a step was done last."""
-        self.failure: Failure | None = None
+        self.failure = failure
         """What the present generation was formed for, until a step is done."""
         self._changed: Changed | None = None
-        """The change that it was formed for, until a step is done."""
+        """The change that the present generation was formed for, until a step is done."""
 
     def goes_on_after(self, error: WorkerError) -> bool:
-        """Whether a failure is one that the run puts up with: another try of a recovery costs nothing."""
+        """Whether the run tolerates a failure: another try of a recovery costs nothing."""
         if isinstance(error, SpikeError):
             return True
         self._tries += 1
-        if self._tries > 1 and self._config.max_restarts:
+        if self._tries > 1 and self._max_restarts:
             return self._tries <= MAX_TRIES
         return self.budget.spend()
+
+    def repeats(self, step: int) -> bool:
+        """Whether a step is to be repeated because of its loss: once, and not too many steps."""
+        if step in self.repeated or not self._spikes.spend():
+            return False
+        self.repeated.add(step)
+        return True
 
     @property
     def wait_s(self) -> float:
@@ -58,7 +113,7 @@ class Interruptions:
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block to those of the failure or change, if there is one."""
+        """Add the time of the block to the parts of the failure or change, if there is one."""
         cause = self.failure or self._changed
         begin = time.monotonic()
         yield
@@ -69,9 +124,9 @@ class Interruptions:
         """So many steps are done: the failure and the change that are over with it."""
         self._tries = 0
         self.budget.step_done(step)
-        self.spikes.budget.step_done(step)
-        over = [one for one in (self.failure, self._changed) if one is not None]
+        self._spikes.step_done(step)
+        over = [cause for cause in (self.failure, self._changed) if cause is not None]
         self.failure = self._changed = None
-        for one in over:
-            one.parts["first step"] = now - one.time - sum(one.parts.values())
+        for cause in over:
+            cause.parts["first step"] = now - cause.time - sum(cause.parts.values())
         return over

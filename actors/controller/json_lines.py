@@ -3,11 +3,18 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _CHUNK_BYTES = 1 << 16
+_WAITING_BYTES = 32 << 20
+"""Limit of the lines of a file that wait for room on the disk; beyond it the oldest lines are dropped."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+"""Pause between two attempts to write the lines; every failed attempt doubles it, up to the second number."""
 
 
 def cut_off(path: Path, first_step: int) -> None:
@@ -45,7 +52,6 @@ def backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one per line; a last one that was cut short is left out."""
     return list(lines_of(path))
 
 
@@ -56,3 +62,41 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 with contextlib.suppress(json.JSONDecodeError):
                     yield json.loads(line)
+
+
+@dataclass
+class WaitingLines:
+    """Lines that a file had no room for: bounded, and tried again after pauses that grow."""
+
+    lines: deque[str] = field(default_factory=deque)
+    size: int = 0
+    again: float = 0.0
+    pause: float = _FIRST_PAUSE_S
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+        self.size += len(line)
+        while self.size > _WAITING_BYTES:
+            self.size -= len(self.lines.popleft())
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        self.lines = deque(filter(wanted, self.lines))
+        self.size = sum(map(len, self.lines))
+
+    def write(self, path: Path) -> None:
+        """Append them to a file; `OSError` leaves it as it was, and the next attempt comes later."""
+        try:
+            with path.open("ab") as file:
+                size = file.tell()
+                try:
+                    file.write("".join(self.lines).encode())
+                    file.flush()
+                except OSError:
+                    with contextlib.suppress(OSError):  # its buffer still holds lines
+                        file.close()
+                    os.truncate(path, size)  # no half lines
+                    raise
+        except OSError:
+            self.again, self.pause = time.monotonic() + self.pause, min(2 * self.pause, _LONGEST_PAUSE_S)
+            raise
+        self.lines, self.size, self.again, self.pause = deque(), 0, 0.0, _FIRST_PAUSE_S

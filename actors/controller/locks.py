@@ -1,4 +1,4 @@
-"""A file that one process holds, and lets go of when it ends, however it ends.
+"""A lock file: a process holds it, and lets go of it when the process ends, however it ends.
 
 `flock` does that where the file system has it. Where it has not (Lustre without ``-o flock``), `filelock`
 goes over to a file that names its holder's process and host: that of a dead process of this host counts for
@@ -56,5 +56,4 @@ class FileHold:
             return "unknown"
 
     def release(self) -> None:
-        """Let go of it, if it is held."""
         self._lock.release()

@@ -79,37 +79,19 @@ class CheckpointStore:
         path.mkdir(parents=True)
         return path
 
-    def publish(
-        self,
-        written: Path,
-        files: Digests,
-        *,
-        step: int,
-        layout: dict[str, Any],
-        data: dict[str, Any],
-        shape: dict[str, Any],
-        run: str = "",
-    ) -> Path:
-        """Give what was written its name. ``files``: all of them, which their writers have made durable.
+    def publish(self, written: Path, files: Digests, **facts: Any) -> Path:
+        """Give a folder of written files its name. ``files``: all of them, which their writers have made
+        durable. ``facts``: the other fields of `Manifest`.
 
         `CheckpointError` if there are others in the folder, or of other sizes.
         """
-        manifest = Manifest(
-            version=VERSION,
-            step=step,
-            layout=layout,
-            data=data,
-            shape=shape,
-            files=dict(sorted(files.items())),
-            run=run,
-        )
+        manifest = Manifest(version=VERSION, files=dict(sorted(files.items())), **facts)
         write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
         inspect(written)
         _sync(written)
-        return self._give_name(written, step)
+        return self._give_name(written, manifest.step)
 
     def adopt(self, folder: Path, manifest: Manifest) -> Path:
-        """Give a good checkpoint that came from elsewhere its name."""
         for name in (*manifest.files, MANIFEST):
             _sync(folder / name)
         _sync(folder)
@@ -121,7 +103,7 @@ class CheckpointStore:
         if replaces := final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
             for leftover in self.directory.glob(f"step-{step}.replaced-*"):
-                self._remove(leftover)  # or a crash would leave two, and nobody knew which one is whole
+                self._remove(leftover)  # or a crash would leave two, and nobody knew which of them is whole
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)
@@ -137,7 +119,7 @@ class CheckpointStore:
     def _remove(self, path: Path) -> None:
         """Remove a folder, or tell in `trouble` why that failed.
 
-        The folder loses its name first: a checkpoint that is removed half-way must not look like one.
+        The folder loses its name first: half a checkpoint must not look like a checkpoint.
         """
         names = (self.directory / f"{path.name.split('.')[0]}.tmp-old{n or ''}" for n in itertools.count())
         try:
@@ -160,12 +142,12 @@ class CheckpointStore:
         generation: int | None = None,
         spared: Collection[int] = (),
     ) -> None:
-        """Remove all but the newest ``keep`` checkpoints and those of every so many steps, and leftovers of
+        """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
         saves that never finished. What cannot be removed is told by `trouble`.
 
-        newest      the step that was saved last. Those beyond it belong to a run that fell back because they
+        newest      the step that was saved last. Later steps belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
-        run         mark of the run whose checkpoints these are: those that another one wrote stay
+        run         mark of the run whose checkpoints these are: checkpoints of other runs stay
         generation  of the ranks that saved last: what later ones are writing stays
         spared      steps that are in use and stay for now
         """
@@ -209,7 +191,7 @@ class CheckpointStore:
 
 
 def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
-    """Of checkpoints' steps, oldest first, those that need not be kept."""
+    """The checkpoints that need not be kept. ``steps``: of all checkpoints, oldest first."""
     return [step for step in steps[:-keep] if not keep_every or step % keep_every]
 
 

@@ -1,12 +1,8 @@
-"""How the ranks of a group find each other, and what their places mean for a run."""
-
-from collections.abc import Mapping
+"""How the ranks of a group find each other."""
 
 from braid.actors.controller.group import WorkerGroup
 from braid.actors.stage.messages import Rendezvous
 from braid.actors.stage.rank import Rank
-from braid.scheduling.operators import Stream
-from braid.scheduling.topology import Topology
 
 
 def rendezvous(
@@ -21,18 +17,3 @@ def rendezvous(
         hosts=tuple(group.hosts),
         copies_shift=copies_shift,
     )
-
-
-def placement_notes(topology: Topology, planned: Mapping[str, Stream]) -> list[str]:
-    """What to say about the places of a run's ranks.
-
-    ``planned``: where the profile that decisions were made with says that axes lie; empty without one.
-    """
-    where = {Stream.INTRA: "inside nodes", Stream.INTER: "between nodes"}
-    moved = [
-        f"parallel.{axis} was planned {where[planned[axis]]} and lies {where[stream]}"
-        for axis, stream in topology.streams().items()
-        if planned.get(axis, stream) is not stream
-    ]
-    told = [f"{', '.join(moved)}: steps take longer or shorter than predicted"] if moved else []
-    return [*topology.warnings(), *told]

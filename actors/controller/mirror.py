@@ -1,13 +1,15 @@
 """A second home for checkpoints at any fsspec URL: object stores, other file systems.
 
-Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also those of one name,
+Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also runs of one name,
 never see each other's files. Object stores cannot rename, so the manifest is the last file of a checkpoint to
 be written: a folder without one is no checkpoint. A mirror that is a directory can also be written to by the
 ranks themselves, and read in place.
 """
 
+import contextlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from braid.actors.controller.manifest import (
     STEP_NAME,
     CheckpointStore,
     Manifest,
+    read_manifest,
     to_be_removed,
 )
 
@@ -41,21 +44,26 @@ class RunIdentity:
 
 
 def check_url(url: str) -> None:
-    """`MirrorError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
-    try:
-        check_protocol(_KEY, url)
-    except ConfigError as error:
-        raise MirrorError(str(error)) from None
+    """`ConfigError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    check_protocol(_KEY, url)
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the place there."""
-    try:
-        files, root = file_system(_KEY, url)
-    except ConfigError as error:
-        raise MirrorError(str(error)) from None
+    files, root = file_system(_KEY, url)
     files.invalidate_cache()  # others write there
     return files, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def _using(url: str, what: str) -> Iterator[None]:
+    """Raise `MirrorError`, with ``what`` failed, for any error in the block: file systems raise what they
+    like."""
+    try:
+        yield
+    except MirrorError:
+        raise
+    except Exception as error:
+        raise MirrorError(f"checkpoint.mirror={url!r}: {what}: {error}") from None
 
 
 def mark_at(url: str, name: str) -> str:
@@ -64,30 +72,27 @@ def mark_at(url: str, name: str) -> str:
     `MirrorError` if there are several, none of which replaces the others, or the mirror does not answer.
     """
     files, root = _open(url)
-    try:
+    with _using(url, "it cannot be read"):
         begun = {
             str(path).rsplit("/", 2)[1]: json.loads(files.cat_file(path))
             for path in files.glob(f"{root}/{name}/*/{_RUN_FILE}")
         }
         saved = {str(path).rsplit("/", 3)[1] for path in files.glob(f"{root}/{name}/*/step-*/{MANIFEST}")}
         replaced = {mark for content in begun.values() for mark in content["replaces"]}
-    except Exception as error:  # file systems raise what they like
-        raise MirrorError(f"checkpoint.mirror={url!r} cannot be read: {error}") from None
-    found = sorted((begun.keys() & saved) - replaced)
-    if len(found) > 1:
+    marks = sorted((begun.keys() & saved) - replaced)
+    if len(marks) > 1:
         raise MirrorError(
-            f"checkpoint.mirror={url!r} has checkpoints of {len(found)} runs named {name!r} "
-            f"({', '.join(found)}); write the mark of the one that is to go on into the file run-mark of the "
+            f"checkpoint.mirror={url!r} has checkpoints of {len(marks)} runs named {name!r} "
+            f"({', '.join(marks)}); write the mark of the one that is to go on into the file run-mark of the "
             f"run's directory"
         )
-    return found[0] if found else ""
+    return marks[0] if marks else ""
 
 
 class Mirror:
     """Copies of one run's checkpoints at a URL."""
 
     def __init__(self, url: str, run: RunIdentity) -> None:
-        """`MirrorError` if no file system answers to the URL."""
         from fsspec.implementations.local import LocalFileSystem
 
         self.url, self.run = url, run
@@ -100,41 +105,32 @@ class Mirror:
     def begin(self) -> None:
         """Write down whose folder it is; to be called before anything is written there."""
         place = f"{self._root}/{_RUN_FILE}"
-        content = {"name": self.run.name, "mark": self.run.mark, "replaces": list(self.run.replaces)}
-        try:
+        with _using(self.url, f"{place} cannot be written"):
             if not self._files.exists(place):
                 self._files.makedirs(self._root, exist_ok=True)
-                self._files.pipe_file(place, json.dumps(content).encode())
-        except Exception as error:
-            raise self._failed(f"{place} cannot be written", error) from None
+                self._files.pipe_file(place, json.dumps(asdict(self.run)).encode())
 
     def put(self, checkpoint: Path) -> None:
         """Copy a published checkpoint, its manifest last."""
         self.begin()
         target = f"{self._root}/{checkpoint.name}"
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        self._check_own(manifest.get("run"), checkpoint.name)
-        try:
+        manifest = read_manifest(checkpoint)
+        self._check_own(manifest.run, checkpoint.name)
+        with _using(self.url, f"{checkpoint.name} was not copied"):
             if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
                 self._check_own(self._run_of(target), checkpoint.name)
                 self._files.rm_file(f"{target}/{MANIFEST}")
-            for name in [*sorted(manifest["files"]), MANIFEST]:
+            for name in [*sorted(manifest.files), MANIFEST]:
                 place = f"{target}/{name}"
                 self._files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
                 self._files.put_file(str(checkpoint / name), place)
-        except MirrorError:
-            raise
-        except Exception as error:
-            raise self._failed(f"{checkpoint.name} was not copied", error) from None
 
     def steps(self) -> list[int]:
         """Steps whose copies are whole, oldest first."""
-        try:
+        with _using(self.url, "it cannot be read"):
             self._files.invalidate_cache()
-            found = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
-        except Exception as error:
-            raise MirrorError(f"checkpoint.mirror={self.url!r} cannot be read: {error}") from None
-        names = [str(path).rsplit("/", 2)[1] for path in found]
+            manifests = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
+        names = [str(path).rsplit("/", 2)[1] for path in manifests]
         return sorted(int(match.group(1)) for name in names if (match := STEP_NAME.fullmatch(name)))
 
     def collect(self, keep: int, keep_every: int, newest: int) -> None:
@@ -142,28 +138,21 @@ class Mirror:
         steps = [step for step in self.steps() if step <= newest]
         for step in to_be_removed(steps, keep, keep_every):
             folder = f"{self._root}/step-{step}"
-            try:
+            with _using(self.url, f"{folder} cannot be removed"):
                 self._check_own(self._run_of(folder), f"step-{step}")
                 self._files.rm_file(f"{folder}/{MANIFEST}")  # first: half a folder is no checkpoint
                 self._files.rm(folder, recursive=True)
-            except MirrorError:
-                raise
-            except Exception as error:
-                raise self._failed(f"{folder} cannot be removed", error) from None
 
     def manifest(self, step: int) -> Manifest:
-        """What a copy says of itself; `MirrorError` if it is another run's, or cannot be read."""
-        try:
-            found = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
-        except Exception as error:
-            raise self._failed(f"step {step} cannot be copied", error) from None
-        self._check_own(found.run, f"step-{step}")
-        return found
+        """The manifest of a copy; `MirrorError` if the copy is another run's, or cannot be read."""
+        with _using(self.url, f"step {step} cannot be copied"):
+            manifest = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
+        self._check_own(manifest.run, f"step-{step}")
+        return manifest
 
     def fetch(self, step: int, into: Path) -> None:
         """Copy a checkpoint back, into an empty folder; nothing of it is good before it is verified."""
-        source = f"{self._root}/step-{step}"
-        try:
+        with _using(self.url, f"step {step} cannot be copied"):
             for name in [*self.manifest(step).files, MANIFEST]:
                 place = (into / name).resolve()
                 if not place.is_relative_to(into.resolve()):
@@ -171,11 +160,7 @@ class Mirror:
                         f"checkpoint.mirror={self.url!r}: step {step} names a file {name!r} outside"
                     )
                 place.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{source}/{name}", str(place))
-        except MirrorError:
-            raise
-        except Exception as error:
-            raise self._failed(f"step {step} cannot be copied", error) from None
+                self._files.get_file(f"{self._root}/step-{step}/{name}", str(place))
 
     def _run_of(self, folder: str) -> Any:
         return json.loads(self._files.cat_file(f"{folder}/{MANIFEST}")).get("run")
@@ -183,6 +168,3 @@ class Mirror:
     def _check_own(self, mark: Any, what: str) -> None:
         if mark != self.run.mark:
             raise MirrorError(f"checkpoint.mirror={self.url!r}: {what} is of another run and is left alone")
-
-    def _failed(self, what: str, error: Exception) -> MirrorError:
-        return MirrorError(f"checkpoint.mirror={self.url!r}: {what}: {error}")

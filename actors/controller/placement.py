@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from braid.actors.controller.group import (
     NoRoomError,
     Outcome,
     StoppedError,
-    WatchedGroup,
     WorkerError,
     WorkerGroup,
     never,
@@ -33,6 +33,7 @@ from braid.actors.controller.group import (
 )
 from braid.actors.controller.numbering import host_names, numbered
 from braid.actors.controller.rank_environment import rank_environment
+from braid.actors.controller.recovery import rank_names
 from braid.actors.controller.span_files import SpanCounts, SpanFiles
 from braid.actors.stage.actor import BESIDE, StageActor, start_stage
 
@@ -51,9 +52,8 @@ class RayLauncher:
         that died, whose places outlive its actors, is removed."""
         self._config, self._cluster, self._places = config, config.cluster, places
         device = config.cluster.device
-        self._gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-
-        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if self._gpus else {})}
+        gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if gpus else {})}
 
     def check(self, ranks: int) -> None:
         """`NoRoomError` if the whole cluster is too small, and none of its kind can grow."""
@@ -65,7 +65,6 @@ class RayLauncher:
 
     @contextlib.contextmanager
     def collector(self, files: Path, bytes_per_rank: int) -> Iterator["ActorCollector"]:
-        """An actor on this node, whose files it writes."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         remote: Any = ray.remote(SpanFiles)
         actor: Any = remote.options(num_cpus=0, scheduling_strategy=here).remote(files, bytes_per_rank)
@@ -98,12 +97,23 @@ class RayLauncher:
     def _bundles(
         self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
     ) -> list[dict[str, float]]:
-        """What every rank reserves; Ray puts them on nodes in an order of its own."""
-        bundles = [dict(self._bundle) for _ in range(ranks)]
-        if avoid:
-            for bundle, address in zip(bundles, self._places_without(avoid, ranks, stopped), strict=True):
-                bundle[f"node:{address}"] = 0.001  # every node has one of it
-        return bundles
+        """The resources that ranks reserve; Ray puts them on nodes in an order of its own.
+
+        `NoRoomError` where nodes that are not to be avoided have too little room. Places that were given back
+        a moment ago may not be free yet.
+        """
+        if not avoid:
+            return [dict(self._bundle) for _ in range(ranks)]
+        deadline = time.monotonic() + self._cluster.placement_timeout_s
+        while True:
+            free = [address for address, slots in self._free(avoid, ()).items() for _ in range(slots)]
+            if len(free) >= ranks:  # of the resource "node:ADDRESS" every node has 1
+                return [{**self._bundle, f"node:{address}": 0.001} for address in free[:ranks]]
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
+            if stopped():
+                raise StoppedError
+            time.sleep(_LOOK_SECONDS / 4)
 
     def machines(self) -> list[str]:
         """The kinds of the cluster's nodes: addresses change, what a node computes with does not."""
@@ -124,47 +134,28 @@ class RayLauncher:
         return [f"node {node}" for node, room in enumerate(rooms) for _ in range(room)][:ranks]
 
     def _room(self, free: Mapping[str, float]) -> int:
-        """Ranks that fit into resources."""
         return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
-
-    def _places_without(self, avoid: Sequence[str], ranks: int, stopped: Callable[[], bool]) -> list[str]:
-        """The address for each rank, none of those to avoid; `NoRoomError` where there are too few.
-
-        Places that were given back a moment ago may not be free yet.
-        """
-        deadline = time.monotonic() + self._cluster.placement_timeout_s
-        while True:
-            free = [name for name, slots in self._free(avoid, ()).items() for _ in range(slots)]
-            if len(free) >= ranks:
-                return free[:ranks]
-            if time.monotonic() > deadline:
-                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
-            if stopped():
-                raise StoppedError
-            time.sleep(_LOOK_SECONDS / 4)
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
         group is leaving."""
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
-        own = group.node_ids if isinstance(group, ActorGroup) else []
-        staying = [node for node in own if node not in leaving]
-        wanted = [
-            node
-            for node, address in zip(own, group.addresses if group is not None else (), strict=False)
-            if node in staying and address not in avoid
-        ]
-        return len(wanted) + sum(self._free(avoid, leaving).values()), len(staying) < len(own)
+        held = (
+            list(zip(group.node_ids, group.addresses, strict=True)) if isinstance(group, ActorGroup) else []
+        )
+        stay = sum(node not in leaving and address not in avoid for node, address in held)
+        leaves = any(node in leaving for node, _ in held)
+        return stay + sum(self._free(avoid, leaving).values()), leaves
 
     def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
         """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""
         left = ray._private.state.available_resources_per_node()
-        found: dict[str, int] = {}
+        rooms: dict[str, int] = defaultdict(int)
         for node in ray.nodes():
             address, free = node["NodeManagerAddress"], left.get(node["NodeID"], {})
             if node["Alive"] and address not in addresses and node["NodeID"] not in ids:
-                found[address] = found.get(address, 0) + self._room(free)
-        return found
+                rooms[address] += self._room(free)
+        return rooms
 
     def _too_small(self, ranks: int) -> str:
         bundle = self._bundle
@@ -201,7 +192,7 @@ class ActorCollector:
         return self._known
 
 
-class ActorGroup(WatchedGroup):
+class ActorGroup(WorkerGroup):
     """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
 
     def __init__(
@@ -283,7 +274,6 @@ class ActorGroup(WatchedGroup):
 
     @property
     def node_ids(self) -> list[str]:
-        """Ray's id of every rank's node."""
         return [str(node["node"]) for node in self._nodes]
 
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -322,7 +312,6 @@ class ActorGroup(WatchedGroup):
             return WorkerError(rank, text, died=True)
 
     def describe(self) -> dict[str, Any]:
-        """The actors, their nodes and processes."""
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
 
     def _kill(self, rank: int) -> None:
@@ -339,10 +328,11 @@ class ActorGroup(WatchedGroup):
 
     def shutdown(self) -> None:
         """Ask every actor to leave its groups, then end it and give its place back."""
-        asked = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
-        leaving = [actor.close.remote() for actor in asked]
-        with contextlib.suppress(RayError):
-            ray.wait(leaving, num_returns=max(1, len(leaving)), timeout=_EXIT_SECONDS if leaving else 0)
+        reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
+        leaving = [actor.close.remote() for actor in reachable]
+        if leaving:
+            with contextlib.suppress(RayError):
+                ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
@@ -366,5 +356,5 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
 
 
 def _no_place(ranks: Sequence[int]) -> str:
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    names = rank_names(ranks)
     return f"there is no room to start {names}: its node is gone and no other one is free; add a node"

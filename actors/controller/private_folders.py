@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from multiprocessing import util
@@ -32,7 +33,9 @@ def private_folder(room: int) -> Iterator[Path]:
 
     ``room``: bytes that paths of sockets in it add to its own. `ConfigError` where there is no place for it.
     """
-    places = _places()
+    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
+    in_order = (*chosen[:1], *_OTHERS, *chosen[1:])  # the user's choice first
+    places = list(dict.fromkeys(Path(place).absolute() for place in in_order))
     for place in places:
         _remove_orphans(place)
     folder, lock = _make(places, room)
@@ -41,12 +44,6 @@ def private_folder(room: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
-
-
-def _places() -> list[Path]:
-    """Where temporary files may go, the user's choice first."""
-    chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
-    return list(dict.fromkeys(Path(place).absolute() for place in (*chosen[:1], *_OTHERS, *chosen[1:])))
 
 
 def _make(places: Iterable[Path], room: int) -> tuple[Path, FileHold]:
@@ -75,28 +72,23 @@ def _make(places: Iterable[Path], room: int) -> tuple[Path, FileHold]:
 
 
 def _remove_orphans(place: Path) -> None:
-    """Remove folders whose makers were killed before they could."""
+    """Remove folders of this user whose makers were killed before they could."""
     with contextlib.suppress(OSError):
-        for path in place.iterdir():
-            if (match := _NAME.fullmatch(path.name)) and _is_ours(path):
-                _remove_if_orphan(path, maker=match[1])
+        for folder in place.iterdir():
+            with contextlib.suppress(OSError, ConfigError):  # it has gone, or somebody holds it
+                _remove_orphan(folder)
 
 
-def _is_ours(path: Path) -> bool:
-    """A folder of this user's, and no link to one: others may plant names."""
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
-    return False
-
-
-def _remove_if_orphan(folder: Path, maker: str) -> None:
-    if not (folder / _LOCK).exists() and Path(f"/proc/{maker}").exists():
+def _remove_orphan(folder: Path) -> None:
+    match, status = _NAME.fullmatch(folder.name), folder.lstat()
+    if not match or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return  # others may plant names and links
+    if not (folder / _LOCK).exists() and Path(f"/proc/{match[1]}").exists():
         return  # it is being made
     lock = FileHold(folder / _LOCK)
-    with contextlib.suppress(ConfigError):  # somebody holds it
-        lock.take(0)
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+    lock.take(0)
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.release()
 
 
 @functools.cache

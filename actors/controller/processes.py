@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,7 +27,6 @@ from braid.actors.controller.group import (
     Answer,
     Collector,
     Outcome,
-    WatchedGroup,
     WorkerError,
     WorkerGroup,
     never,
@@ -113,11 +111,9 @@ class ProcessLauncher:
         check_room(self._config, ranks)
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
-        """A thread of this process at the end of a Unix socket."""
         return socket_collector(SpanFiles(files, bytes_per_rank))
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Machines do not grow, and there is one."""
         return int(usable_cpus() / self._cpus_per_rank), False
 
     def start(
@@ -132,11 +128,9 @@ class ProcessLauncher:
         return self._places or (separate_places(ranks) if alone else [Place()] * ranks)
 
     def machines(self) -> list[str]:
-        """There is only this one."""
         return []
 
     def hosts(self, ranks: int) -> list[str]:
-        """Known in advance."""
         return [place.host for place in self._placed(ranks)]
 
 
@@ -144,11 +138,13 @@ def separate_places(ranks: int) -> list[Place]:
     """Each rank on CPUs of its own, as on a host of its own, where there are enough."""
     cpus = sorted(os.sched_getaffinity(0))
     share = len(cpus) // ranks
-    own = [tuple(cpus[n * share : (n + 1) * share]) if share else None for n in range(ranks)]
-    return [Place(cpus=own[n], machine=f"emulated host {n}") for n in range(ranks)]
+    return [
+        Place(cpus=tuple(cpus[n * share : (n + 1) * share]) or None, machine=f"emulated host {n}")
+        for n in range(ranks)
+    ]
 
 
-class ProcessGroup(WatchedGroup):
+class ProcessGroup(WorkerGroup):
     """One child process per rank, each at the end of two private pipes: for calls, and for its pulse.
 
     A fork server that has imported what a rank needs makes them, so that a lost rank is replaced at once.
@@ -242,7 +238,6 @@ class ProcessGroup(WatchedGroup):
             self._children[rank] = self._start(rank)
 
     def describe(self) -> dict[str, Any]:
-        """The processes and this machine."""
         return {
             "launcher": "processes",
             "addresses": list(self.addresses),
@@ -250,7 +245,7 @@ class ProcessGroup(WatchedGroup):
         }
 
     def shutdown(self) -> None:
-        """Ask every rank to end, then end those that do not; one that is at work is not asked."""
+        """Ask every rank to end, then kill ranks that do not; a rank that is at work is not asked."""
         for rank, child in enumerate(self._children):
             if rank in self._busy:
                 child.process.kill()
@@ -275,14 +270,13 @@ class _Line:
         self._unsent.put(ForkingPickler.dumps(content))
 
     def _run(self) -> None:
-        while (one := self._unsent.get()) is not None:
+        while (content := self._unsent.get()) is not None:
             try:
-                self.connection.send_bytes(one)
+                self.connection.send_bytes(content)
             except (OSError, ValueError):  # the other side is gone
                 return
 
     def close(self) -> None:
-        """The other side has ended."""
         self._unsent.put(None)
         self._thread.join(_EXIT_SECONDS)
         self.connection.close()
@@ -359,19 +353,15 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
     while True:
         try:
             question, arguments = pulse.recv()
-            method = getattr(served[0], question, None) if served else None
-            pulse.send(_answer_to(partial(method, *arguments)) if method is not None else None)
+            answer = None
+            try:
+                if method := getattr(served[0], question, None) if served else None:
+                    answer = method(*arguments)
+            except Exception:  # it must not end the thread that shows that a rank lives
+                traceback.print_exc()
+            pulse.send(answer)
         except (EOFError, OSError):
             return
-
-
-def _answer_to(method: Callable[[], Any]) -> Any:
-    """What a method returns; an error is logged, and must not end the thread that shows that a rank lives."""
-    try:
-        return method()
-    except Exception:
-        traceback.print_exc()
-        return None
 
 
 def enter_namespace(namespace: str | int) -> None:

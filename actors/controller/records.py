@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.json_lines import backwards, cut_off, last_line
+from braid.actors.controller.json_lines import WaitingLines, backwards, cut_off, last_line
 from braid.actors.controller.locks import FileHold, HeldError
 from braid.actors.controller.manifest import write_durably
 from braid.actors.controller.mirror import RunIdentity
 from braid.actors.controller.recovery import Failure
 from braid.actors.controller.step_record import StepRecord, read_metrics, record_of
-from braid.actors.controller.waiting_lines import WaitingLines
 from braid.actors.stage import log
 from braid.scheduling.json_text import json_text
 from braid.scheduling.spec import ModelShape
@@ -182,9 +181,10 @@ class RunDirectory:
         `HeldError` if another run has begun there. A disk that does not answer is waited for, as always.
         """
         try:
-            if (self.path / _MARK).exists() and (self.path / ".lock").exists():
+            locked = (self.path / ".lock").exists()
+            if (self.path / _MARK).exists() and locked:
                 return
-            if not (self.path / ".lock").exists():
+            if not locked:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock.release()
                 self._lock = _acquire(self.path)
@@ -216,7 +216,7 @@ class RunDirectory:
         if self._replaces:
             return 0
         newest = 0
-        for line, _ in backwards(self.path / "events.jsonl"):  # what an older one left may be told late
+        for line, _ in backwards(self.path / "events.jsonl"):  # an older generation's saves may be told late
             newest = max(newest, line.get("generation", 0))
             if line.get("kind") == "started":
                 break
@@ -237,7 +237,7 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def rewind(self, first_step: int) -> list[StepRecord]:
-        """Drop the metrics of steps that will run again; returns the newest `WINDOW` of those that stay."""
+        """Drop the metrics of steps that will run again; returns the newest `WINDOW` records that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
             try:
                 cut_off(self.path / name, first_step)
@@ -268,16 +268,21 @@ class RunDirectory:
         """Add a line to ``incidents.jsonl``: what failed, when that was known, and what it cost."""
         self._add("incidents.jsonl", facts)
 
-    def note(self, kind: str, step: int, generation: int, text: str, **facts: Any) -> None:
-        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks."""
+    def note(
+        self, kind: str, step: int, generation: int, text: str, shown_as: str = "", **facts: Any
+    ) -> Incident:
+        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks.
+
+        Returns the event to yield, if it is shown; its kind is ``shown_as`` where that is given.
+        """
         line = {"time": time.time(), "kind": kind, "step": step, "generation": generation, "text": text}
         self._add("events.jsonl", {**line, **facts})
+        return Incident(kind=shown_as or kind, text=text, step=step)
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
         """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
-        waiting = self._waiting[name]
-        waiting.add(json_text(content) + "\n")
-        if time.monotonic() >= waiting.again:
+        self._waiting[name].add(json_text(content) + "\n")
+        if time.monotonic() >= self._waiting[name].again:
             self._flush(name)
 
     def _flush(self, name: str) -> None:

@@ -99,13 +99,11 @@ def cost_of_a_failure(config: Config) -> str:
 
 
 def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
-    """How much further the rank is that keeps a rank's copies; 0 if other hosts hold everything anyway.
-
-    The shift with which most ranks have their partner on another host; of those the smallest.
-    """
+    """The difference between a rank and the rank that keeps its copies; 0 if other hosts hold everything
+    anyway. Of the shifts with which most ranks have their partner on another host, it is the smallest."""
     ranks = len(hosts)
-    held = [{hosts[other] for other in mesh.holders(rank)} for rank in range(ranks)]
-    if ranks == 1 or all(len(own) > 1 for own in held):
+    holders = [{hosts[other] for other in mesh.holders(rank)} for rank in range(ranks)]
+    if ranks == 1 or all(len(hosts_of_rank) > 1 for hosts_of_rank in holders):
         return 0
 
     def elsewhere(shift: int) -> int:
@@ -115,12 +113,12 @@ def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
 
 
 def newest_common(held: Sequence[CopiesHeld], mesh: MeshShape, done: int) -> tuple[int, list[int]] | None:
-    """The newest step that every rank can go back to, and for every rank the one that has its state.
+    """The newest step that every rank can go back to, and for every rank a rank that holds its state.
 
-    No later one than the ``done`` steps that are on record: of a step that failed after its update, in its
+    It is at most ``done``, the number of recorded steps: of a step that failed after its update, in its
     validation or by its loss, nobody would ever know the numbers.
     """
-    steps = {step for one in held for step in (*one.own, *one.partners) if step <= done}
+    steps = {step for copies in held for step in (*copies.own, *copies.partners) if step <= done}
     for step in sorted(steps, reverse=True):
         sources = [_source(rank, step, held, mesh) for rank in range(len(held))]
         if None not in sources:
@@ -129,21 +127,23 @@ def newest_common(held: Sequence[CopiesHeld], mesh: MeshShape, done: int) -> tup
 
 
 def _source(rank: int, step: int, held: Sequence[CopiesHeld], mesh: MeshShape) -> int | None:
-    """A rank that has the state: itself, its partner, another holder of its slices, or that one's partner."""
+    """A rank that has the state: the rank itself, its partner, another holder of its slices, or the partner
+    of such a holder."""
     if step in held[rank].own:
         return rank
-    same = [rank, *mesh.holders(rank)]
-    for other in same:
-        for partner, one in enumerate(held):
-            if one.partner == other and step in one.partners:
+    for holder in [rank, *mesh.holders(rank)]:
+        for partner, copies in enumerate(held):
+            if copies.partner == holder and step in copies.partners:
                 return partner
-        if step in held[other].own:
-            return other
+        if step in held[holder].own:
+            return holder
     return None
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def in_words(gone: Sequence[int]) -> str:
     """What became of lost ranks."""
-    if not gone:
-        return "no rank is lost"
-    return f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} replaced"
+    return f"{rank_names(gone)} replaced" if gone else "no rank is lost"

@@ -1,16 +1,24 @@
 """What a run's numbers come to: fields of its records, made from the ranks' results, and its report."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.routing import ExpertNumbers
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import SerialStep, StepResult
 from braid.scheduling.trace import OverlapNumbers
 
+_OVERLAP = (
+    "communication_seconds",
+    "exposed_seconds",
+    "slowdown_seconds",
+    "launch_gap_seconds",
+    "bubble_seconds",
+    "waiting_seconds",
+)
 _OF_A_STEP = ("step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens")
 
 
@@ -27,19 +35,30 @@ def build_report(
     layout = config.layout()
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
-    overlap, experts = _Overlap(), _Experts()
+    overlaps, experts = [_Sums(), _Sums()], _Sums()  # overlap of the first step, which warms up, and others
     validation: dict[str, float | None] = {"loss": None, "bits_per_byte": None}
+    last_experts: dict[str, float | None] = {}
     for record in records:
+        overlaps[bool(steps)].add({name: getattr(record, name) for name in _OVERLAP})
         steps.append({name: getattr(record, name) for name in _OF_A_STEP})
         if len(record.peak_bytes) == layout.ranks:
             peaks = list(map(max, peaks, record.peak_bytes))
         if "validation" in record.between_seconds:
             validation = {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
-        overlap.add(record)
         if record.experts is not None:
-            experts.add(record.experts)
+            numbers = vars(record.experts).items()
+            last_experts = {name: value for name, value in numbers if name not in ("layers", "visits")}
+            experts.add(last_experts)
     timed = steps[1:] or steps
+    step_seconds = [step["seconds"] for step in timed]
     seconds = sum(step["wall_seconds"] or step["seconds"] for step in timed)
+    sections: dict[str, Any] = {}
+    if last_experts:  # in the last step, as training changes the spread of tokens, and on average
+        mean = {name: experts.mean(name) for name in last_experts}
+        sections["experts"] = {"last": last_experts, "mean": mean}
+    if predicted_seconds is not None and step_seconds:  # a step as simulated and as measured
+        measured = median(step_seconds)
+        sections["prediction"] = {"step_seconds": predicted_seconds, "measured_seconds": measured}
     return {
         "complete": complete,
         "steps": steps,
@@ -53,100 +72,44 @@ def build_report(
         },
         "memory": {"peak_bytes": peaks},
         "communication": {
-            "seconds": overlap.of_all("communication_seconds"),
-            "exposed_seconds": overlap.of_all("exposed_seconds"),
+            "seconds": sum(sums.totals["communication_seconds"] for sums in overlaps),
+            "exposed_seconds": sum(sums.totals["exposed_seconds"] for sums in overlaps),
         },
-        "overlap": overlap.report([step["seconds"] for step in timed], serial),
-        **experts.report(),
-        **_prediction([step["seconds"] for step in timed], predicted_seconds),
+        "overlap": _overlap(overlaps[len(steps) > 1], step_seconds, serial) if steps else None,
+        **sections,
     }
 
 
-def _prediction(seconds: Sequence[float], predicted: float | None) -> dict[str, Any]:
-    """The section ``prediction``: a step as simulated and as measured (the median); none without both."""
-    if predicted is None or not seconds:
-        return {}
-    return {"prediction": {"step_seconds": predicted, "measured_seconds": median(seconds)}}
-
-
-class _Overlap:
-    """What overlap came to, summed up; the first step, which warms up, does not count in means."""
-
-    _NAMES = (
-        "communication_seconds",
-        "exposed_seconds",
-        "slowdown_seconds",
-        "launch_gap_seconds",
-        "bubble_seconds",
-        "waiting_seconds",
-    )
+class _Sums:
+    """Sums of numbers by name, and how many of them were known (not None)."""
 
     def __init__(self) -> None:
-        self._first: dict[str, float | None] = {}
-        self._sums = dict.fromkeys(self._NAMES, 0.0)
-        self._counts = dict.fromkeys(self._NAMES, 0)
+        self.totals: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
 
-    def add(self, record: StepRecord) -> None:
-        values = {name: getattr(record, name) for name in self._NAMES}
-        if not self._first:
-            self._first = values
-            return
-        for name, value in values.items():
+    def add(self, numbers: Mapping[str, float | None]) -> None:
+        for name, value in numbers.items():
             if value is not None:
-                self._sums[name] += value
+                self.totals[name] += value
                 self._counts[name] += 1
 
-    def of_all(self, name: str) -> float:
-        return self._sums[name] + (self._first.get(name) or 0.0)
-
-    def _mean(self, name: str) -> float | None:
-        if not any(self._counts.values()):
-            return self._first[name]
-        return self._sums[name] / self._counts[name] if self._counts[name] else None
-
-    def report(self, seconds: Sequence[float], serial: SerialStep | None) -> dict[str, float | None] | None:
-        """Means per step; what needs a profile is None without one."""
-        if not self._first:
-            return None
-        communication = self._mean("communication_seconds") or 0.0
-        hidden = communication - (self._mean("exposed_seconds") or 0.0)
-        return {
-            "communication_seconds": communication,
-            "hidden_seconds": hidden,
-            "hidden_fraction": hidden / communication if communication else 1.0,
-            "slowdown_seconds": self._mean("slowdown_seconds"),
-            "launch_gap_seconds": self._mean("launch_gap_seconds"),
-            "bubble_seconds": self._mean("bubble_seconds"),
-            "waiting_seconds": self._mean("waiting_seconds"),
-            "alpha": serial.alpha if serial else None,
-            "limit_speedup": serial.limit_speedup if serial else None,
-            "recovered": serial.recovered(median(seconds)) if serial else None,
-        }
+    def mean(self, name: str) -> float | None:
+        return self.totals[name] / self._counts[name] if self._counts[name] else None
 
 
-class _Experts:
-    """How tokens were spread over experts: in the last step, as training changes it, and on average."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, float | None] = {}
-        self._sums: dict[str, float] = {}
-        self._steps = 0
-
-    def add(self, numbers: ExpertNumbers) -> None:
-        self._last = {
-            name: value for name, value in vars(numbers).items() if name not in ("layers", "visits")
-        }
-        self._steps += 1
-        for name, value in self._last.items():
-            if value is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + value
-
-    def report(self) -> dict[str, Any]:
-        """The section ``experts``; none for models without."""
-        if not self._steps:
-            return {}
-        mean = {name: self._sums[name] / self._steps if name in self._sums else None for name in self._last}
-        return {"experts": {"last": self._last, "mean": mean}}
+def _overlap(sums: _Sums, step_seconds: Sequence[float], serial: SerialStep | None) -> dict[str, Any]:
+    """Means per step; what needs a profile is None without a profile."""
+    communication = sums.mean("communication_seconds") or 0.0
+    hidden = communication - (sums.mean("exposed_seconds") or 0.0)
+    return {
+        "communication_seconds": communication,
+        "hidden_seconds": hidden,
+        "hidden_fraction": hidden / communication if communication else 1.0,
+        **{name: sums.mean(name) for name in _OVERLAP[2:]},
+        "alpha": serial.alpha if serial else None,
+        "limit_speedup": serial.limit_speedup if serial else None,
+        "recovered": serial.recovered(median(step_seconds)) if serial else None,
+    }
 
 
 def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:

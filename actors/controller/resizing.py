@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 from braid.actors.config import Config
-from braid.actors.controller.elastic import Change, Degrees, Membership, Quarantine, degrees_of
+from braid.actors.controller.elastic import Change, Degrees, Membership, degrees_of
 from braid.actors.controller.group import Launcher, NoRoomError, StoppedError, WorkerGroup
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.records import Event, Incident
@@ -24,7 +24,8 @@ class Resizing:
         self.membership = (
             Membership(config.elastic, self._fits) if config.elastic.max_ranks is not None else None
         )
-        self._quarantine = Quarantine(config.elastic.quarantine_s)
+        self._quarantined: dict[str, tuple[float, float]] = {}
+        """Until when nodes are left out because they were slow, by address, and for how many seconds."""
         self._refused: set[Degrees] = set()
         self._waiting_since: float | None = None
         """Since when the run has been without ranks, waiting for room."""
@@ -45,7 +46,7 @@ class Resizing:
         if now - self._asked < _NODES_SECONDS:
             return None
         self._asked = now
-        avoid = self._quarantine.active(now)
+        avoid = self._avoided(now)
         capacity, self.leaving = self._launcher.capacity(group, avoid)
         if self.membership is None:
             return None
@@ -54,10 +55,15 @@ class Resizing:
             address = group.addresses[slowest.rank]
             room, _ = self._launcher.capacity(group, (*avoid, address))
             change = self.membership.without(config, slowest, address, room, now, step_s(), steps_left)
-            if change is not None:
-                seconds = self._quarantine.add(address, now)
-                change = replace(change, reason=f"{change.reason}, for {seconds:.0f} s")
-        return change and replace(change, avoid=self._quarantine.active(now))
+            if change is not None:  # twice as long each time that a node is slow again
+                _, last = self._quarantined.get(address, (0.0, self._elastic.quarantine_s / 2))
+                self._quarantined[address] = now + 2 * last, 2 * last
+                change = replace(change, reason=f"{change.reason}, for {2 * last:.0f} s")
+        return change and replace(change, avoid=self._avoided(now))
+
+    def _avoided(self, now: float) -> tuple[str, ...]:
+        """Addresses of nodes that no rank is to be placed on at present."""
+        return tuple(sorted(address for address, (until, _) in self._quarantined.items() if until > now))
 
     def what_is_left(
         self,
@@ -82,13 +88,15 @@ class Resizing:
         while True:
             if stopped():
                 raise StoppedError
-            avoid = self._quarantine.active(time.monotonic())
+            avoid = self._avoided(time.monotonic())
             capacity = max(left, self._launcher.capacity(None, avoid)[0])
             best = self.membership.best(config, capacity)
             if best is not None and time.monotonic() <= deadline:
                 return Change(best, f"{why}: {text}", avoid)
-            if avoid:
-                self._quarantine.lift()  # better slow than not at all
+            if avoid:  # better slow than not at all
+                self._quarantined = {
+                    address: (0.0, seconds) for address, (_, seconds) in self._quarantined.items()
+                }
                 continue
             if time.monotonic() > deadline:
                 raise NoRoomError(f"{text}; no layout from elastic.min_ranks on fits {capacity} ranks")

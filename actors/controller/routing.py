@@ -1,9 +1,9 @@
 """How tokens were spread over experts in a step: numbers of its record, from the sums of all ranks.
 
-Legend: L layers with experts, E experts of each.
+Legend: L layers with experts, E experts of each, G groups of ranks that exchange tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 from typing import Any, Final
@@ -74,25 +74,24 @@ def expert_numbers(
     layers = tuple(sorted({layer for sums in ranks if sums is not None for layer in sums.layers}))
     if not layers:
         return None
-    sums = [own for own in ranks if own is not None]
-    visits_LE = _added(layers, shape.experts, sums)
+    visits_LE = _added(layers, shape.experts, ranks)
     dropped_L = np.zeros(len(layers), np.int64)
     losses_2 = np.zeros(2)
-    for own in sums:
-        dropped_L[_rows(layers, own)] += own.dropped
-        losses_2 += own.losses.sum(0)
+    for sums in (sums for sums in ranks if sums is not None):
+        dropped_L[[layers.index(layer) for layer in sums.layers]] += sums.dropped
+        losses_2 += sums.losses.sum(0)
     shares_LE = visits_LE / visits_LE.sum(1, keepdims=True)
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         **_mean_and_worst("imbalance", shares_LE.max(1) * shape.experts, max),
         **_mean_and_worst("entropy", _entropy(shares_LE), min),
     }
     if shape.capacity_factor:
-        found |= _mean_and_worst("dropped", dropped_L / visits_LE.sum(1), max)
+        numbers |= _mean_and_worst("dropped", dropped_L / visits_LE.sum(1), max)
     elif layout.ep > 1:
-        found |= _mean_and_worst("rank_imbalance", _rank_imbalance(layers, ranks, shape, layout), max)
+        numbers |= _mean_and_worst("rank_imbalance", _rank_imbalance(layers, ranks, shape, layout), max)
     unvisited_L = (visits_LE == 0).sum(1)
     return ExpertNumbers(
-        **found,
+        **numbers,
         unvisited=int(unvisited_L.sum()),
         worst_unvisited=int(unvisited_L.max()),
         balance_loss=float(losses_2[0] / tokens) if shape.balance_loss else None,
@@ -103,21 +102,17 @@ def expert_numbers(
 
 
 def numbers_of(content: Mapping[str, Any] | None) -> ExpertNumbers | None:
-    """As a record holds them."""
     if content is None:
         return None
     visits = tuple(map(tuple, content["visits"]))
     return ExpertNumbers(**{**content, "layers": tuple(content["layers"]), "visits": visits})
 
 
-def _rows(layers: Sequence[int], own: RoutingSums) -> list[int]:
-    return [layers.index(layer) for layer in own.layers]
-
-
-def _added(layers: Sequence[int], experts: int, sums: Sequence[RoutingSums]) -> NDArray[np.int64]:
+def _added(layers: Sequence[int], experts: int, ranks: Iterable[RoutingSums | None]) -> NDArray[np.int64]:
+    """Visits of all ranks (L x E)."""
     visits_LE = np.zeros((len(layers), experts), np.int64)
-    for own in sums:
-        visits_LE[_rows(layers, own)] += own.visits
+    for sums in (sums for sums in ranks if sums is not None):
+        visits_LE[[layers.index(layer) for layer in sums.layers]] += sums.visits
     return visits_LE
 
 
@@ -140,24 +135,16 @@ def _entropy(shares_LE: NDArray[np.float64]) -> NDArray[np.float64]:
 def _rank_imbalance(
     layers: Sequence[int], ranks: Sequence[RoutingSums | None], shape: ModelShape, layout: ParallelLayout
 ) -> NDArray[np.float64]:
-    """Rows of the fullest rank over the average, by layer."""
-    rows_L_ranks = np.stack(list(_rank_rows(layers, ranks, shape, layout)), 1)
-    # A group of another stage has no rows of a layer; all groups that have some have as many.
-    groups_L = (rows_L_ranks.sum(2) > 0).sum(1)
-    average_L = rows_L_ranks.sum((1, 2)) / (groups_L * layout.ep)
-    imbalance_L: NDArray[np.float64] = rows_L_ranks.max((1, 2)) / average_L
-    return imbalance_L
-
-
-def _rank_rows(
-    layers: Sequence[int], ranks: Sequence[RoutingSums | None], shape: ModelShape, layout: ParallelLayout
-) -> Iterator[NDArray[np.int64]]:
-    """Rows that come to every rank of ep (L x ep), of each group of ranks that exchange tokens.
+    """Rows of the fullest rank over the average, by layer.
 
     Ranks of tp have the same experts, of which each has a part of the width: they compute the same rows.
     """
     mesh = layout.mesh
-    for group in mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp"))):
-        sums = [own for rank in group if (own := ranks[rank]) is not None]
-        visits_LE = _added(layers, shape.experts, sums)
-        yield visits_LE.reshape(len(layers), layout.ep, -1).sum(2)
+    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # of ranks that exchange tokens
+    visits_LGE = np.stack([_added(layers, shape.experts, (ranks[r] for r in group)) for group in groups], 1)
+    rows_LG_ranks = visits_LGE.reshape(*visits_LGE.shape[:2], layout.ep, -1).sum(3)
+    # A group of another stage has no rows of a layer; all groups that have some have as many.
+    groups_L = (rows_LG_ranks.sum(2) > 0).sum(1)
+    average_L = rows_LG_ranks.sum((1, 2)) / (groups_L * layout.ep)
+    imbalance_L: NDArray[np.float64] = rows_LG_ranks.max((1, 2)) / average_L
+    return imbalance_L

@@ -9,20 +9,21 @@ if that is another disk. Whatever comes of it, training goes on. One save is und
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import CheckpointConfig
+from braid.actors.config import CheckpointConfig, Config
 from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.homes import Homes
 from braid.actors.controller.manifest import CheckpointStore, disk_is_full
 from braid.actors.controller.records import Incident, RunDirectory, Saved
+from braid.actors.controller.recovery import newest_common, rank_names
 from braid.actors.controller.uploads import Uploads
-from braid.actors.stage.messages import Written
+from braid.actors.stage.messages import CopiesHeld, Rendezvous, Rescue, Written
 from braid.actors.stage.rank import Rank
 
 _TRIES = 3
@@ -43,11 +44,11 @@ class _Save:
     generation: int
     facts: Mapping[str, Any]
     home: CheckpointStore
-    begun: float
+    begun: float = field(default_factory=time.perf_counter)
     folder: Path = Path()
     tries: int = 0
     stalled_s: float = 0.0
-    published: "Future[Path] | None" = field(default=None)
+    published: "Future[Path] | None" = None
 
 
 class Saver:
@@ -79,7 +80,7 @@ class Saver:
     def step_done(
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
     ) -> Iterator[Saved | Incident]:
-        """What there is to do between two steps: look after the save under way, begin one that is due.
+        """What there is to do between two steps: look after the save under way, begin a save that is due.
 
         Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
         """
@@ -120,12 +121,12 @@ class Saver:
         self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
     ) -> Iterator[Saved | Incident]:
         """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
-        begun = time.perf_counter()
-        yield from self.finish(group)  # the one before
+        save = _Save(step, generation, facts, self._homes.store)
+        yield from self.finish(group)  # the save under way
         self._asked, self._asked_at, self._failed_at = step, time.monotonic(), None
-        save = self._save = _Save(step, generation, facts, self._homes.store, begun)
+        self._save = save
         yield from self._write(group, save)
-        save.stalled_s = time.perf_counter() - begun
+        save.stalled_s = time.perf_counter() - save.begun
 
     def _write(self, group: WorkerGroup, save: _Save) -> Iterator[Saved | Incident]:
         """Let the ranks write, into a folder of its own; the state is taken at the first try."""
@@ -150,10 +151,10 @@ class Saver:
         if (save := self._save) is None:
             return
         if save.published is None:
-            found: list[Written | None] = group.call_all(Rank.save_finished, wait)
-            if None in found:
+            written: list[Written | None] = group.call_all(Rank.save_finished, wait)
+            if None in written:
                 return
-            yield from self._written(group, save, [one for one in found if one is not None])
+            yield from self._written(group, save, [part for part in written if part is not None])
         if save is self._save and save.published is not None and (wait or save.published.done()):
             try:
                 path = save.published.result()
@@ -202,8 +203,8 @@ class Saver:
                 yield from self._told(save, save.published.result())
             else:
                 shutil.rmtree(save.folder, ignore_errors=True)
-        for one in self._uploads.trouble() if self._uploads is not None else ():
-            yield self._incident("save-failed", one.step, one.generation, one.text)
+        for copy in self._uploads.failed() if self._uploads is not None else ():
+            yield self._directory.note("save-failed", copy.step, copy.generation, copy.trouble)
 
     def _look_after_old_ones(self) -> Iterator[Incident]:
         """Tell, once each, what could not be removed of old checkpoints."""
@@ -211,38 +212,68 @@ class Saver:
         for text in (text for home in homes if home is not None for text in home.trouble()):
             if text not in self._told_of:
                 self._told_of.add(text)
-                self._directory.note("telemetry", self.last_step or 0, 0, text)
-                yield Incident(kind="failed", text=text, step=self.last_step or 0)
+                yield self._directory.note("telemetry", self.last_step or 0, 0, text, shown_as="failed")
 
     def rescue(
-        self, step: int, generation: int, facts: Mapping[str, Any], write: Callable[[str], Sequence[Written]]
+        self, group: WorkerGroup, config: Config, done: int, generation: int, facts: Mapping[str, Any]
     ) -> Iterator[Saved | Incident]:
-        """Let ``write(folder)`` write a checkpoint and publish it at once: in the run's own directory or, if
-        that fails, in a mirror that is another disk. Raises the error if no place takes it."""
-        begun = time.perf_counter()
-        save = _Save(step, generation, facts, self._homes.store, begun)
+        """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
+
+        The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it
+        goes on from the newest checkpoint. ``done``: the number of recorded steps. Ranks that hold no state,
+        such as ranks that have just been replaced, are not asked.
+        """
+        layout, left = config.layout(), group.left()
         try:
+            held = dict(zip(left, group.call_some(left, Rank.copies_held), strict=True))
+            nothing = CopiesHeld(own=(), partner=None, partners=())
+            all_held = [held.get(rank, nothing) for rank in range(layout.ranks)]
+            common = newest_common(all_held, layout.mesh, done)
+            if common is None or common[0] <= (self.last_step or 0):
+                return
+            step, sources = common
+            save = _Save(step, generation, facts, self._homes.store)
+            yield from self._write_copies(group, save, sources, config.cluster.group_timeout_s)
+            holders = rank_names(sorted(set(sources)))
+            kind, text = "rescued", f"{holders} held the states of all ranks after step {step} in memory"
+        except (WorkerError, ValueError, OSError) as error:
+            kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"
+        yield self._directory.note(kind, done, generation, text)
+
+    def _write_copies(
+        self, group: WorkerGroup, save: _Save, sources: Sequence[int], timeout_s: float
+    ) -> Iterator[Saved | Incident]:
+        """Let ``sources`` write the states that they hold, and publish them at once: in the run's own
+        directory or, if that fails, in a mirror that is another disk. Raises the error if no place takes it.
+        """
+        holders = sorted(set(sources))
+        homes = [home for home in (self._homes.store, self._homes.spare) if home is not None]
+        for save.home in homes:
             try:
-                path = self._publish_now(save, write)
+                save.folder = save.home.begin(save.step, save.generation)
+                group.call_some(holders, Rank.leave)
+                port = group.call(holders[0], Rank.open_store, timeout_s)
+                address = group.addresses[holders[0]]
+                plan = Rescue(
+                    meeting=Rendezvous(address=address, port=port, generation=save.generation),
+                    survivors=tuple(holders),
+                    step=save.step,
+                    sources=tuple(sources),
+                )
+                written = group.call_some(holders, Rank.rescue, str(save.folder), plan)
+                if failures := [part.failure for part in written if part.failure]:
+                    raise OSError("; ".join(failures))
+                path = self._publish(save, written)
+                break
             except (OSError, ValueError, WorkerError):
-                if self._homes.spare is None:
+                if save.home is homes[-1]:
                     raise
-                shutil.rmtree(save.folder, ignore_errors=True)
-                save.home = self._homes.spare
-                path = self._publish_now(save, write)
-        finally:
-            if save.folder.name:
-                shutil.rmtree(save.folder, ignore_errors=True)  # published, it has another name
-        save.stalled_s = time.perf_counter() - begun
+            finally:
+                if save.folder.name:
+                    shutil.rmtree(save.folder, ignore_errors=True)  # published, it has another name
+        save.stalled_s = time.perf_counter() - save.begun
         self._rescued = True
         yield from self._told(save, path)
-
-    def _publish_now(self, save: _Save, write: Callable[[str], Sequence[Written]]) -> Path:
-        save.folder = save.home.begin(save.step, save.generation)
-        written = write(str(save.folder))
-        if failures := [one.failure for one in written if one.failure]:
-            raise OSError("; ".join(failures))
-        return self._publish(save, _files(written))
 
     def close(self) -> None:
         """Nothing is under way any more: what the ranks have not written whole is removed."""
@@ -257,13 +288,14 @@ class Saver:
         self, group: WorkerGroup, save: _Save, written: Sequence[Written]
     ) -> Iterator[Saved | Incident]:
         """All ranks are done: publish what they wrote, unless one could not."""
-        if failures := list(dict.fromkeys(one.failure for one in written if one.failure)):
+        if failures := list(dict.fromkeys(part.failure for part in written if part.failure)):
             yield from self._failed(group, save, "; ".join(failures))
         else:
-            save.published = self._publisher.submit(self._publish, save, _files(written))
+            save.published = self._publisher.submit(self._publish, save, written)
 
-    def _publish(self, save: _Save, files: Mapping[str, tuple[int, str]]) -> Path:
+    def _publish(self, save: _Save, written: Sequence[Written]) -> Path:
         keeping = self._keeping
+        files = {name: digest for part in written for name, digest in part.files.items()}
         if save.home is self._homes.spare and self._homes.mirror is not None:
             self._homes.mirror.begin()
         path = save.home.publish(save.folder, files, step=save.step, run=self._homes.run, **save.facts)
@@ -305,7 +337,7 @@ class Saver:
             return
         if not full and save.tries < _TRIES:
             text = f"{what} failed ({error}); it is tried again"
-            yield self._incident("save-failed", save.step, save.generation, text)
+            yield self._directory.note("save-failed", save.step, save.generation, text)
             yield from self._write(group, save)
             return
         self._save, self._failed_at = None, time.monotonic()
@@ -315,16 +347,7 @@ class Saver:
         self._silent_until = self._failed_at + self._silence_s
         self._silence_s *= 2
         text = f"{what} {self.why_not}; training goes on"
-        yield self._incident("save-failed", save.step, save.generation, text)
-
-    def _incident(self, kind: str, step: int, generation: int, text: str) -> Incident:
-        self._directory.note(kind, step, generation, text)
-        return Incident(kind=kind, text=text, step=step)
-
-
-def _files(written: Sequence[Written]) -> dict[str, tuple[int, str]]:
-    """All ranks' files."""
-    return {name: digest for one in written for name, digest in one.files.items()}
+        yield self._directory.note("save-failed", save.step, save.generation, text)
 
 
 def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:

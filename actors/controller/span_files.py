@@ -21,14 +21,17 @@ _READ = 1 << 18
 
 @dataclass
 class _Rank:
-    """Where a rank's next batch goes."""
-
     number: int = -1
     file: IO[bytes] | None = None
     size: int = 0
     generation: int = -1
     expected: int = 0
     """Sequence number of its next batch."""
+
+    def close(self) -> None:
+        file, self.file = self.file, None
+        if file is not None:
+            file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,9 @@ class SpanFiles:
     Each can be read alone. Not being able to write ends nothing: it is counted and told.
     """
 
+    target = ""
+    """The path of a Unix socket that takes spans for these files, within `socket_collector`."""
+
     def __init__(self, directory: Path, bytes_per_rank: int) -> None:
         self._directory = directory
         self._file_bytes = max(1 << 16, bytes_per_rank // FILES)
@@ -69,16 +75,12 @@ class SpanFiles:
         return done
 
     def counts(self) -> SpanCounts:
-        """What became of all spans so far."""
         return self._counts
 
     def close(self) -> None:
-        """Close all files."""
         with self._lock:
             for rank in self._ranks.values():
-                if rank.file is not None:
-                    rank.file.close()
-                    rank.file = None
+                rank.close()
 
     def _write(self, batch: Batch, data: bytes) -> None:
         rank, counts = self._ranks[batch.rank], self._counts
@@ -100,17 +102,12 @@ class SpanFiles:
             rank.size += len(data)
             self._counts = replace(counts, written=counts.written + len(batch.records))
         except OSError as error:
-            # The file may end within a batch now: the next one begins anew.
-            if rank.file is not None:
-                with contextlib.suppress(OSError):
-                    rank.file.close()
-                rank.file = None
+            with contextlib.suppress(OSError):  # it may end within a batch now: another file is begun
+                rank.close()
             self._counts = replace(counts, lost=counts.lost + len(batch.records), trouble=str(error))
 
     def _open_next(self, batch: Batch, rank: _Rank) -> None:
-        if rank.file is not None:
-            rank.file.close()
-            rank.file = None
+        rank.close()
         self._directory.mkdir(parents=True, exist_ok=True)
         if rank.number < 0:
             rank.number = max(map(_number, self._files(batch.rank)), default=-1)
@@ -133,35 +130,23 @@ def _number(path: Path) -> int:
     return int(path.name.split(".")[1])
 
 
-@dataclass(frozen=True)
-class SocketCollector:
-    """Collects from ranks that are processes of this machine."""
-
-    target: str
-    """The path of a Unix socket."""
-    files: SpanFiles
-
-    def counts(self) -> SpanCounts:
-        """What became of the spans so far."""
-        return self.files.counts()
-
-
 _SOCKET = "/spans"
 
 
 @contextlib.contextmanager
-def socket_collector(files: SpanFiles) -> Iterator[SocketCollector]:
-    """Collect for as long as the context lasts; then everything that has arrived is in the files."""
+def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
+    """Collect from ranks of this machine for as long as the block lasts; then everything that has arrived is
+    in the files."""
     with private_folder(room=len(_SOCKET)) as folder:
-        path = f"{folder}{_SOCKET}"
+        files.target = f"{folder}{_SOCKET}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(path)
+        listener.bind(files.target)
         listener.listen()
         reading, stop = os.pipe()
         thread = threading.Thread(target=_collect, args=(listener, reading, files), name="span collector")
         thread.start()
         try:
-            yield SocketCollector(path, files)
+            yield files
         finally:
             os.close(stop)
             thread.join()
@@ -171,7 +156,7 @@ def socket_collector(files: SpanFiles) -> Iterator[SocketCollector]:
 
 
 def _collect(listener: socket.socket, stop: int, files: SpanFiles) -> None:
-    """Read from all ranks until told to stop; one that sends what is no batch is not listened to any more."""
+    """Read from all ranks until told to stop; a rank that sends other bytes than batches is shut out."""
     buffers: dict[socket.socket, bytearray] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)

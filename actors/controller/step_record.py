@@ -57,7 +57,6 @@ class StepRecord:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens over wall-clock, end of step to end of step."""
         seconds = self.wall_seconds or self.seconds
         return self.tokens / seconds if seconds else 0.0
 

@@ -7,23 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from braid.actors.controller.budget import RestartBudget
-from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.records import Incident, StepDone
+from braid.actors.controller.group import WorkerGroup
+from braid.actors.controller.interruptions import GuardError, Interruptions, SpikeError
+from braid.actors.controller.records import StepDone
 from braid.actors.controller.reporting import overlap_fields, rank_fields
-from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.routing import expert_numbers, tells_visits
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.messages import RunPlan, StepResult
 from braid.actors.stage.rank import Rank
 from braid.scheduling.memory import model_flops
 
-
-class SpikeError(WorkerError):
-    """A step is to be repeated because of its loss: nothing is wrong with the ranks."""
-
-
-class GuardError(WorkerError):
-    """A guard ends the run, as the configuration asks: nothing is wrong with the ranks."""
+_MOST_ENDS = 100_000
+"""Steps that a failure may lose and the clock still counts."""
 
 
 class StepClock:
@@ -62,27 +57,8 @@ class StepClock:
         return self._ended - before, parts
 
 
-_MOST_ENDS = 100_000
-"""Steps that a failure may lose and the clock still counts."""
-
-
-class Spikes:
-    """Steps that were repeated because of their loss, in all generations of a run."""
-
-    def __init__(self, budget: RestartBudget) -> None:
-        self.budget = budget
-        self.repeated: set[int] = set()
-
-    def repeats(self, step: int) -> bool:
-        """Whether a step is to be repeated: once, and not too many of them."""
-        if step in self.repeated or not self.budget.spend():
-            return False
-        self.repeated.add(step)
-        return True
-
-
 class Stepper:
-    """Runs the steps of a generation."""
+    """Runs the steps of a generation. ``facts``: of the data (`Rank.data_facts`)."""
 
     def __init__(
         self,
@@ -90,34 +66,39 @@ class Stepper:
         group: WorkerGroup,
         generation: int,
         facts: dict[str, Any],
-        spikes: Spikes,
+        interruptions: Interruptions,
         clock: StepClock,
     ) -> None:
-        """``facts``: of the data."""
         self._plan, self._group, self._generation, self._facts = plan, group, generation, facts
-        self._spikes, self._clock = spikes, clock
+        self._interruptions, self._clock = interruptions, clock
 
-    def _validates_after(self, step: int, last: int) -> bool:
-        every = self._plan.config.train.validate_every
-        due = step == last or (every > 0 and step % every == 0)
-        return due and self._plan.config.data.validation_fraction > 0
-
-    def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[Incident]]:
-        """One step (from 0), and what was odd about it. ``records``: of the steps before.
+    def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[str]]:
+        """Run a step (from 0); returns also what the guards say of it. ``records``: of earlier steps.
 
         Raises `WorkerError`.
         """
         results: list[StepResult] = self._group.call_all(Rank.train_step, step)
-        train = self._plan.config.train
-        tokens = train.global_batch * self._plan.shape.sequence
+        config, shape, layout = self._plan.config, self._plan.shape, self._plan.config.layout()
+        train = config.train
+        tokens = train.global_batch * shape.sequence
         loss = sum(result.loss_sum for result in results) / tokens
-        told = self._odd(step, loss, results[0], records)
+        texts = self._odd(step, loss, results[0], records)
         held_out = bits = None
-        if self._validates_after(step + 1, last):
+        every = train.validate_every
+        due = step + 1 == last or (every > 0 and (step + 1) % every == 0)
+        if due and config.data.validation_fraction > 0:
             with self._clock.part("validation"):
                 held_out, bits = self._validate()
         now = time.time()
         wall_seconds, between = self._clock.step_ends(step + 1)
+        mfu = None
+        if config.cluster.peak_tflops is not None and wall_seconds:
+            peak = config.cluster.peak_tflops * 1e12 * layout.ranks
+            mfu = model_flops(shape, tokens) / wall_seconds / peak
+        experts = None
+        if shape.experts:
+            visits = tells_visits(shape, step + 1, last)
+            experts = expert_numbers([r.routing for r in results], shape, layout, tokens, visits=visits)
         record = StepRecord(
             step=step + 1,
             loss=loss,
@@ -132,17 +113,15 @@ class Stepper:
             time=now,
             generation=self._generation,
             samples=sum(result.samples for result in results) % 2**64,
-            mfu=self._mfu(tokens, wall_seconds),
+            mfu=mfu,
             wall_seconds=wall_seconds,
             between_seconds=between,
-            experts=self._experts(step, last, results, tokens),
+            experts=experts,
         )
-        return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), told
+        return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), texts
 
-    def _odd(
-        self, step: int, loss: float, result: StepResult, records: Sequence[StepRecord]
-    ) -> list[Incident]:
-        """What the guards make of a step: told, or a `WorkerError` that ends or repeats it."""
+    def _odd(self, step: int, loss: float, result: StepResult, records: Sequence[StepRecord]) -> list[str]:
+        """What the guards say of a step; `WorkerError` if they end the run or repeat the step."""
         failure = self._plan.config.failure
         if failure.on_nan == "stop" and result.discarded:
             text = (
@@ -150,37 +129,19 @@ class Stepper:
                 f"failure.on_nan=stop asks; --resume goes on from the newest checkpoint"
             )
             raise GuardError(0, text, user_error=True)
-        told = []
+        texts = []
         if result.discarded:
             what = "repeated" if result.applied else "skipped on all ranks"
-            told.append(f"gradients of step {step + 1} were no numbers; the step was {what}")
+            texts.append(f"gradients of step {step + 1} were no numbers; the step was {what}")
         before = [record.loss for record in records if math.isfinite(record.loss)]
         if failure.spike and len(before) >= 5 and loss > failure.spike * median(before):
             text = f"the loss of step {step + 1} is {loss:.4g}, {loss / median(before):.1f} times the median"
-            if self._spikes.repeats(step):
+            if self._interruptions.repeats(step):
                 raise SpikeError(0, f"{text} of the steps before it; it is repeated")
-            why = (
-                "twice: it belongs to the data" if step in self._spikes.repeated else "as enough others were"
-            )
-            told.append(f"{text} of the steps before it, and it is not repeated, {why}")
-        return [Incident(kind="guard", text=text, step=step + 1) for text in told]
-
-    def _experts(
-        self, step: int, last: int, results: Sequence[StepResult], tokens: int
-    ) -> ExpertNumbers | None:
-        shape = self._plan.shape
-        if not shape.experts:
-            return None
-        sums, layout = [result.routing for result in results], self._plan.config.layout()
-        visits = tells_visits(shape, step + 1, last)
-        return expert_numbers(sums, shape, layout, tokens, visits=visits)
-
-    def _mfu(self, tokens: int, seconds: float) -> float | None:
-        peak = self._plan.config.cluster.peak_tflops
-        if peak is None or not seconds:
-            return None
-        ranks = self._plan.config.layout().ranks
-        return model_flops(self._plan.shape, tokens) / seconds / (peak * 1e12 * ranks)
+            again = step in self._interruptions.repeated
+            why = "twice: it belongs to the data" if again else "as enough others were"
+            texts.append(f"{text} of the steps before it, and it is not repeated, {why}")
+        return texts
 
     def _validate(self) -> tuple[float, float | None]:
         """Nats per token, and bits per byte of the text of the same tokens, where that is known."""

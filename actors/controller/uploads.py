@@ -1,8 +1,7 @@
 """Published checkpoints on their way to the mirror, in a thread of their own: nobody waits for it."""
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from braid.actors.config import CheckpointConfig
@@ -10,52 +9,46 @@ from braid.actors.controller.mirror import Mirror
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """A checkpoint that did not arrive."""
+class Upload:
+    """The copy of a checkpoint to the mirror."""
 
-    step: int
-    generation: int
-    text: str
-
-
-@dataclass(frozen=True)
-class _Copy:
     step: int
     generation: int
     path: Path
+    trouble: str = ""
+    """Why the copy failed."""
 
 
 class Uploads:
-    """Copies one checkpoint at a time. Of those that wait the newest one counts, and those kept for ever."""
+    """Copies one checkpoint at a time. Only the newest waiting checkpoint counts, and those kept for ever."""
 
     def __init__(self, mirror: Mirror, keeping: CheckpointConfig) -> None:
         self._mirror, self._keeping = mirror, keeping
-        self._waiting: list[_Copy] = []
-        self._under_way: _Copy | None = None
-        self._trouble: list[Trouble] = []
+        self._waiting: list[Upload] = []
+        self._under_way: Upload | None = None
+        self._failed: list[Upload] = []
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
         self._thread.start()
 
     def add(self, step: int, generation: int, checkpoint: Path) -> None:
-        """Copy a checkpoint when its turn comes."""
         every = self._keeping.keep_every
         with self._changed:
-            self._waiting = [one for one in self._waiting if every and one.step % every == 0]
-            self._waiting.append(_Copy(step, generation, checkpoint))
+            self._waiting = [upload for upload in self._waiting if every and upload.step % every == 0]
+            self._waiting.append(Upload(step, generation, checkpoint))
             self._changed.notify_all()
 
     def in_use(self) -> set[int]:
         """Steps whose checkpoints are still to be read."""
         with self._changed:
-            return {one.step for one in (*self._waiting, self._under_way) if one is not None}
+            return {upload.step for upload in (*self._waiting, self._under_way) if upload is not None}
 
-    def trouble(self) -> Iterator[Trouble]:
-        """What went wrong since the last question."""
+    def failed(self) -> list[Upload]:
+        """Copies that have failed since the last call."""
         with self._changed:
-            told, self._trouble = self._trouble, []
-        yield from told
+            failed, self._failed = self._failed, []
+        return failed
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until all have arrived, or failed to, or the time is over."""
@@ -63,7 +56,7 @@ class Uploads:
             self._changed.wait_for(lambda: not self._waiting and self._under_way is None, timeout_s)
 
     def close(self) -> None:
-        """End the thread; what is still under way is given up."""
+        """End the thread; the copy under way is given up."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -75,15 +68,14 @@ class Uploads:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                one = self._under_way = self._waiting.pop(0)
+                upload = self._under_way = self._waiting.pop(0)
             try:
-                self._mirror.put(one.path)
-                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, one.step)
-                text = ""
+                self._mirror.put(upload.path)
+                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, upload.step)
+                failed = []
             except (OSError, ValueError) as error:
-                text = str(error)
+                failed = [replace(upload, trouble=str(error))]
             with self._changed:
                 self._under_way = None
-                if text:
-                    self._trouble.append(Trouble(one.step, one.generation, text))
+                self._failed += failed
                 self._changed.notify_all()

@@ -10,6 +10,8 @@ from braid.actors.controller.records import Incident, RunDirectory
 from braid.scheduling.spec import ParallelLayout
 from braid.scheduling.stragglers import LAST, STRETCH, Straggler, stragglers
 
+_WATCH_SECONDS = 5.0
+
 
 class Watch:
     """Looks at the ranks' numbers after every step."""
@@ -26,14 +28,13 @@ class Watch:
         """The rank that holds the others up most, if one does."""
 
     def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
-        """What is new: of the ranks with every step, of the rest every few seconds."""
         self._compute.append(ranks["compute_seconds"])
         yield from self._stragglers(step, generation)
         if time.monotonic() - self._looked < _WATCH_SECONDS:
             return
         self._looked = time.monotonic()
         counts = self._collector.counts()
-        found = {
+        texts = {
             "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
             "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
             "records": self._directory.trouble,
@@ -44,22 +45,19 @@ class Watch:
             if max(ranks["sampled_every"]) > 1
             else "",
         }
-        for kind, text in found.items():
+        for kind, text in texts.items():
             if text and kind not in self._told:
                 self._told.add(kind)
-                self._directory.note("telemetry", step, generation, text)
-                yield Incident(kind="telemetry", text=text, step=step)
+                yield self._directory.note("telemetry", step, generation, text)
 
     def _stragglers(self, step: int, generation: int) -> Iterator[Incident]:
-        """Ranks that have become slow; one that recovers for a while and slows down again is named again."""
-        slow = {one.rank: one for one in stragglers(list(self._compute), self._stages)}
-        for rank, one in slow.items():
+        """Ranks that have become slow; a rank that recovers and slows down again is named again."""
+        slow = {straggler.rank: straggler for straggler in stragglers(list(self._compute), self._stages)}
+        for rank, straggler in slow.items():
             if rank not in self._named or step - self._named[rank] > STRETCH:
-                text = f"rank {rank} computes {one.times:.2f} times as long as the others of its stage"
-                self._directory.note("straggler", step, generation, text, rank=rank, times=one.times)
-                yield Incident(kind="straggler", text=text, step=step)
+                text = f"rank {rank} computes {straggler.times:.2f} times as long as the others of its stage"
+                yield self._directory.note(
+                    "straggler", step, generation, text, rank=rank, times=straggler.times
+                )
             self._named[rank] = step
         self.slowest = next(iter(slow.values()), None)
-
-
-_WATCH_SECONDS = 5.0

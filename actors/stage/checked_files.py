@@ -40,7 +40,7 @@ class _HashingFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; one that is written is hashed meanwhile."""
+        """Open a file; if it is written, it is hashed meanwhile."""
         with super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
@@ -52,7 +52,6 @@ class _HashingFiles(FileSystem):
         self.written[Path(path).name] = (hashed.tell(), hashed.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Give a file another name."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 

@@ -21,16 +21,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from braid.actors.stage.bucket import buckets_of, shards_in_order
 from braid.actors.stage.checked_files import CheckedWriter
-from braid.actors.stage.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, global_state
+from braid.actors.stage.copies import Copies
+from braid.actors.stage.digests import Digests
+from braid.actors.stage.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, add_state
 from braid.actors.stage.guarded_reader import FailedTogetherError, GuardedReader
 from braid.actors.stage.host_state import HostState, split, take
-from braid.actors.stage.messages import Written
+from braid.actors.stage.messages import Rescue, Written
+from braid.actors.stage.model import StageModel
 from braid.actors.stage.optimizer import Optimizer
+from braid.actors.stage.parameters import Place
+from braid.scheduling.mesh import MeshShape
+
+_NO_LIMIT = timedelta(days=365)
+_LOOK_SECONDS = 0.2
 
 
 class SaveProgress:
-    """How a save gets on, to tell a rank that writes, however slowly, from one that waits for others."""
+    """Progress of a save, to tell a rank that writes, however slowly, from a rank that waits for others."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -41,12 +50,11 @@ class SaveProgress:
         return None if self._plans else self._bytes
 
     def advance(self, count: int) -> None:
-        """So many bytes more."""
         self._bytes += count
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Something that needs neither another rank nor a disk."""
+        """Around work that needs neither another rank nor a disk."""
         self._plans = True
         try:
             yield
@@ -62,65 +70,12 @@ class _Planner(SavePlanner):
         self._progress = progress
 
     def create_local_plan(self) -> Any:
-        """What this rank has."""
         with self._progress.planning():
             return super().create_local_plan()
 
     def create_global_plan(self, *arguments: Any) -> Any:
-        """Who writes what, on the first rank."""
         with self._progress.planning():
             return super().create_global_plan(*arguments)
-
-
-def _write(directory: Path, state: GlobalState, group: dist.ProcessGroup, progress: SaveProgress) -> Written:
-    """Write this rank's share and read it back; raises what is not the files' fault, but the ranks'."""
-    writer = CheckedWriter(directory, progress.advance)
-    try:
-        with quietly():
-            dcp.save(state, storage_writer=writer, planner=_Planner(progress), process_group=group)
-        return Written(files=writer.read_back())
-    except (FailedTogetherError, OSError) as error:
-        return Written(failure=str(error))
-
-
-class _BackgroundSave:
-    """A save that a thread writes while training goes on; every rank begins one."""
-
-    def __init__(self, directory: Path, shards: GlobalState, group: dist.ProcessGroup) -> None:
-        self.progress = SaveProgress()
-        self._written: Written | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(directory, shards, group), name="save", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, directory: Path, shards: GlobalState, group: dist.ProcessGroup) -> None:
-        try:
-            self._written = _write(directory, shards, group, self.progress)
-        except Exception as error:
-            # Without what holds on to the frames above, and with them to the group and its threads.
-            error.add_note(traceback.format_exc())
-            error.__traceback__ = error.__context__ = error.__cause__ = None
-            self._error = error
-
-    def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> bool:
-        """Whether it is over, well or not. ``intact`` raises once nobody waits for it any more."""
-        while wait and self._thread.is_alive():
-            self._thread.join(_LOOK_SECONDS)
-            intact()
-        return not self._thread.is_alive()
-
-    def written(self) -> Written:
-        """What became of it; raises what went wrong with the ranks."""
-        if self._error is not None:
-            raise self._error
-        assert self._written is not None
-        return self._written
-
-
-_NO_LIMIT = timedelta(days=365)
-_LOOK_SECONDS = 0.2
 
 
 def save_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -146,70 +101,126 @@ class Saves:
         self._optimizer, self._group = optimizer, group
         self._lost_touch = ""
         """Why the group is unusable; empty while it is usable."""
-        self._under_way: _BackgroundSave | None = None
-        self._written: Written | None = None
+        self._thread: threading.Thread | None = None
+        """Writes the background save that is under way."""
+        self._written: Written | Exception | None = None
         """What became of the newest background save, once it is over."""
         self._state: HostState | None = None
-        """Of the background save that was begun last; the next one takes its memory."""
+        """Of the newest background save; the next background save takes its memory."""
+        self._progress = SaveProgress()
         self.awaited: SaveProgress | None = None
         """Of the save that a call waits for at present."""
 
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
-        self._in_touch()
-        with self._waiting(SaveProgress()) as progress:
-            updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
-            shards = global_state(self._optimizer.shards, self._optimizer.named_tensors(), updates)
-            return self._outcome(lambda: _write(directory, shards, self._group, progress))
+        self._check_touch()
+        updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
+        state = add_state({}, self._optimizer.shards, self._optimizer.named_tensors(), updates)
+        self._progress = SaveProgress()
+        with self._waiting():
+            return self._write(directory, state)
 
     def take(self, step: int) -> None:
         """Copy the state after ``step`` steps to the host, for `begin`."""
-        if self._under_way is not None:  # one that failed on another rank, and was given up
-            self._under_way.finished(wait=True)
+        self._join()
         self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
     def begin(self, directory: Path) -> None:
-        """Begin to write what was taken; training may go on as soon as this returns."""
-        self._in_touch()
-        if self._under_way is not None:
-            self._under_way.finished(wait=True)
+        """Begin to write the state that was taken; training may go on as soon as this returns."""
+        self._check_touch()
+        self._join()
         assert self._state is not None
-        own = self._optimizer.shards
-        taken = split(self._state, [shard.shape for shard in own])
-        shards = global_state(own, taken, self._state.updates)
-        self._written = None
-        self._under_way = _BackgroundSave(directory, shards, self._group)
+        state, shards = self._state, self._optimizer.shards
+        slices = add_state({}, shards, split(state, [shard.shape for shard in shards]), state.updates)
+        self._written, self._progress = None, SaveProgress()
+        self._thread = threading.Thread(
+            target=self._write_beside, args=(directory, slices), name="save", daemon=True
+        )
+        self._thread.start()
 
     def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
-        """What became of the save that was begun; None while it is under way. ``intact`` raises once
+        """What became of the newest background save; None while it is under way. ``intact`` raises once
         communication was broken off: a thread that writes to a slow disk does not notice that."""
-        if self._under_way is None:  # said so before, when other ranks were not done
-            return self._written
-        with self._waiting(self._under_way.progress):
-            if not self._under_way.finished(wait=wait, intact=intact):
+        if self._thread is not None:
+            with self._waiting():
+                while wait and self._thread.is_alive():
+                    self._thread.join(_LOOK_SECONDS)
+                    intact()
+            if self._thread.is_alive():
                 return None
-        over, self._under_way = self._under_way, None
-        self._written = self._outcome(over.written)
+            self._thread = None
+        if isinstance(self._written, Exception):
+            raise self._written
         return self._written
 
-    def _outcome(self, written: Callable[[], Written]) -> Written:
+    def _join(self) -> None:
+        """Wait for a background save that failed on another rank, and was given up."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write_beside(self, directory: Path, state: GlobalState) -> None:
         try:
-            return written()
+            self._written = self._write(directory, state)
+        except Exception as error:
+            # Without what holds on to the frames above, and with them to the group and its threads.
+            error.add_note(traceback.format_exc())
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._written = error
+
+    def _write(self, directory: Path, state: GlobalState) -> Written:
+        """Write this rank's share and read it back."""
+        writer = CheckedWriter(directory, self._progress.advance)
+        try:
+            with quietly():
+                planner = _Planner(self._progress)
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
+            return Written(files=writer.read_back())
+        except (FailedTogetherError, OSError) as error:
+            return Written(failure=str(error))
         except RuntimeError as error:
             self._lost_touch = str(error)
             return Written(failure=f"ranks lost touch while they saved: {error}")
 
-    def _in_touch(self) -> None:
+    def _check_touch(self) -> None:
         if self._lost_touch:
             raise RuntimeError(f"ranks lost touch in the save before: {self._lost_touch}")
 
     @contextlib.contextmanager
-    def _waiting(self, progress: SaveProgress) -> Iterator[SaveProgress]:
-        self.awaited = progress
+    def _waiting(self) -> Iterator[None]:
+        self.awaited = self._progress
         try:
-            yield progress
+            yield
         finally:
             self.awaited = None
+
+
+def write_slices(directory: Path, state: GlobalState) -> Digests:
+    """Write the slices of global tensors that the ranks of the world have; all of them call this."""
+    writer = CheckedWriter(directory)
+    with quietly():
+        dcp.save(state, storage_writer=writer, planner=SavePlanner())
+    return writer.read_back()
+
+
+def held_slices(
+    copies: Copies, rank: int, plan: Rescue, mesh: MeshShape, model_of: Callable[..., StageModel]
+) -> GlobalState:
+    """The slices of global tensors that ``rank`` is to write for all ranks whose states it holds.
+
+    Where lost ranks cannot be replaced, a run goes on in another layout, for which states of single ranks are
+    of no use: the survivors write what they hold like any other checkpoint. ``model_of`` makes the model of a
+    place in the mesh, here without memory: which slices its rank holds.
+    """
+    state: GlobalState = {}
+    for target, source in enumerate(plan.sources):
+        if source == rank:
+            place = Place.of(mesh, target)
+            model = model_of(place=place, device=torch.device("meta"))
+            shards = shards_in_order(buckets_of(model.parameters, place), model.parameters)
+            held = copies.state_of(target, rank, plan.step)
+            add_state(state, shards, split(held, [shard.shape for shard in shards]), held.updates)
+    return state
 
 
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
@@ -223,11 +234,11 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     # Refused here, in plain words: torch would only log it and look elsewhere.
     stored = reader.read_metadata().state_dict_metadata
     updates = torch.tensor([step], dtype=torch.float64)
-    shards = global_state(optimizer.shards, optimizer.named_tensors(), updates)
+    state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
     if UPDATES not in stored:
-        del shards[UPDATES]
+        del state[UPDATES]
     with quietly():
-        dcp.load(shards, storage_reader=reader, planner=LoadPlanner())
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     optimizer.restored(int(updates))
 
 

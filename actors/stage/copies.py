@@ -1,6 +1,6 @@
 """Copies of ranks' states in memory, so that a failure costs no more than the step under way.
 
-Every rank keeps the states of its last two copied steps, and those of a partner on another host
+Every rank keeps its states after the last two copied steps, and the states of a partner on another host
 (docs/design.md, Failure): two, since a failure may come while the newer one is under way. A copy travels to
 the partner in the background, over a process group of its own, while the next step runs. Where data-parallel
 replicas on other hosts hold the same state anyway, nothing travels.
@@ -70,8 +70,8 @@ class Copies:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
         dist.all_gather(sizes, torch.tensor([state_elements(optimizer)]), group=self._group)
-        kept = sum(int(sizes[one]) for one in (rank, source) if one is not None)
-        needed = KEPT * kept * state_dtype(optimizer).itemsize
+        elements = int(sizes[rank]) + (int(sizes[source]) if source is not None else 0)
+        needed = KEPT * elements * state_dtype(optimizer).itemsize
         if limit_bytes is not None and needed > limit_bytes:
             raise ValueError(
                 f"checkpoint.copies_mb={limit_bytes >> 20}: copies in memory take {needed / 2**20:.0f} MiB "
@@ -81,9 +81,10 @@ class Copies:
             self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
 
     def leave(self) -> None:
-        """End a generation; what has arrived by then is kept."""
-        if self._exchange is not None and (arrived := self._exchange.last()) is not None:
-            self._partners[arrived.step] = arrived
+        """End a generation; copies that arrive before the connections are shut, or all is sent, are kept."""
+        if self._exchange is not None:
+            self._exchange.wait(_LEAVE_SECONDS)
+            self._take_arrived()
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int) -> None:
@@ -100,9 +101,15 @@ class Copies:
             self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
 
     def settle(self) -> None:
-        """Wait for the copies under way; what arrived is kept."""
-        if self._exchange is not None and (arrived := self._exchange.finish()) is not None:
-            self._partners[arrived.step] = arrived
+        """Wait for the copies under way; raises what went wrong with them."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange.check()
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        if self._exchange is not None and (arrived := self._exchange.arrived) is not None:
+            self._partners[arrived.step], self._exchange.arrived = arrived, None
 
     @staticmethod
     def _forget(states: dict[int, HostState]) -> Tensor | None:
@@ -110,9 +117,8 @@ class Copies:
         return states.pop(min(states)).memory if len(states) >= KEPT else None
 
     def held(self) -> CopiesHeld:
-        """What is here; a copy that is still under way is not."""
-        if self._exchange is not None and (arrived := self._exchange.arrived()) is not None:
-            self._partners[arrived.step] = arrived
+        """The copies that are here; copies under way are not."""
+        self._take_arrived()
         return CopiesHeld(
             own=tuple(sorted(self._own)),
             partner=self._partner_rank,
@@ -122,9 +128,9 @@ class Copies:
     def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
         """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
         rank = dist.get_rank()
-        own = self._own.get(step)
-        if own is None and sources[rank] == rank:  # what is kept here for a replica is this rank's state too
-            own = HostState(step, self._partners[step].flat.clone())
+        state = self._own.get(step)
+        if state is None and sources[rank] == rank:  # a replica's state that is kept here is this rank's too
+            state = HostState(step, self._partners[step].flat.clone())
         for target, source in enumerate(sources):
             if source == target:
                 continue
@@ -133,18 +139,19 @@ class Copies:
             elif rank == target:
                 flat = empty_state(optimizer)
                 dist.recv(flat, source, self._group)
-                own = HostState(step, flat)
-        assert own is not None, f"rank {rank} has no copy of step {step}"
-        put_back(own, optimizer)
+                state = HostState(step, flat)
+        assert state is not None, f"rank {rank} has no copy of step {step}"
+        put_back(state, optimizer)
         # Later states belong to a future that will come again.
-        self._own = {step: own}
+        self._own = {step: state}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
-        """A rank's state after ``step`` steps, which this ``rank`` holds: its own if they hold the same."""
+        """The state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both hold the
+        same slices."""
         assert self._mesh is not None
-        own = step in self._own and target in self._mesh.holders(rank)
-        return (self._own if own else self._partners)[step]
+        same = step in self._own and target in self._mesh.holders(rank)
+        return (self._own if same else self._partners)[step]
 
 
 class _Exchange:
@@ -153,7 +160,8 @@ class _Exchange:
     def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
         self._group, self._target, self._source, self._elements = group, target, source, elements
         self._thread: threading.Thread | None = None
-        self._arrived: HostState | None = None
+        self.arrived: HostState | None = None
+        """The received state, until somebody takes it."""
         self._error: Exception | None = None
 
     def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
@@ -175,25 +183,14 @@ class _Exchange:
         except RuntimeError as error:
             self._error = error
         else:
-            self._arrived = HostState(state.step, into)
+            self.arrived = HostState(state.step, into)
 
-    def arrived(self) -> HostState | None:
-        """What has arrived since the last question."""
-        arrived, self._arrived = self._arrived, None
-        return arrived
-
-    def last(self) -> HostState | None:
-        """What has arrived, once the connections are shut or all is sent."""
+    def wait(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:
-            self._thread.join(_LEAVE_SECONDS)
-        return self.arrived()
+            self._thread.join(timeout_s)
 
-    def finish(self) -> HostState | None:
-        """Wait for what is under way; raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+    def check(self) -> None:
+        """Raise what went wrong, once."""
+        error, self._error = self._error, None
+        if error is not None:
             raise error
-        return self.arrived()

@@ -17,9 +17,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from braid.actors.stage.reading import UnreadableError, read_text
 
@@ -32,14 +33,19 @@ TRAIN, VALIDATION = "train", "validation"
 _AGAIN = "prepare it again (`braid prepare`)"
 
 
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One file of a split; a document is counted in the shard that holds its end."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     file: str
-    tokens: int
-    bytes_of_text: int
-    documents: int
+    tokens: Count
+    bytes_of_text: Count
+    documents: Count
     sha256: str
 
 
@@ -52,26 +58,28 @@ class DataIndex:
     found, their places are written down instead.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     tokenizer: str
     tokenizer_fingerprint: str
-    vocabulary: int
-    end_of_document: int
-    dtype: str
+    vocabulary: Count
+    end_of_document: Count
+    dtype: Literal["uint16", "uint32"]
     splits: Mapping[str, tuple[Shard, ...]]
-    documents_skipped: int  # not UTF-8, and left out for that
-    documents_empty: int  # nothing but white space, and left out
+    documents_skipped: Count  # not UTF-8, and left out for that
+    documents_empty: Count  # nothing but white space, and left out
     request: str
     parameters: Mapping[str, Any]
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
-    token_bytes: tuple[int, ...] = ()
-    """UTF-8 bytes of text that every token id stands for, 0 for special ones; nothing in older data sets, and
+    token_bytes: tuple[Count, ...] = ()
+    """UTF-8 bytes of text that every token id stands for, 0 for special tokens; empty in older data sets, and
     where the tokenizer does not keep the text."""
-    # nothing in older data sets:
+    # empty or 0 in older data sets:
     contents: tuple[str, ...] = ()  # of every source, format and SHA-256
     end_token: str = ""  # the name of end_of_document
-    characters: int = 0  # of the documents
-    characters_lost: int = 0  # without a token
-    tokens_unknown: int = 0  # the tokenizer's own for what it does not know
+    characters: Count = 0  # of the documents
+    characters_lost: Count = 0  # without a token
+    tokens_unknown: Count = 0  # the tokenizer's own token for text that it does not know
 
     @property
     def fingerprint(self) -> str:
@@ -123,7 +131,7 @@ def read_index(directory: Path) -> DataIndex:
         )
     try:
         index = _parse_index(entries)
-    except (AttributeError, KeyError, TypeError, ValueError) as fault:
+    except ValueError as fault:
         raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
     for shards in index.splits.values():
         for shard in shards:
@@ -132,41 +140,21 @@ def read_index(directory: Path) -> DataIndex:
 
 
 def _parse_index(entries: dict[str, Any]) -> DataIndex:
-    splits = {
-        str(split): tuple(Shard(**shard) for shard in shards) for split, shards in entries["splits"].items()
-    }
-    sources = tuple((str(path), int(size), int(time)) for path, size, time in entries["sources"])
-    contents = tuple(str(content) for content in entries.get("contents", ()))
-    token_bytes = tuple(entries.get("token_bytes", ()))
-    read = {"splits": splits, "sources": sources, "contents": contents, "token_bytes": token_bytes}
-    index = DataIndex(**{**entries, **read})
-    counts: list[tuple[str, Any]] = [
-        (name, getattr(index, name))
-        for name in (
-            "vocabulary",
-            "end_of_document",
-            "documents_skipped",
-            "documents_empty",
-            "characters",
-            "characters_lost",
-            "tokens_unknown",
-        )
-    ]
-    for shard in (shard for shards in splits.values() for shard in shards):
+    """`ValueError` says what is wrong with the first wrong entry."""
+    try:
+        index = TypeAdapter(DataIndex).validate_python(entries)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    for shard in (shard for shards in index.splits.values() for shard in shards):
         # a plain file name: an index cannot point outside its folder
-        if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or not shard.tokens:
+        if Path(shard.file).name != shard.file or not shard.tokens:
             raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
-        counts += [("tokens", shard.tokens), ("bytes", shard.bytes_of_text), ("documents", shard.documents)]
-    if len(token_bytes) not in (0, index.vocabulary):
-        raise ValueError(f"token_bytes has {len(token_bytes)} entries, the vocabulary {index.vocabulary}")
-    counts += [("token_bytes", count) for count in token_bytes]
-    for name, count in counts:
-        if type(count) is not int or count < 0:
-            raise ValueError(f"{name} is {count!r}")
-    if set(splits) != {TRAIN, VALIDATION}:
-        raise ValueError(f"splits are {sorted(splits)}")
-    if index.dtype not in TOKEN_DTYPES:
-        raise ValueError(f"dtype is {index.dtype!r}")
+    if len(index.token_bytes) not in (0, index.vocabulary):
+        counts = f"{len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
+        raise ValueError(f"token_bytes has {counts}")
+    if set(index.splits) != {TRAIN, VALIDATION}:
+        raise ValueError(f"splits are {sorted(index.splits)}")
     return index
 
 
@@ -232,10 +220,6 @@ class TokenShards:
         """Samples in one epoch; the last tokens that do not fill a window are left out."""
         return (self.tokens - 1) // self.sequence
 
-    @property
-    def fingerprint(self) -> str:
-        return self.index.fingerprint
-
     def spread(self, most: int) -> np.ndarray:
         """Ids of up to ``most`` samples at equal distances over the split, all different: [count] int64."""
         count = min(most, self.samples)
@@ -263,17 +247,6 @@ class TokenShards:
             filled += len(piece)
             shard += 1
 
-    def verify(self) -> None:
-        """Read every shard of the split and compare its SHA-256; ValueError names the first that differs."""
-        for shard in self.index.splits[self.split]:
-            with open(self.directory / shard.file, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard.sha256:
-                raise ValueError(
-                    f"data set {self.directory}: {shard.file} has SHA-256 {found[:12]}..., "
-                    f"not {shard.sha256[:12]}...; {_AGAIN}"
-                )
-
 
 # The order of samples: a keyed permutation per epoch, computed where it is asked for and never stored.
 
@@ -298,7 +271,7 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
 
 
 def samples_digest(ids: np.ndarray) -> int:
-    """A number for a multiset of samples: that of a union is the sum of those of its parts, modulo 2^64."""
+    """A number for a multiset of samples; numbers of parts add up to that of their union, modulo 2^64."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from braid.actors.stage.global_state import GlobalSlices, GlobalState, LoadPlann
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.optimizer import Optimizer
-from braid.actors.stage.parameters import GlobalParameter, ParameterSlice
+from braid.actors.stage.parameters import ParameterSlice
 from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.spec import ModelShape
 
@@ -72,11 +73,8 @@ def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Te
     """A box of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
     extents, rows = list(box), len(tensor.leading)
     extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
-    if not tensor.transposed:
-        found: Tensor = part[tuple(extents)]
-        return found
-    found = part[tuple(reversed(extents))]
-    return found.t()
+    values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
+    return values.t() if tensor.transposed else values
 
 
 def export_model(
@@ -98,11 +96,9 @@ def export_model(
     _check_contents(checkpoint, reader, tensors)
     kind = EXPORT_DTYPES[dtype]
     groups = _groups(tensors, kind.itemsize, max_file_bytes)
-    names = (
-        [SINGLE]
-        if len(groups) == 1
-        else [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    )
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [SINGLE]
     for name, group in zip(names, groups, strict=True):
         parts = _load(reader, group)
         content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
@@ -111,7 +107,7 @@ def export_model(
         except SafetensorError as error:
             raise OSError(f"{name}: {error}") from None
     if len(groups) > 1:
-        total = sum(_bytes(tensor, kind.itemsize) for tensor in tensors)
+        total = sum(kind.itemsize * math.prod(tensor.shape) for tensor in tensors)
         places = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -124,7 +120,7 @@ def export_model(
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
-    """Compare names and shapes of the checkpoint's parameters with those that will be asked for."""
+    """Compare names and shapes of the checkpoint's parameters with what the tensors will ask for."""
     held = {
         name.removeprefix("parameter."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -139,19 +135,12 @@ def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[S
             )
 
 
-def _bytes(tensor: StoredTensor, itemsize: int) -> int:
-    count = itemsize
-    for extent in tensor.shape:
-        count *= extent
-    return count
-
-
 def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int) -> list[list[StoredTensor]]:
     """Tensors in their order, cut into files."""
     groups: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
-        size = _bytes(tensor, itemsize)
+        size = itemsize * math.prod(tensor.shape)
         if groups[-1] and used + size > max_file_bytes:
             groups.append([])
             used = 0
@@ -164,29 +153,26 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tup
     """What a file's tensors are made of, in the dtype of the checkpoint, by name.
 
     Of a global parameter of experts this is a box, from the first expert that is in the file to the last, so
-    that nothing is read of the others; the number is the first one's. Of others it is all, and 0. One box, as
-    a stored slice of many experts is read anew for each box that asks for some of it.
+    that nothing is read of other experts, and the number of the first expert. Of other parameters it is all,
+    and 0. One box, as a stored slice of many experts is read anew for each box that asks for some of it.
     """
     boxes: dict[str, tuple[tuple[int, ...], range]] = {}
     for tensor in group:
         for name, rows in tensor.sources:
             shape = tensor.source_shape(rows)
-            first = tensor.expert or 0
-            own = range(shape[0]) if tensor.expert is None else range(first, first + 1)
-            held = boxes[name][1] if name in boxes else own
-            boxes[name] = shape, range(min(held.start, own.start), max(held.stop, own.stop))
+            wanted = range(shape[0]) if tensor.expert is None else range(tensor.expert, tensor.expert + 1)
+            _, held = boxes.get(name, (shape, wanted))
+            boxes[name] = shape, range(min(held.start, wanted.start), max(held.stop, wanted.stop))
     entries = reader.read_metadata().state_dict_metadata
     state: GlobalState = {}
     parts: dict[str, tuple[int, Tensor]] = {}
-    for name, (shape, own) in boxes.items():
+    for name, (shape, held) in boxes.items():
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
-        sizes, offsets = (len(own), *shape[1:]), (own.start, *[0] * (len(shape) - 1))
-        local = torch.empty(sizes, dtype=entry.properties.dtype)
-        source = GlobalParameter(name=name, shape=shape)
-        slices = state[f"parameter.{name}"] = GlobalSlices(shape)
-        slices.add(ParameterSlice(source=source, offsets=offsets, sizes=sizes), local)
-        parts[name] = own.start, local
+        local = torch.empty((len(held), *shape[1:]), dtype=entry.properties.dtype)
+        offsets = torch.Size((held.start, *[0] * (len(shape) - 1)))
+        state[f"parameter.{name}"] = GlobalSlices(shape, {offsets: local})
+        parts[name] = held.start, local
     with quietly():
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     return parts

@@ -5,6 +5,7 @@ that several ranks have is written by one of them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,47 +31,26 @@ from braid.actors.stage.parameters import GlobalParameter, ParameterSlice
 from braid.actors.stage.shards import Shard
 
 
+@dataclass(frozen=True)
 class GlobalSlices:
-    """Slices of one global tensor, by their place in it."""
+    """Slices of one global tensor of a ``shape``, by their offsets in it."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._shape = torch.Size(shape)
-        self._slices: dict[torch.Size, Tensor] = {}
+    shape: tuple[int, ...]
+    by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def add(self, piece: ParameterSlice, local: Tensor) -> None:
-        """The part of a rank's local tensor that is a slice of this one; the first of equal ones is kept."""
-        self._slices.setdefault(torch.Size(piece.offsets), piece.of_local(local))
+        """Add the part of a rank's local tensor that is a slice of this tensor, unless it is there."""
+        self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
-    def at(self, place: torch.Size) -> Tensor:
-        """A slice."""
-        return self._slices[place]
-
-    @property
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where they are."""
-        return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self._slices.items()]
-
-    def items(self, name: str) -> list[WriteItem]:
-        """What is to be written, under a name."""
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.at(chunk.offsets)),
-                    size=self._shape,
-                ),
-            )
-            for chunk in self.chunks
-        ]
+        return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self.by_offsets.items()]
 
     def check(self, name: str, stored: object) -> TensorStorageMetadata:
         """What a checkpoint has of the tensor; `ValueError` if that is another one."""
         size = stored.size if isinstance(stored, TensorStorageMetadata) else None
-        if not isinstance(stored, TensorStorageMetadata) or size != self._shape:
+        if not isinstance(stored, TensorStorageMetadata) or size != torch.Size(self.shape):
             there = "nothing" if size is None else f"shape {tuple(size)}"
-            raise ValueError(f"checkpoint: {name} has shape {tuple(self._shape)} here, {there} there")
+            raise ValueError(f"checkpoint: {name} has shape {tuple(self.shape)} here, {there} there")
         return stored
 
 
@@ -82,44 +62,49 @@ UPDATES = "updates"
 _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
-def global_state(
-    shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
-) -> GlobalState:
-    """Views of masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
-
-    ``updates``: one element, the number of updates.
-    """
-    state: GlobalState = {}
-    add_state(state, shards, held, updates)
-    return state
-
-
 def add_state(
     state: GlobalState, shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
-) -> None:
-    """Add what one rank holds. All ranks hold the same number of updates."""
+) -> GlobalState:
+    """Add views of a rank's masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
+
+    ``updates``: one element, the number of updates, which all ranks have in common. Returns ``state``.
+    """
     state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
     for kind, tensors in held:
         for tensor, shard in zip(tensors, shards, strict=True):
             for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
                 name = f"{kind}.{piece.source.name}"
                 state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
+    return state
+
+
+def _slice(state: GlobalState, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None
+    return state[index.fqn].by_offsets[index.offset]
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
     """Plans to write a `GlobalState`."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has."""
-        items = [item for name, slices in self.state_dict.items() for item in slices.items(name)]
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(slices.by_offsets[chunk.offsets]),
+                    size=torch.Size(slices.shape),
+                ),
+            )
+            for name, slices in self.state_dict.items()
+            for chunk in slices.chunks()
+        ]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The slice that is written next."""
-        slices: GlobalSlices = self.state_dict[index.fqn]
-        assert index.offset is not None
-        return slices.at(index.offset)
+        return _slice(self.state_dict, index)
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -133,16 +118,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank wants."""
         assert self.metadata is not None
         items = []
         for name, slices in self.state_dict.items():
             stored = slices.check(name, self.metadata.state_dict_metadata.get(name))
-            items += create_read_items_for_chunk_list(name, stored, slices.chunks)
+            items += create_read_items_for_chunk_list(name, stored, slices.chunks())
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The slice that is read next."""
-        slices: GlobalSlices = self.state_dict[index.fqn]
-        assert index.offset is not None
-        return slices.at(index.offset)
+        return _slice(self.state_dict, index)

@@ -42,12 +42,11 @@ def state_elements(optimizer: Optimizer) -> int:
 
 
 def state_dtype(optimizer: Optimizer) -> torch.dtype:
-    """Dtype of `HostState.flat`."""
     return optimizer.masters[0].dtype
 
 
 def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
-    """Copy the state as it is now, ``into`` an older one's memory if there is one to give up.
+    """Copy the state as it is now, ``into`` the memory of an older state if there is one to give up.
 
     From a GPU it is copied beside what follows: the next forward passes hide it, the next update waits.
     """
@@ -55,11 +54,11 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
     flat[-1:].fill_(optimizer.updates)
 
     def copy() -> None:
-        place = 0
+        begin = 0
         for _, tensors in optimizer.named_tensors():
             for tensor in tensors:
-                flat[place : place + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
-                place += tensor.numel()
+                flat[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
+                begin += tensor.numel()
 
     return HostState(step, flat, optimizer.read_beside(copy))
 
@@ -72,14 +71,9 @@ def empty_state(optimizer: Optimizer) -> Tensor:
 
 def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
     """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
-    place, found = 0, []
-    for kind in STATE_KINDS:
-        pieces = []
-        for shape in shapes:
-            pieces.append(state.flat[place : place + shape.numel()].view(shape))
-            place += shape.numel()
-        found.append((kind, pieces))
-    return found
+    sizes = [shape.numel() for shape in shapes]
+    pieces = iter(state.flat[:-1].split(sizes * len(STATE_KINDS)))
+    return [(kind, [next(pieces).view(shape) for shape in shapes]) for kind in STATE_KINDS]
 
 
 @torch.no_grad()

@@ -52,7 +52,6 @@ class StoredTensor:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Dims before the rows."""
         return (self.experts,) if self.experts and self.expert is None else ()
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
@@ -86,40 +85,43 @@ def _tensor(name: str, source: str, rows: int, columns: int | None = None) -> St
     return StoredTensor(name=name, sources=((source, rows),), columns=columns)
 
 
+def _linear(stored: str, ours: str, rows: int, columns: int, bias: bool = False) -> Iterator[StoredTensor]:
+    yield _tensor(f"{stored}.weight", f"{ours}.weight", rows, columns)
+    if bias:
+        yield _tensor(f"{stored}.bias", f"{ours}.bias", rows)
+
+
 def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
     hidden, ffn = shape.hidden, shape.ffn
     yield _tensor("model.embed_tokens.weight", "embedding.weight", shape.vocabulary, hidden)
     for index in range(shape.layers):
         stored, ours = f"model.layers.{index}", f"layers.{index}"
         yield from _norm(shape, f"{stored}.input_layernorm", f"{ours}.attention_norm")
+        attention, mlp = f"{stored}.self_attn", f"{stored}.mlp"
         for part, rows in (("q", shape.query_width), ("k", shape.kv_width), ("v", shape.kv_width)):
-            yield _tensor(f"{stored}.self_attn.{part}_proj.weight", f"{ours}.qkv.{part}.weight", rows, hidden)
-            if shape.qkv_bias:
-                yield _tensor(f"{stored}.self_attn.{part}_proj.bias", f"{ours}.qkv.{part}.bias", rows)
+            names = f"{attention}.{part}_proj", f"{ours}.qkv.{part}"
+            yield from _linear(*names, rows, hidden, shape.qkv_bias)
         for part in "qk" if shape.head_norm else "":
-            yield _tensor(
-                f"{stored}.self_attn.{part}_norm.weight", f"{ours}.{part}_norm.weight", shape.head_dim
-            )
-        there, here = f"{stored}.self_attn.o_proj", f"{ours}.projection"
-        yield _tensor(f"{there}.weight", f"{here}.weight", hidden, shape.query_width)
-        if shape.projection_bias:
-            yield _tensor(f"{there}.bias", f"{here}.bias", hidden)
+            yield _tensor(f"{attention}.{part}_norm.weight", f"{ours}.{part}_norm.weight", shape.head_dim)
+        names = f"{attention}.o_proj", f"{ours}.projection"
+        yield from _linear(*names, hidden, shape.query_width, shape.projection_bias)
         yield from _norm(shape, f"{stored}.post_attention_layernorm", f"{ours}.mlp_norm")
         if shape.experts and shape.kinds[index] != DENSE:
             yield from _experts(shape, stored, ours, stacked)
             continue
         for part in ("gate", "up"):
-            yield _tensor(f"{stored}.mlp.{part}_proj.weight", f"{ours}.mlp_in.{part}.weight", ffn, hidden)
-        yield _tensor(f"{stored}.mlp.down_proj.weight", f"{ours}.mlp_out.weight", hidden, ffn)
+            yield from _linear(f"{mlp}.{part}_proj", f"{ours}.mlp_in.{part}", ffn, hidden)
+        yield from _linear(f"{mlp}.down_proj", f"{ours}.mlp_out", hidden, ffn)
     yield from _norm(shape, "model.norm", "final_norm")
+    yield from _head(shape)
+
+
+def _head(shape: ModelShape) -> Iterator[StoredTensor]:
     if not shape.tied_head:
-        yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
-    if shape.head_bias:
-        yield _tensor("lm_head.bias", "head.bias", shape.vocabulary)
+        yield from _linear("lm_head", "head", shape.vocabulary, shape.hidden, shape.head_bias)
 
 
 def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
-    """Of the hidden size."""
     for kind in ("weight", "bias") if shape.norms_center else ("weight",):
         yield _tensor(f"{stored}.{kind}", f"{ours}.{kind}", shape.hidden)
 
@@ -128,7 +130,7 @@ def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterat
     """Router and experts of a layer, whose names begin so."""
     hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
     matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
-    matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
+    down = matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
     known = architecture_of(shape)
     original = known in (MIXTRAL, PHI_MOE) and not stacked
     block = f"{stored}.block_sparse_moe" if original else f"{stored}.mlp"
@@ -136,13 +138,9 @@ def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterat
     yield _tensor(f"{block}.{router}.weight", f"{ours}.router.weight", experts, hidden)
     if stacked:
         fused = tuple((matrices[part][0], width) for part in ("gate", "up"))
-        yield StoredTensor(
-            name=f"{block}.experts.gate_up_proj", sources=fused, columns=hidden, experts=experts
-        )
-        down, rows, columns = matrices["down"]
-        yield StoredTensor(
-            name=f"{stored}{STACKED}", sources=((down, rows),), columns=columns, experts=experts
-        )
+        up = f"{block}.experts.gate_up_proj"
+        yield StoredTensor(name=up, sources=fused, columns=hidden, experts=experts)
+        yield StoredTensor(name=f"{stored}{STACKED}", sources=(down[:2],), columns=width, experts=experts)
         return
     for expert in range(experts):
         for part, (name, rows, columns) in matrices.items():
@@ -170,8 +168,7 @@ def _gpt2(shape: ModelShape) -> Iterator[StoredTensor]:
         yield from _gpt2_linear(f"{stored}.mlp.c_fc", {f"{ours}.mlp_in.up": ffn}, hidden)
         yield from _gpt2_linear(f"{stored}.mlp.c_proj", {f"{ours}.mlp_out": hidden}, ffn)
     yield from _norm(shape, "transformer.ln_f", "final_norm")
-    if not shape.tied_head:
-        yield _tensor("lm_head.weight", "head.weight", shape.vocabulary, hidden)
+    yield from _head(shape)
 
 
 def _gpt2_linear(stored: str, outputs: dict[str, int], inputs: int) -> Iterator[StoredTensor]:
@@ -198,9 +195,8 @@ class HubDirectory:
         places = {}
         for name, file in _index(path / INDEX).items():
             if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-                refused = (
-                    "is a pickle, which can run code when it is read" if _is_pickle(file) else "is refused"
-                )
+                pickled = isinstance(file, str) and file.endswith(PICKLES)
+                refused = "is a pickle, which can run code when it is read" if pickled else "is refused"
                 raise ValueError(
                     f"{path / INDEX}: {name} is said to be in {file!r}, which {refused}; "
                     f"only names such as model-00001-of-00002.safetensors are read"
@@ -218,7 +214,7 @@ class HubDirectory:
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
     def tensors(self, shape: ModelShape) -> tuple[StoredTensor, ...]:
-        """Those of such a model, in the form that the directory has experts in."""
+        """All tensors of such a model, in the form that the directory has experts in."""
         return stored_tensors(shape, stacked=any(name.endswith(STACKED) for name in self.places))
 
     def check(self, shape: ModelShape) -> None:
@@ -231,9 +227,8 @@ class HubDirectory:
         known = {*tensors, *(("lm_head.weight",) if shape.tied_head else ())}
         spare = [name for name in self.places if name not in known and not _BUFFERS.fullmatch(name)]
         if spare:
-            sizes = f"model.layers={shape.layers}"
-            if shape.experts:
-                sizes += f", model.experts={shape.experts}"
+            experts = f", model.experts={shape.experts}" if shape.experts else ""
+            sizes = f"model.layers={shape.layers}{experts}"
             raise ValueError(
                 f"{self.path} holds tensor {min(spare)}{_and_more(spare)}, which a {shape.family} model of "
                 f"{sizes} does not have; it is of another architecture"
@@ -260,12 +255,8 @@ def _and_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _is_pickle(file: Any) -> bool:
-    return isinstance(file, str) and file.endswith(PICKLES)
-
-
 def _nothing_to_read(path: Path) -> str:
-    pickles = sorted(file.name for file in path.iterdir() if _is_pickle(file.name))
+    pickles = sorted(file.name for file in path.iterdir() if file.name.endswith(PICKLES))
     if not pickles:
         return f"model.initial={str(path)!r} holds neither {SINGLE} nor {INDEX}"
     return (

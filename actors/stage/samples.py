@@ -1,12 +1,14 @@
-"""A rank's samples: those of its data-parallel replica, as micro-batches on its device.
+"""A rank's samples, which are its data-parallel replica's, as micro-batches on its device.
 
 Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank has s and their successors,
 M micro-batches, T tokens of a micro-batch.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from braid.actors.stage.data import TRAIN, VALIDATION, TokenShards, read_index, 
 from braid.actors.stage.executor import MicroBatch
 from braid.actors.stage.layers import ModuleContext
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.reading_ahead import ReadingAhead
 from braid.kernels.operators.context_blocks import (
     Documents,
     Order,
@@ -41,8 +42,30 @@ class _Own:
     documents: list[Documents]
 
 
+_Tokens = TypeVar("_Tokens")
+
+
+class ReadingAhead(Generic[_Tokens]):
+    """Calls ``read(step)`` one step ahead, in a thread: which tokens a step takes is known beforehand."""
+
+    def __init__(self, read: Callable[[int], _Tokens]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self._next: tuple[int, Future[_Tokens]] | None = None
+
+    def of(self, step: int) -> _Tokens:
+        """What ``read(step)`` gives, or raises; begins to read the next step's."""
+        ahead, self._next = self._next, None
+        tokens = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
+        self._next = step + 1, self._thread.submit(self._read, step + 1)
+        return tokens
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class ReplicaSamples:
-    """Training samples by step, read one step ahead, and those of a validation."""
+    """Training samples by step, read one step ahead, and samples of a validation."""
 
     def __init__(
         self,
@@ -75,7 +98,7 @@ class ReplicaSamples:
         self._newest = np.zeros(0, np.int64)
 
     def of_step(self, step: int) -> Batches:
-        """Of a training step (from 0); those of the next one are read meanwhile."""
+        """Micro-batches of a training step (from 0); the next step's are read meanwhile."""
         self._newest, own = self._ahead.of(step)
         return self._batches(self._newest, own)
 
@@ -89,7 +112,7 @@ class ReplicaSamples:
         return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.dp))
 
     def of_validation(self) -> Batches:
-        """The samples that every validation takes; those that only fill up micro-batches do not count."""
+        """The samples that every validation takes; samples that only fill up micro-batches do not count."""
         assert self._validation is not None
         filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.dp
         ids = self._mine(np.resize(self._validated, filled))
@@ -97,12 +120,11 @@ class ReplicaSamples:
         return self._batches(ids, self._tokens(self._validation, ids), counted)
 
     def documents(self) -> list[Mapping[str, Documents]]:
-        """Of the first step's micro-batches."""
         return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
     def facts(self) -> dict[str, int | str | None]:
         """The data's identity; and the tokens that a validation predicts, with their bytes of text."""
-        facts: dict[str, int | str | None] = {"fingerprint": self._train.fingerprint}
+        facts: dict[str, int | str | None] = {"fingerprint": self._train.index.fingerprint}
         if self._validation is not None:
             targets = self._validation.tokens_at(self._validated)[:, 1:]
             facts["validation_tokens"] = targets.size
@@ -110,7 +132,6 @@ class ReplicaSamples:
         return facts
 
     def close(self) -> None:
-        """Read no more."""
         self._ahead.close()
 
     def _mine(self, ids: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 from braid.actors.stage.accelerator import accelerator_of
 from braid.actors.stage.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.assembly import Assembly, assemble, join
-from braid.actors.stage.checkpoint import Saves, load_checkpoint, save_group
+from braid.actors.stage.checkpoint import Saves, held_slices, load_checkpoint, save_group, write_slices
 from braid.actors.stage.clocks import clock_ahead_ns
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.devices import hardware, set_arithmetic
@@ -33,7 +33,6 @@ from braid.actors.stage.peers import Peers
 from braid.actors.stage.profiling import Profiler
 from braid.actors.stage.rank import Pulse, Rank
 from braid.actors.stage.repeated_routing import ChoicesMade
-from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.telemetry import Recorder

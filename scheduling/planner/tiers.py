@@ -14,12 +14,12 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from braid.scheduling.in_order import run_in_order
 from braid.scheduling.lowering.beside import CUT, can_be_cut, operators_beside
 from braid.scheduling.memory import DTYPE_BYTES, sent_width
 from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
 from braid.scheduling.partition import ABOUT_OWN, PARTITIONED, Factor, Partition, factor_of
 from braid.scheduling.pattern import is_layer
-from braid.scheduling.in_order import run_in_order
 from braid.scheduling.planner.orders import Bench, BenchOf
 from braid.scheduling.profile import Profile
 from braid.scheduling.stages import moves_of

@@ -5,10 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import FailureConfig
-from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.group import WorkerError
-from braid.actors.controller.interruptions import Interruptions
-from braid.actors.controller.steps import SpikeError
+from braid.actors.controller.interruptions import Interruptions, RestartBudget, SpikeError
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])

@@ -19,7 +19,6 @@ from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import CheckpointStore
 from braid.actors.controller.records import Incident, RunDirectory, Saved
 from braid.actors.controller.recovery import newest_common
-from braid.actors.controller.rescue import rescue
 from braid.actors.controller.saving import Saver, manifest_facts
 from braid.actors.stage.checkpoint import read_tensors
 from braid.actors.stage.rank import Rank
@@ -120,7 +119,7 @@ class Run:
         """What is told of it."""
         plan, group = self._ranks.plan, self._ranks.group
         facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
-        return list(rescue(group, plan.config, self.saver, self.directory, 1, self._steps, facts))
+        return list(self.saver.rescue(group, plan.config, self._steps, 1, facts))
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from braid.actors.stage.data import DataIndex, Shard, TokenShards, read_index, sample_ids
 from braid.actors.stage.reading import UnreadableError
-from tests.actors.saved import flip
 from tests.architecture.test_imports import loaded_after
 
 
@@ -147,7 +146,6 @@ def test_samples_are_spread_over_the_split(tmp_path: Path, most: int, ids: list[
 def test_the_fingerprint_is_that_of_the_tokens(tmp_path: Path) -> None:
     index = write_data(tmp_path, counting(10, 20))
     assert read_index(tmp_path) == index
-    assert TokenShards.open(tmp_path, "train", 4).fingerprint == index.fingerprint
     elsewhere = dataclasses.replace(index, request="1", sources=(("/a", 1, 2),), parameters={"a": 1})
     assert elsewhere.fingerprint == index.fingerprint
     assert dataclasses.replace(index, vocabulary=300).fingerprint != index.fingerprint
@@ -178,14 +176,14 @@ def edit_shard(folder: Path, **entries: object) -> None:
         (lambda d: (d / "index.json").write_text("[]"), "not that of a Braid data set"),
         (lambda d: edit(d, format="npm"), "not that of a Braid data set"),
         (lambda d: edit(d, version=2), "has version 2, this Braid reads 1; prepare it again"),
-        (lambda d: edit(d, more=1), "damaged .*more"),
-        (lambda d: edit(d, dtype="float64"), "damaged .dtype is 'float64'"),
+        (lambda d: edit(d, more=1), "damaged .more: "),
+        (lambda d: edit(d, dtype="float64"), "damaged .dtype: Input should be 'uint16' or 'uint32'"),
         (lambda d: edit(d, token_bytes=[1] * 256), "damaged .token_bytes has 256 entries, the vocabulary 25"),
-        (lambda d: edit(d, token_bytes=[1] * 256 + [-1]), "damaged .token_bytes is -1"),
-        (lambda d: edit(d, vocabulary=True), "damaged .vocabulary is True"),
-        (lambda d: edit(d, splits=[]), "damaged"),
+        (lambda d: edit(d, token_bytes=[1] * 256 + [-1]), r"damaged .token_bytes\.256: "),
+        (lambda d: edit(d, vocabulary=True), "damaged .vocabulary: "),
+        (lambda d: edit(d, splits=[]), "damaged .splits: "),
         (lambda d: edit(d, splits={}), "damaged .splits are"),
-        (lambda d: edit_shard(d, tokens=-10), "damaged .tokens is -10"),
+        (lambda d: edit_shard(d, tokens=-10), r"damaged .splits\.train\.0\.tokens: "),
         (lambda d: edit_shard(d, file="../train-00000.bin"), "damaged .shard '../train-00000.bin'"),
         (lambda d: edit_shard(d, file="/etc/passwd"), "damaged .shard '/etc/passwd'"),
         (lambda d: (d / "train-00000.bin").unlink(), "train-00000.bin: No such file.*prepare it again"),
@@ -199,15 +197,6 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], ob
         TokenShards.open(tmp_path, "train", 4)
     assert str(tmp_path) in str(fault.value)
     assert "\n" not in str(fault.value)
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    write_data(tmp_path, counting(10, 20))
-    shards = TokenShards.open(tmp_path, "train", 4)
-    shards.verify()
-    flip(tmp_path / "train-00001.bin")
-    with pytest.raises(ValueError, match=r"train-00001.bin has SHA-256 .*prepare it again"):
-        TokenShards.open(tmp_path, "train", 4).verify()
 
 
 def test_a_split_that_is_too_short_is_refused(tmp_path: Path) -> None:

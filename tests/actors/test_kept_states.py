@@ -16,16 +16,22 @@ import torch.distributed as dist
 
 from braid.actors.stage import checked_files
 from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.checkpoint import Saves, load_checkpoint, read_tensors, save_group
+from braid.actors.stage.checkpoint import (
+    Saves,
+    held_slices,
+    load_checkpoint,
+    read_tensors,
+    save_group,
+    write_slices,
+)
 from braid.actors.stage.copies import Copies
 from braid.actors.stage.digests import damage
-from braid.actors.stage.global_state import UPDATES, global_state
+from braid.actors.stage.global_state import UPDATES, add_state
 from braid.actors.stage.gloo_streams import HostStreams
 from braid.actors.stage.mesh import build_mesh, make_world
 from braid.actors.stage.messages import Rendezvous, Rescue, Written
 from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
 from braid.actors.stage.parameters import Place
-from braid.actors.stage.rescue import held_slices, write_slices
 from braid.actors.stage.telemetry import Recorder
 from braid.scheduling.operations import Reduce
 from braid.scheduling.spec import ParallelLayout
@@ -105,8 +111,8 @@ def saved_and_restored(rank: int, home: Path) -> None:
     saves.take(SAVED)
     copies.keep(optimizer, SAVED)
     copies.settle()
-    held_now = optimizer.shards, optimizer.named_tensors()
-    older = {name: one for name, one in global_state(*held_now, torch.zeros(1)).items() if name != UPDATES}
+    older = add_state({}, optimizer.shards, optimizer.named_tensors(), torch.zeros(1))
+    del older[UPDATES]
     write_slices(home / "of before", older)
     trained.train(SAVED, STEPS)
     expected = trained.state()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller import elastic, interruptions, resizing, restoring
+from braid.actors.controller import elastic, generation, interruptions, resizing
 from braid.actors.controller.controller import Replan, RunOptions
 from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.homes import Homes
@@ -31,7 +31,7 @@ RESUME = RunOptions(resume=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No try of a recovery is waited for, and a home that is away is looked for all the time."""
     monkeypatch.setattr(interruptions, "BACKOFF_S", 0.0)
-    monkeypatch.setattr(restoring, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "_LOOK_SECONDS", 0.01)
 
 
 def config_of(path: Path, **sections: Any) -> Config:

@@ -12,7 +12,7 @@ from braid.actors.stage.data import read_index
 from braid.actors.stage.digests import damage, damage_in_share
 from braid.actors.stage.guarded_reader import GuardedReader
 from braid.actors.stage.reading import UnreadableError, open_regular
-from braid.actors.stage.reading_ahead import ReadingAhead
+from braid.actors.stage.samples import ReadingAhead
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.actors.config import ConfigError
-from braid.actors.controller import json_lines, records, waiting_lines
+from braid.actors.controller import json_lines, records
 from braid.actors.controller.json_lines import last_line, read_lines
 from braid.actors.controller.records import RunDirectory
 from braid.actors.controller.reporting import build_report
@@ -227,7 +227,7 @@ def test_a_full_disk_is_tried_after_pauses_and_lines_are_bounded(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(waiting_lines, "_WAITING_BYTES", 40_000)
+    monkeypatch.setattr(json_lines, "_WAITING_BYTES", 40_000)
     attempts: list[int] = []
     with monkeypatch.context() as patch:
         full_disk(patch, attempts)

@@ -135,7 +135,7 @@ def test_a_loss_that_leaps_is_looked_at_twice(
     odd = Stepper._odd
     leaps = {6: 1, 7: 2}
 
-    def wrong(self: Stepper, step: int, loss: float, *rest: Any) -> list[Incident]:
+    def wrong(self: Stepper, step: int, loss: float, *rest: Any) -> list[str]:
         if leaps.get(step, 0):
             leaps[step] -= 1
             loss *= 10

@@ -20,9 +20,8 @@ from braid.actors.controller.json_lines import read_lines
 from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
-from braid.actors.stage import checkpoint
 from braid.actors.stage.checked_files import CheckedWriter
-from braid.actors.stage.checkpoint import read_tensors
+from braid.actors.stage.checkpoint import Saves, read_tensors
 from braid.actors.stage.faults import FOLDER, fire, fired_at
 from braid.actors.stage.global_state import UPDATES
 from braid.actors.stage.messages import Written
@@ -141,13 +140,13 @@ def events_of(path: Path, data: Path, launcher: Any, **keeping: Any) -> Iterator
 
 def troubled(rank: int, address: str) -> Worker:
     """A rank whose saves wait for the gate; the first one fails: rank 0 cannot read, rank 1 finds others."""
-    write, read_back = checkpoint._write, CheckedWriter.read_back
+    write, read_back = Saves._write, CheckedWriter.read_back
     failed: list[bool] = []
 
-    def slowly(directory: Path, *rest: Any) -> Written:
+    def slowly(self: Saves, *arguments: Any) -> Written:
         while not Path(os.environ[GATE]).exists():
             time.sleep(0.01)
-        return write(directory, *rest)
+        return write(self, *arguments)
 
     def badly(self: CheckedWriter) -> Any:
         if not failed:
@@ -160,7 +159,7 @@ def troubled(rank: int, address: str) -> Worker:
             path.write_bytes(content)
         return read_back(self)
 
-    checkpoint._write = slowly
+    Saves._write = slowly  # type: ignore[method-assign]
     CheckedWriter.read_back = badly  # type: ignore[method-assign]
     return Worker(rank, address)
 
