@@ -112,6 +112,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links to what is not there: {', '.join(missing)}"
 
 
+def test_what_catches_a_pitfall_exists() -> None:
+    """Files, and where one is named the test in it."""
+    text = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", text)
+    assert len(named) > 20
+    for file, test in named:
+        assert (ROOT / file).exists(), file
+        assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
 def anchors(page: Path) -> set[str]:
     """Headings as links name them: lower case, hyphens for spaces, no punctuation."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
