@@ -68,13 +68,6 @@ def step_tasks(
     return tuple(task for queue in builder.queues.values() for task in queue)
 
 
-def serialised(tasks: Sequence[StepTask]) -> tuple[StepTask, ...]:
-    """The same tasks without any overlap: each waits for the one that started before it."""
-    times = run_in_order(tasks)
-    ordered = sorted(tasks, key=lambda task: (times[task.name], tasks.index(task)))
-    return (ordered[0], *(replace(b, after=(a.name,)) for a, b in pairwise(ordered)))
-
-
 def _backward(
     builder: StepBuilder, use: Use, pieces: int, parts: int = 1, gathered: Sequence[str] = ()
 ) -> list[str]:

@@ -1,8 +1,8 @@
 """A published figure beside the simulated one, and when the two fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 Figure = float | tuple[float, float]
 """A number, or the least and the most of several."""
@@ -48,10 +48,8 @@ def number(
 ) -> Row:
     """A number that fits within a share ``tolerance`` of the published one."""
     distance = simulated / published - 1
-    judged: dict[str, Any] = {"distance": distance, "fits": abs(distance) <= tolerance, "unit": unit}
-    return Row(
-        paper=paper, figure=figure, what=what, published=published, simulated=simulated, note=note, **judged
-    )
+    row = claim(paper, figure, what, unit, simulated, abs(distance) <= tolerance, note)
+    return replace(row, published=published, distance=distance)
 
 
 def percentages(
@@ -61,10 +59,8 @@ def percentages(
     low, high = published if isinstance(published, tuple) else (published, published)
     distance = max(0.0, low - min(simulated), max(simulated) - high)
     found = simulated[0] if len(simulated) == 1 else (min(simulated), max(simulated))
-    judged: dict[str, Any] = {"distance": distance, "fits": distance <= POINTS, "unit": "%"}
-    return Row(
-        paper=paper, figure=figure, what=what, published=published, simulated=found, note=note, **judged
-    )
+    row = claim(paper, figure, what, "%", found, distance <= POINTS, note)
+    return replace(row, published=published, distance=distance)
 
 
 def claim(

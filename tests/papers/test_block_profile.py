@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.scheduling.planner.degree_problem import DegreeProblem, LayerChoice
+from braid.scheduling.planner.degree_problem import DegreeProblem
 from braid.scheduling.planner.tensor_degrees import plan_degrees, strategy_cost, strategy_memory_bytes
 from tests.papers.block_profile import (
     HEADER,
@@ -104,15 +104,6 @@ def test_a_degree_sets_the_batch_and_its_halves() -> None:
     assert problem.gather_ns[1, 2] == pytest.approx(3 * message / 2, abs=2)
     assert problem.gather_ns[2, 4] == pytest.approx(6 * message / 2, abs=2)
     assert problem.gather_ns[1, 4] == pytest.approx(9 * message / 2, abs=2)
-
-
-def test_a_single_sample_overlaps_nothing() -> None:
-    problem = made_up_problem(2)
-    assert problem.degrees == (2, 4)
-    two = problem.option(LayerChoice(2))
-    assert [block.compute_ns for block in two.forward] == [(500, 0), (1000, 0)]
-    work = 3 * sum(b.compute_ns[0] + b.collective_ns[0] for b in (*two.forward, *two.backward))
-    assert strategy_cost(problem, fully_recomputed((2, 2, 2))) == work
 
 
 def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreeProblem:
