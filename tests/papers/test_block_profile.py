@@ -18,7 +18,7 @@ from tests.papers.block_profile import (
     read_block_profile,
 )
 from tests.papers.oases import DEVICES, PUBLISHED, USABLE_BYTES
-from tests.scheduling.test_tensor_degrees import check_optimal, fully_recomputed
+from tests.scheduling.test_tensor_degrees import fully_recomputed
 
 PUBLIC = Path(__file__).parents[3] / "shared/data/rtx3090_tmp_profile.csv"
 """The public profile of an RTX 3090 cluster, beside the checkout where somebody put it."""
@@ -110,12 +110,6 @@ def real_problem(*sizes: int, degrees: Sequence[int] | None = None) -> DegreePro
     """A problem on the public profile."""
     names = ("hidden", "layers", "devices", "global_batch", "memory_limit_bytes")
     return problem_from_profile(public_profile(), **dict(zip(names, sizes, strict=True)), degrees=degrees)
-
-
-def test_the_plan_is_the_best_of_eight_layers_on_the_real_profile() -> None:
-    problem = real_problem(4096, 8, 32, 32, 9 * GIB, degrees=(2, 4, 8))
-    check_optimal(problem)
-    assert len(set(plan_degrees(problem).degrees)) > 1, "the memory limit should force a mixture"
 
 
 def test_the_published_strategies_are_not_beaten_by_more_than_they_claim() -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -106,21 +105,18 @@ def test_sharded_steps_hold_two_neighbouring_units_at_most() -> None:
         for choice in choices(method, ONE):
             tasks = step_tasks(method, ONE, CLUSTER, choice)
             times = run_in_order(tasks)
-            gathers: dict[tuple[int, str, str], dict[int, int]] = defaultdict(dict)
-            uses: dict[tuple[int, str, str], dict[int, int]] = defaultdict(dict)
-            for task in tasks:
+            held_for: dict[tuple[int, str, str], list[list[int]]] = defaultdict(list)
+            for task in sorted(tasks, key=lambda task: times[task.name]):
                 name, operator, *part = task.operator.split(".")
-                # Forward and backward passes of all micro-batches, counted.
-                number = 2 * task.micro_batch + (operator in ("gather_backward", "input_gradient"))
+                spans, (start, end) = held_for[task.layer, name, part[0]], times[task.name]
                 if operator in ("gather", "gather_backward") and part[1] == "0":
-                    gathers[task.layer, name, part[0]][number] = times[task.name][0]
+                    spans.append([start, end])
                 elif operator in ("forward", "input_gradient"):
-                    uses[task.layer, name, part[0]][number] = times[task.name][1]
-            changes = []
-            for key, starts in gathers.items():
-                for number, following in pairwise([*sorted(starts), 2 * ONE.micro_batches]):
-                    size = parameters[key[1]] / choice.pieces
-                    changes += [(starts[number], size), (uses[key][following - 1], -size)]
+                    spans[-1][1] = end
+            changes: list[tuple[int, float]] = []
+            for (_, name, _), spans in held_for.items():
+                size = parameters[name] / choice.pieces
+                changes += [change for start, end in spans for change in ((start, size), (end, -size))]
             held = peak = 0.0
             for _, change in sorted(changes):
                 held += change
