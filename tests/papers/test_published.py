@@ -11,10 +11,9 @@ from braid.scheduling.planner.orders import layer_pair
 from braid.scheduling.planner.pairing import pair
 from braid.scheduling.planner.space import with_schedule
 from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.spec import ParallelLayout
 from tests.papers import centauri, dhelix, dhelix_parts, pairing
 from tests.papers.dhelix import BATCH_TOKENS
-from tests.papers.dhelix_parts import PARTS, restricted, volumes
+from tests.papers.dhelix_parts import PARTS, restricted
 from tests.papers.oases import PUBLISHED, strategy_row
 from tests.papers.pairing import LAYERS
 from tests.papers.published import run, show
@@ -32,19 +31,6 @@ def test_percentages_fit_where_both_ends_lie_within_points_of_the_range() -> Non
 
 
 # -- DHelix --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dp", "local_gib", "cross_gib"), [(64, 441.0, 8.6), (128, 220.5, 7.7)])
-def test_volumes_of_table_1(dp: int, local_gib: float, cross_gib: float) -> None:
-    model, layout = model_preset("llama-405b"), ParallelLayout(dp=dp, tp=8, pp=16)
-    local, cross = volumes(model, layout, 16 * 2**20)
-    samples, layers, tokens = 2048 // dp, 126 / 16, 8192
-    # Four collectives forward and four backward, each of all tokens of which seven eighths are sent.
-    assert local == 8 * 7 / 8 * tokens * 16384 * 2 * layers * samples
-    assert local / 2**30 == pytest.approx(local_gib)
-    assert cross / 2**30 == pytest.approx(cross_gib, rel=0.005)
-    _, messages = volumes(model, replace(layout, dp=1), 2048 // dp * 8192)
-    assert messages == pytest.approx(2 * 15 / 16 * tokens * 16384 * 2 / 8 * samples)
 
 
 def test_chosen_setting_uses_what_memory_there_is() -> None:

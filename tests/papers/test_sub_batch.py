@@ -57,25 +57,6 @@ def test_every_operation_stands_once_with_its_collective_behind_it(kind: SubBatc
         assert schedule.after[collective] == (collective._replace(collective=False),)
 
 
-@pytest.mark.parametrize("kind", SubBatching)
-def test_data_arrives_before_it_is_read(kind: SubBatching) -> None:
-    """By hand: a backward needs the gradient from the block above and its own recomputed values."""
-    after, blocks = sub_batch_schedule(kind, 2).after, 4
-    for part in range(kind.sub_batches):
-        for block in range(blocks):
-            backward = after[Operation(Phase.BACKWARD, block, part)]
-            above = Phase.FORWARD if block == blocks - 1 else Phase.BACKWARD
-            assert Operation(above, min(block + 1, blocks - 1), part, collective=True) in backward
-            again = Operation(Phase.RECOMPUTE, block, part)
-            assert (again if kind is SubBatching.FINE else again.reduced) in backward
-            if block:
-                before = Operation(Phase.FORWARD, block - 1, part, collective=True)
-                assert before in after[Operation(Phase.FORWARD, block, part)]
-                within_layer = block % 2 == 1 and kind is not SubBatching.FINE
-                source = before._replace(phase=Phase.RECOMPUTE) if within_layer else before
-                assert source in after[Operation(Phase.RECOMPUTE, block, part)]
-
-
 @given(split_steps())
 def test_megatron_overlaps_nothing(times: list[BlockTimes]) -> None:
     work = sum(2 * sum(block.forward_ns) + sum(block.backward_ns) for block in times)

@@ -155,12 +155,7 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
 
 
 def held_for_real(
-    shape: ModelShape,
-    code: Code,
-    stage: int,
-    dtype: str = "fp32",
-    context: str = "all_gather",
-    reduce_dtype: str | None = None,
+    shape: ModelShape, code: Code, stage: int, context: str, dtype: str, reduce_dtype: str | None
 ) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
@@ -196,17 +191,12 @@ def held_for_real(
     return held
 
 
-def assert_exact(
-    shape: ModelShape,
-    code: Code,
-    dtype: str = "fp32",
-    context: str = "all_gather",
-    reduce_dtype: str | None = None,
-) -> None:
+def assert_exact(shape: ModelShape, code: Code, context: str = "all_gather", **dtypes: str) -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
+    dtype, reduce_dtype = dtypes.get("dtype", "fp32"), dtypes.get("reduce_dtype")
     width, rounded = DTYPE_BYTES[dtype], DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
     for stage, stretches in enumerate(code.stages):
-        found = iter(held_for_real(shape, code, stage, dtype, context, reduce_dtype))
+        found = iter(held_for_real(shape, code, stage, context, dtype, reduce_dtype))
         sweep = Sweep(code, width, rounded_width=rounded)
         during = held_during(code, stage, width, reduce_dtype=reduce_dtype)
         most = 0
