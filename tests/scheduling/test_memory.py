@@ -363,7 +363,15 @@ def settings_to_count() -> Iterator[tuple[Callable[[Setting], Iterable[Code]], S
         yield partial(codes, intra=2e10), setting, {"reduce_dtype": "bf16"}
 
 
-@pytest.mark.parametrize(("lowered", "setting", "dtypes"), [*settings_to_count()])
+def in_words(value: Any) -> str:
+    """By which words `make test` chooses."""
+    if not isinstance(value, Setting):
+        return "-".join(map("_".join, value.items())) if isinstance(value, dict) else ""
+    layout = value.layout.describe().replace(" ", "")
+    return f"{value.schedule}-{value.pipeline}-{layout}-{value.recompute}"
+
+
+@pytest.mark.parametrize(("lowered", "setting", "dtypes"), [*settings_to_count()], ids=in_words)
 @pytest.mark.slow
 def test_what_ranks_hold_is_counted_to_the_byte(
     lowered: Callable[[Setting], Iterable[Code]], setting: Setting, dtypes: dict[str, str]
