@@ -84,13 +84,10 @@ def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path]
 @pytest.mark.parametrize(
     ("kind", "key", "value", "theirs"),
     [
-        ("llama", "hidden", 128, 64),
         ("llama", "rotary_base", 1e4, 5e4),
         ("llama", "family", "gpt", "llama"),
         ("llama", "sequence", 64, SEQUENCE),
-        ("gpt2", "sequence", 16, SEQUENCE),
         ("gpt2", "tied_head", False, True),
-        ("qwen3", "head_norm", False, True),
         ("mixtral", "softmax_after", True, False),
         ("qwen3 moe, sparse, tied", "pattern", "dense layer", "dense layer 2*dense"),
         ("llama", "balance_loss", 0.01, 0.0),
@@ -168,7 +165,6 @@ def scaling(**changes: Any) -> dict[str, Any]:
     return {"rope_parameters": {**LONG, **changes}}
 
 
-OTHER = {"architectures": None}
 REFUSALS = [
     no("llama", "gemma3|'llama'|'qwen3'|'gpt2'", model_type="gemma3", architectures=["Gemma3ForCausalLM"]),
     no("llama", "LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"]),
@@ -183,25 +179,16 @@ REFUSALS = [
     no("llama", "quantization_config", quantization_config={"bits": 4}),
     no("llama", "hidden_size is missing", hidden_size=None),
     no("llama", "hidden='many'|whole number", hidden_size="many"),
-    no("llama", "kv_heads=3", num_key_value_heads=3),
-    no("llama", "norm_eps|finite", rms_norm_eps=float("nan")),
     no("llama", "vocabulary of 100|257 tokens", vocab_size=100),
     no("llama", "lacks tensor model.layers.4.|8 more", num_hidden_layers=5),
     no("llama", "holds tensor model.layers.3.|another architecture", num_hidden_layers=3),
     no("llama", "[261, 64] instead of [300, 64]", tie_word_embeddings=False, vocab_size=300),
-    no("llama 3.1", "original_sequence=0", original_max_position_embeddings=0),
     no("mistral", "sliding_window=31|sequence of 32|model.sequence", sliding_window=SEQUENCE - 1),
     no("qwen2", "use_sliding_window=True|False", use_sliding_window=True),
     no("qwen2", "layer_types=['sliding_attention'", layer_types=["sliding_attention"] * 4),
-    no("qwen2", "holds tensor|proj.bias", model_type="llama", **OTHER),
     no("qwen3", "shape [96, 64] instead of [512, 64]", head_dim=None),
-    no("mixtral", "num_experts_per_tok is missing", num_experts_per_tok=None),
-    no("mixtral", "top_k=5|experts=4", num_experts_per_tok=5),
-    no("mixtral", "lacks tensor|experts.4.w1.weight and 11 more", num_local_experts=5),
-    no("mixtral", "lacks tensor|norm.bias", model_type="phimoe", router_jitter_noise=0.01, **OTHER),
     no("mixtral", "model_type='deepseek_v3'|compressed keys", model_type="deepseek_v3"),
     no("qwen3 moe", "normalised=1|true or false", norm_topk_prob=1),
-    no("qwen3 moe", "decoder_sparse_step=0|at least 1", decoder_sparse_step=0),
     no("qwen3 moe", "mlp_only_layers=['0']|numbers of layers", mlp_only_layers=["0"]),
     no("qwen3 moe", "lacks tensor model.layers.2.mlp.gate_proj.weight", mlp_only_layers=[2]),
     no("qwen3 moe", "model_type='qwen2_moe'|shared expert", model_type="qwen2_moe"),
@@ -210,7 +197,6 @@ REFUSALS = [
     no("stacked", "holds tensor model.layers.3.|a moe model", num_hidden_layers=3),
     no("phi moe", "mixer_jitter=0.0|SparseMixer", router_jitter_noise=0.0),
     no("phi moe", "top_k=1|two", num_experts_per_tok=1),
-    no("phi moe", "holds tensor lm_head.bias", lm_head_bias=False),
     no("phi moe", "head_bias=true|tied_head", tie_word_embeddings=True),
     no("phi moe", "yarn|'longrope'", **scaling(rope_type="yarn")),
     no("phi moe", "1 entries|8 frequencies", **scaling(short_factor=[1.0])),
@@ -246,21 +232,16 @@ def test_published_phi_is_read_up_to_the_length_that_its_short_factors_are_for(
 
 def test_a_window_as_long_as_the_samples_hides_nothing(copy: Callable[[str], Path]) -> None:
     directory = copy("mistral")
-    edit(directory / "config.json", sliding_window=16)
-    assert load(directory, sequence=16).sequence == 16
-    with pytest.raises(ValueError, match="sliding_window=16 hides tokens of a sequence of 17"):
-        load(directory, sequence=17)
-    edit(directory / "config.json", sliding_window=None)
-    assert load(directory).sequence == SEQUENCE
+    for window, length in ((16, 16), (None, SEQUENCE)):
+        edit(directory / "config.json", sliding_window=window)
+        assert load(directory, sequence=length).sequence == length
 
 
-def test_tensors_that_are_missing_too_many_or_of_integers(copy: Callable[[str], Path]) -> None:
+def test_tensors_of_integers_or_of_other_sizes_and_files_that_are_torn(copy: Callable[[str], Path]) -> None:
     file = copy("llama") / "model.safetensors"
     whole = load_file(file)
     norm = "model.layers.2.input_layernorm.weight"
     for tensors, says in (
-        ({name: tensor for name, tensor in whole.items() if name != norm}, f"lacks tensor {norm}"),
-        ({**whole, "model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, "q_proj.bias"),
         ({**whole, norm: torch.ones(64, dtype=torch.int8)}, f"{norm} is I8"),
         ({**whole, norm: torch.ones(63)}, f"{norm} has shape [63] instead of [64]"),
     ):
@@ -268,9 +249,6 @@ def test_tensors_that_are_missing_too_many_or_of_integers(copy: Callable[[str], 
         refused(file.parent, says)
     file.write_bytes(file.read_bytes()[:-100])
     refused(file.parent, str(file), "cannot be read as safetensors")
-    stacked, expert = copy("stacked") / "model.safetensors", "model.layers.0.mlp.experts.0.up_proj.weight"
-    save_file({**load_file(stacked), expert: torch.ones(48, 64)}, stacked)
-    refused(stacked.parent, f"holds tensor {expert}")
 
 
 def test_pickles_are_refused_unread(copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -293,7 +271,6 @@ def test_pickles_are_refused_unread(copy: Callable[[str], Path], tmp_path: Path)
     ("name", "says"),
     [
         ("../llama/model.safetensors", "is refused"),
-        ("/etc/passwd", "is refused"),
         ("..", "is refused"),
         ("pytorch_model.bin", "is a pickle"),
         (7, "is refused"),
@@ -332,11 +309,14 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     refused(tmp_path, "config.json", "no keys")
 
 
+SIZES: dict[str, Any] = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16}
+SIZES |= {"vocabulary": 64, "sequence": 8}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
         ("gpt", {"kv_heads": 2}, r"no equal in `transformers`"),
-        ("gpt", {"head_dim": 8}, r"no equal in `transformers`"),
         ("llama", {"qkv_bias": True, "head_norm": True}, r"head_norm=true, model\.qkv_bias=true has no"),
         ("moe", {"qkv_bias": True}, r"'moe', model\.qkv_bias=true has no"),
         ("moe", {"shared_experts": 1}, r"model\.shared_experts=1 has no"),
@@ -345,8 +325,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_no_equal_is_not_written(family: str, changes: dict[str, Any], says: str) -> None:
-    sizes = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16}
-    sizes |= {"vocabulary": 64, "sequence": 8} | ({"experts": 4, "top_k": 2} if family == "moe" else {})
+    sizes = SIZES | ({"experts": 4, "top_k": 2} if family == "moe" else {})
     with pytest.raises(ValueError, match=says):
         hugging_face_config(ModelShape(family=family, **{**sizes, **changes}), "float32")
 
@@ -354,9 +333,7 @@ def test_what_has_no_equal_is_not_written(family: str, changes: dict[str, Any], 
 @pytest.mark.parametrize("head_norm", [False, True])
 def test_equal_mixtures_are_written_alike(head_norm: bool) -> None:
     """A softmax over the chosen, a width of experts that is no layer's: `transformers` has other words."""
-    sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16, "vocabulary": 64}
-    experts = {"sequence": 8, "ffn": 96, "experts": 4, "top_k": 2, "head_norm": head_norm}
-    shape = ModelShape(family="moe", **sizes, **experts)
+    shape = ModelShape(family="moe", **{**SIZES, "ffn": 96}, experts=4, top_k=2, head_norm=head_norm)
     other = replace(shape, expert_ffn=96, softmax_after=True, normalised=False, z_loss=0.1)
     other = other if head_norm else replace(other, ffn=128)
     assert hugging_face_config(other, "float32") == hugging_face_config(shape, "float32")
@@ -409,17 +386,17 @@ def test_a_rank_reads_its_slices_only(
 def counting(read: list[int]) -> Callable[..., Any]:
     """`safe_open` that notes how many elements are read, and knows no other way to read."""
 
-    def part_of(whole: Any) -> Any:
-        def part(self: object, place: Any) -> torch.Tensor:
-            found: torch.Tensor = whole[place]
-            read.append(found.numel())
-            return found
+    class Part:
+        def __init__(self, whole: Any) -> None:
+            self.whole = whole
 
-        return type("Part", (), {"__getitem__": part})()
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            read.append(self.whole[place].numel())
+            return self.whole[place]  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def opening(path: Path, framework: str) -> Iterator[Any]:
         with safe_open(path, framework=framework) as file:
-            yield SimpleNamespace(get_slice=lambda name: part_of(file.get_slice(name)))
+            yield SimpleNamespace(get_slice=lambda name: Part(file.get_slice(name)))
 
     return opening

@@ -232,7 +232,6 @@ def test_any_flipped_byte_and_any_torn_file_is_found(
     [
         {"files": []},
         {"files": {".metadata": 7}},
-        {"files": {".metadata": [7]}},
         {"files": {"../step-1/.metadata": [12, "0" * 64]}},
         {"step": "2"},
         {"step": 1},

@@ -160,7 +160,7 @@ def test_runs_that_share_a_mirror_do_not_touch_each_other(
 ) -> None:
     """Each keeps two of its own, and goes on from them."""
     stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
-    for run, steps in ((RUN, (500, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
+    for run, steps in ((RUN, (5, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
         mirror = mirror_of(url, run)
         for step in steps:
             mirror.put(publish(stores[run], step, run=run.mark))

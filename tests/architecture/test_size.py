@@ -8,16 +8,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = {"actors": 17200, "dashboards": 2300, "jobs": 11800, "kernels": 4900, "scheduling": 16150}
 TESTS = {
-    "actors": 8300,
+    "actors": 8250,
     "architecture": 250,
     "cuda": 4850,
-    "dashboards": 3250,
+    "dashboards": 3200,
     "end_to_end": 3950,
     "gpu": 1200,
     "jobs": 5100,
     "kernels": 2750,
     "measure": 650,
-    "papers": 3150,
+    "papers": 2800,
     "recorded": 850,
     "scheduling": 9900,
 }

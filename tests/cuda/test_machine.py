@@ -53,8 +53,8 @@ CASES = [
 ]
 """What differs in the orders that a device may choose, and what `tests.cuda.test_combinations` has not: small
 buckets, copies of the state, weight gradients that the next block does."""
-ORDERS = 30
-"""Of each recorded step; `make races` runs 300."""
+ORDERS = 10
+"""Of each recorded step; CI's `make races` runs 30, the whole one 300."""
 SMOKE = ("compute does not wait for transfers", "one rank leaves a gather out")
 """Faults that `make test` looks for; `make races` draws others."""
 
@@ -213,9 +213,9 @@ def test_a_lost_rank_leaves_good_copies_only(case: Case) -> None:
     entries, kernels = len(whole.machine.ranks[1].entries), whole.kernels
     assert len(kernels) > 1
     draw = random.Random(SEED)
-    places = {0, entries - 1, *kernels[-3:], *draw.sample(kernels, min(16, len(kernels)))}
-    places |= {*draw.sample(range(entries), 5)}
-    for at in draw.sample(sorted(places), 8) if case.graph else sorted(places):
+    places = {0, entries - 1, *kernels[-3:], *draw.sample(kernels, min(8, len(kernels)))}
+    places |= {*draw.sample(range(entries), 3)}
+    for at in draw.sample(sorted(places), 6) if case.graph else sorted(places):
         run = Survivors(case, lost=1, at=at)
         told = f"lost at entry {at} of {entries}"
         assert run.wrong_copies(whole) == [], told

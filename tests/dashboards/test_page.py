@@ -112,15 +112,6 @@ async def told_of_longest(tab: Tab, run: Path) -> AsyncIterator[tuple[Span, str]
 
 
 @looking
-async def test_hover_tells_what_the_trace_says(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3)
-    async with looked_at(run.path, 3) as tab:
-        async for longest, text in told_of_longest(tab, run.path):
-            assert all(part in text for part in ("(simulated)", "predicted", "alone"))
-            assert ("exposed" in text) == (longest.stream == "intra")
-
-
-@looking
 async def test_the_headline_says_what_the_numbers_say(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 8, LAST, slow=(3,))
     rows = lines_of(run.path / "metrics.jsonl")[-10:]
@@ -269,9 +260,12 @@ async def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> N
 
 
 @looking
-async def test_keys(tmp_path: Path) -> None:
+async def test_hover_tells_what_the_trace_says_and_keys_move_it(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 3)
     async with looked_at(run.path, 3) as tab:
+        async for longest, text in told_of_longest(tab, run.path):
+            assert all(part in text for part in ("(simulated)", "predicted", "alone"))
+            assert ("exposed" in text) == (longest.stream == "intra")
         await read(tab, "timeline", "focus()")
         await tab.key("+")
         assert await tab.evaluate("braid.timeline.view !== null")

@@ -145,38 +145,21 @@ def test_growth(tmp_path: Path) -> None:
     assert data.metrics(2, epoch - 1)["columns"]["step"] == [1, 2], "of another epoch: everything"
 
 
-def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
-    run = MadeUpRun(tmp_path / "run", 2)
-    run.step()
-    metrics = run.path / "metrics.jsonl"
-    whole = metrics.read_bytes()
-    metrics.write_bytes(whole[:40])
-    data = read(run.path)
-    assert data.metrics(0, 0)["columns"]["step"] == []
-    with metrics.open("ab") as file:
-        file.write(whole[40:])
-    data.refresh()
-    assert data.metrics(0, 0)["columns"]["step"] == [1]
-
-
-def test_a_resumed_run_begins_anew(tmp_path: Path) -> None:
-    run = made_up(tmp_path / "run", 2, 3)
-    data = read(run.path)
-    epoch = data.metrics(0, 0)["epoch"]
-    kept = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]
-    (run.path / "other").write_text("".join(kept))
-    (run.path / "other").rename(run.path / "metrics.jsonl")
+def test_files_of_old_names_are_read_anew_and_lines_when_they_are_whole(tmp_path: Path) -> None:
+    """As of a run that is resumed from an earlier step, and of one that replaces another."""
+    run = made_up(tmp_path / "run", 2, 3, seed=1)
+    data, metrics = read(run.path), run.path / "metrics.jsonl"
+    epoch, before = data.metrics(0, 0)["epoch"], told(data, 1)[0]["ranks"]
+    first = metrics.read_bytes().splitlines(keepends=True)[0]
+    (run.path / "other").write_bytes(first[:40])
+    (run.path / "other").rename(metrics)
     data.refresh()
     answer = data.metrics(3, epoch)
-    assert answer["anew"]
-    assert answer["columns"]["step"] == [1]
-
-
-def test_a_run_that_replaces_another(tmp_path: Path) -> None:
-    """Its files have the names of the old ones, and may be shorter."""
-    run = made_up(tmp_path / "run", 2, 3, seed=1)
-    data = read(run.path)
-    before = told(data, 1)[0]["ranks"]
+    assert (answer["anew"], answer["columns"]["step"]) == (True, [])
+    with metrics.open("ab") as file:
+        file.write(first[40:])
+    data.refresh()
+    assert data.metrics(0, 0)["columns"]["step"] == [1]
     shutil.rmtree(run.path)
     made_up(run.path, 2, 1, seed=2)
     data.refresh()

@@ -107,9 +107,7 @@ MISTAKES = [
     Mistake("train auto.yaml --set parallel.tp=2", "parallel is 'auto'|--set 'parallel={tp: 2}'"),
     Mistake("train first.yaml --set train.lr", "--set|train.lr|key=value"),
     # keys and values
-    wrong("1=2", "unknown key '1'; known here: name, runs"),
     wrong("train.lr=.nan", "train.lr|nan"),
-    wrong("train.steps=1.5", "train.steps=1.5: must be a whole number"),
     wrong("train.betas=[1.5,0.95]", "train.betas[0]=1.5|at least 0, < 1"),
     wrong("train.dtype=fp16", "train.dtype='fp16'|did you mean 'bf16'?"),
     wrong("train.recompute=some", "train.recompute|some|selective"),
@@ -139,11 +137,6 @@ MISTAKES = [
     wrong("'model.pattern=\" \"'", "model.pattern=' '|'2*layer wide'"),
     wrong("model.layer=[m:C]", "model.layer|file.py:Class"),
     wrong("model.layer=nowhere:Layer", "model.layer|package.module:Class", torch=True),
-    wrong(
-        "'model.pattern=layer wide' model.layer.wide=nowhere:Layer",
-        "model.layer.wide='nowhere:Layer'|package.module:Class",
-        torch=True,
-    ),
     Mistake("train huge.yaml", "weights, gradients and optimizer of 405.85 B parameters|braid plan"),
     # layouts
     wrong("parallel.tp=3", "model.heads=4|parallel.tp to one of 1, 2, 4"),
@@ -162,7 +155,6 @@ MISTAKES = [
     wrong("parallel.dp=2 train.global_batch=9", "train.global_batch=9|train.micro_batch=2|8 or 12"),
     wrong("parallel.dp=512 train.global_batch=2048", "512 ranks|CPUs|lower|parallel.dp"),
     wrong("parallel.zero=1 parallel.tp=2", "parallel.zero=1|parallel.dp=1 |2 or more"),
-    wrong("parallel.zero=4 parallel.dp=2", "parallel.zero=4|at most 3"),
     wrong("parallel.zero=3 parallel.dp=4 parallel.shards=3", "parallel.shards=3|parallel.dp=4|2, 4"),
     wrong("parallel.dp=4 parallel.shards=2", "parallel.shards=2|parallel.zero of 1 or more"),
     wrong("parallel.zero=3 parallel.dp=4 parallel.shards=2 elastic.max_ranks=4", "elastic.max_ranks|to 0"),
@@ -180,15 +172,10 @@ MISTAKES = [
         "tensor_degrees=[2, 1, 1, 2]|auto searches layouts|parallel.auto to false",
     ),
     wrong(
-        "parallel.tp=2 parallel.tensor_degrees=[2,1,1,2] train.recompute=auto",
-        "parallel.tensor_degrees=(2, 1, 1, 2)|train.recompute=auto|both to auto",
-    ),
-    wrong(
         "parallel.tp=2 parallel.tensor_degrees=auto 'train.recompute=2*full 2*none'",
         "train.recompute='2*full 2*none'|parallel.tensor_degrees=auto|both to auto",
     ),
-    # schedules and plans
-    wrong("overlap.schedule=zigzag", "overlap.schedule|zigzag|megatron"),
+    # plans
     Mistake("train first.yaml --plan absent.yaml", "plan absent.yaml|braid plan --output"),
     # runs
     Mistake("train old.yaml", "runs/old already holds a run|--resume|--overwrite"),
@@ -200,14 +187,11 @@ MISTAKES = [
     Mistake("train first.yaml --report no/r.json", "--report no/r.json: the folder no does not exist"),
     Mistake("report runs/absent", "runs/absent|give a run's"),
     # other commands
-    Mistake("prepare first.yaml --set data.files=[absent.txt]", "data.files|absent.txt|correct the path"),
-    Mistake("profile first.yaml --output no/p.json", "--output no/p.json: the folder no does not exist"),
     Mistake("logs none", "none holds no run; give a directory such as runs/NAME"),
     Mistake("logs runs/spoken --rank 1", "--rank 1: runs/spoken has logs of ranks 0"),
     Mistake("logs runs/old", "runs/old/logs holds no logs"),
     Mistake("drill first.yaml --faults kil-save", "did you mean 'kill-save'?"),
     Mistake(f"{TENSORS} cut-gather", "--faults cut-gather: |--set parallel.zero=1"),
-    Mistake(f"{TENSORS} cut-reduce", "--faults cut-reduce: |--set parallel.dp=2"),
     Mistake(f"{NODES} node-lost --launcher processes", "need cluster.launcher=ray"),
     Mistake(f"{NODES} node-lost --set elastic={{}}", "--set elastic.max_ranks=4"),
     Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes", torch=True),
@@ -221,7 +205,6 @@ MISTAKES = [
         "plan llama-3.1-405b --cluster a100x8", "the job fits on no layout of cluster a100x8: the leanest"
     ),
     Mistake("plan first.yaml --cluster mine.yaml --set parallel=some", "be the word auto"),
-    Mistake("plan first.yaml --cluster mine.yaml --set parallel.tp=3", "is not divisible by parallel.tp=3"),
     Mistake(
         "simulate first.yaml --cluster mine.yaml --set parallel.tp=4", "needs 4 GPUs, cluster mine has 1 x 8"
     ),
@@ -272,8 +255,6 @@ TAGS = (
     "!!python/object/apply:os.mkdir ['ran']",
     "!!python/object/new:os.mkdir ['ran']",
     "!!python/name:os.mkdir",
-    "!!python/module:os",
-    "!!python/object:pathlib.PurePath {}",
 )
 """What unsafe readers of YAML understand; the first two run something."""
 

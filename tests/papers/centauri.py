@@ -12,7 +12,7 @@ from itertools import pairwise
 from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
 from tests.papers.data_parallel import StepResult, schedule_step
 from tests.papers.methods import Matmul, Method, Step, state_bytes, weight
-from tests.papers.rows import Figure, Row
+from tests.papers.rows import Figure, Row, number
 
 SEQUENCE = 2048
 BATCHES = (1, 2, 4, 8)
@@ -70,26 +70,9 @@ def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: 
     )
 
 
-def row(
-    figure: str,
-    what: str,
-    published: Figure,
-    simulated: float,
-    note: str,
-    *,
-    tolerance: float = 0.0,
-    fits: bool | None = None,
-) -> Row:
-    """A figure and how far it is from the published figure, or the nearer end of its range, as a share of it.
-
-    ``fits``: by default, where that share is within the tolerance.
-    """
-    low, high = published if isinstance(published, tuple) else (published, published)
-    nearest = min(max(simulated, low), high)
-    distance = simulated / nearest - 1 if nearest else simulated
-    judged = abs(distance) <= tolerance if fits is None else fits
-    texts = {"paper": "Centauri", "figure": figure, "what": what, "note": note}
-    return Row(published=published, simulated=simulated, distance=distance, fits=judged, **texts)
+def row(figure: str, what: str, published: Figure, simulated: float, note: str, **judged: float) -> Row:
+    """A figure; ``judged``: the tolerance, or whether it fits."""
+    return number("Centauri", figure, what, "", published, simulated, note=note, **judged)  # type: ignore[arg-type]
 
 
 def centauri_rows(small: ClusterSpec, large: ClusterSpec) -> Iterator[Row]:

@@ -22,7 +22,6 @@ from tests.papers.tasks import makespan_ns, run_in_order
 class StepResult:
     """The best schedule of a method, simulated."""
 
-    choice: Choice
     total_ns: int
     """Of all steps together, from the first start to the last end."""
     serial_ns: int
@@ -41,14 +40,13 @@ def schedule_step(
 ) -> StepResult:
     """The fastest schedule among a method's choices, or those without stages of collectives."""
 
-    def timed(choice: Choice) -> tuple[int, Choice, tuple[StepTask, ...]]:
+    def timed(choice: Choice) -> tuple[int, tuple[StepTask, ...]]:
         tasks = step_tasks(method, step, cluster, choice, steps)
-        return makespan_ns(run_in_order(tasks)), choice, tasks
+        return makespan_ns(run_in_order(tasks)), tasks
 
     left = (choice for choice in choices(method, step) if not (whole_groups and choice.hierarchical))
-    total, best, tasks = min(map(timed, left), key=itemgetter(0))
+    total, tasks = min(map(timed, left), key=itemgetter(0))
     return StepResult(
-        choice=best,
         total_ns=total,
         serial_ns=sum(task.ns for task in tasks),
         communication_ns=sum(task.ns for task in tasks if task.stream is not Stream.COMPUTE),
@@ -66,13 +64,6 @@ def step_tasks(
         else:
             _replicated_step(builder, method, number, final=number == steps - 1)
     return tuple(task for queue in builder.queues.values() for task in queue)
-
-
-def serialised(tasks: Sequence[StepTask]) -> tuple[StepTask, ...]:
-    """The same tasks without any overlap: each waits for the one that started before it."""
-    times = run_in_order(tasks)
-    ordered = sorted(tasks, key=lambda task: (times[task.name], tasks.index(task)))
-    return (ordered[0], *(replace(b, after=(a.name,)) for a, b in pairwise(ordered)))
 
 
 def _backward(

@@ -121,7 +121,7 @@ def _gain_row(
 
 def _outside(runs: Sequence[Steps], gains: Sequence[float], published: Figure) -> str:
     """Which models lie outside, and how much of their serial step is communication, which bounds the gain."""
-    low, high = published if isinstance(published, tuple) else (published, published)
+    low, high = rows.ends(published)
     parts = []
     for run, gain in zip(runs, gains, strict=True):
         if not low <= gain <= high:

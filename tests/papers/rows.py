@@ -1,8 +1,8 @@
 """A published figure beside the simulated one, and when the two fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 Figure = float | tuple[float, float]
 """A number, or the least and the most of several."""
@@ -36,35 +36,43 @@ class Row:
     note: str = ""
 
 
+def ends(figure: Figure) -> tuple[float, float]:
+    """The least and the most."""
+    return figure if isinstance(figure, tuple) else (figure, figure)
+
+
 def number(
     paper: str,
     figure: str,
     what: str,
     unit: str,
-    published: float,
+    published: Figure,
     simulated: float,
-    tolerance: float,
+    tolerance: float = 0.0,
     note: str = "",
+    fits: bool | None = None,
 ) -> Row:
-    """A number that fits within a share ``tolerance`` of the published one."""
-    distance = simulated / published - 1
-    judged: dict[str, Any] = {"distance": distance, "fits": abs(distance) <= tolerance, "unit": unit}
-    return Row(
-        paper=paper, figure=figure, what=what, published=published, simulated=simulated, note=note, **judged
-    )
+    """A number, and how far it is from the published one, or the nearer end of a range, as a share of it.
+
+    ``fits``: by default, where that share is within ``tolerance``.
+    """
+    low, high = ends(published)
+    nearest = min(max(simulated, low), high)
+    distance = simulated / nearest - 1 if nearest else simulated
+    judged = abs(distance) <= tolerance if fits is None else fits
+    row = claim(paper, figure, what, unit, simulated, judged, note)
+    return replace(row, published=published, distance=distance)
 
 
 def percentages(
     paper: str, figure: str, what: str, published: Figure, simulated: Sequence[float], note: str = ""
 ) -> Row:
     """Percentages that fit where all of them lie in the published range or within `POINTS` of it."""
-    low, high = published if isinstance(published, tuple) else (published, published)
+    low, high = ends(published)
     distance = max(0.0, low - min(simulated), max(simulated) - high)
     found = simulated[0] if len(simulated) == 1 else (min(simulated), max(simulated))
-    judged: dict[str, Any] = {"distance": distance, "fits": distance <= POINTS, "unit": "%"}
-    return Row(
-        paper=paper, figure=figure, what=what, published=published, simulated=found, note=note, **judged
-    )
+    row = claim(paper, figure, what, "%", found, distance <= POINTS, note)
+    return replace(row, published=published, distance=distance)
 
 
 def claim(

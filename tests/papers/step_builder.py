@@ -17,13 +17,11 @@ from tests.papers.tasks import Task
 
 @dataclass(frozen=True, kw_only=True)
 class StepTask(Task):
-    """A task with its place in the step; ``bytes`` are those of a collective's payload."""
+    """A task with its place in the step."""
 
     operator: str
-    step: int
     micro_batch: int
     layer: int
-    bytes: int = 0
     flops: int = 0
 
 
@@ -125,8 +123,8 @@ class StepBuilder:
         stages = hierarchical(kind, payload, group) if self.choice.hierarchical else ()
         for number, (stage, over, size) in enumerate(stages or ((kind, group, float(payload)),)):
             ns = self.cluster.gpu.launch_ns + collective_ns(self.cluster, stage, size / pieces, over)
-            waits, sent = (name,) if number else after, round(size / pieces)
-            name = self._add(use, operator, f"{piece}.{number}", STREAM_OF[over.level], ns, waits, bytes=sent)
+            waits = (name,) if number else after
+            name = self._add(use, operator, f"{piece}.{number}", STREAM_OF[over.level], ns, waits)
         return name
 
     def room(self, size: float, budget: float) -> tuple[str, ...]:
@@ -146,7 +144,7 @@ class StepBuilder:
         stream: Stream,
         ns: int,
         after: Iterable[str],
-        **of: int,
+        flops: int = 0,
     ) -> str:
         task = StepTask(
             name=use.task(operator, piece),
@@ -154,10 +152,9 @@ class StepBuilder:
             ns=ns,
             after=tuple(after),
             operator=f"{use.unit.name}.{operator}.{piece}",
-            step=use.step,
             micro_batch=use.micro_batch,
             layer=use.layer,
-            **of,
+            flops=flops,
         )
         self.queues[stream].append(task)
         return task.name

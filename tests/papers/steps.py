@@ -78,7 +78,6 @@ def chosen_setting(
 
     ``models`` are of one size, as group sizes are scaled with the size (section 6.2.1). Fitting is judged on
     the baseline, Megatron-LM with ZeRO 1. Where nothing fits, the layout that needs the least memory.
-    `ValueError` if no layout divides models, batch and GPUs.
     """
     needs: list[tuple[int, Setting]] = []
     for tp, pp in DEGREES:
@@ -91,11 +90,6 @@ def chosen_setting(
         needs.append((max(_peak_bytes(setting, cluster) for setting in settings), settings[0]))
         if needs[-1][0] <= cluster.usable_bytes:
             return largest_micro_batch(settings[0], cluster)
-    if not needs:
-        raise ValueError(
-            f"no layout of {cluster.gpus} GPUs with cp={cp} divides the models and global_batch="
-            f"{global_batch}; use a multiple of {cluster.gpus}"
-        )
     return min(needs, key=lambda need: need[0])[1]
 
 

@@ -5,10 +5,12 @@ the right shape and any content, which is all that memory depends on.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -150,12 +152,7 @@ def mesh_of(layout: ParallelLayout, rank: int = 0) -> Iterator[Mesh]:
 
 
 def held_for_real(
-    shape: ModelShape,
-    code: Code,
-    stage: int,
-    dtype: str = "fp32",
-    context: str = "all_gather",
-    reduce_dtype: str | None = None,
+    shape: ModelShape, code: Code, stage: int, context: str, dtype: str, reduce_dtype: str | None
 ) -> list[tuple[Operation, int]]:
     """Run one rank of a stage for real: after every operation, before it frees, the bytes that are held.
 
@@ -188,17 +185,12 @@ def held_for_real(
     return held
 
 
-def assert_exact(
-    shape: ModelShape,
-    code: Code,
-    dtype: str = "fp32",
-    context: str = "all_gather",
-    reduce_dtype: str | None = None,
-) -> None:
+def assert_exact(shape: ModelShape, code: Code, context: str = "all_gather", **dtypes: str) -> None:
     """The executor holds to the byte what the sweep counts, at every operation of every stage."""
+    dtype, reduce_dtype = dtypes.get("dtype", "fp32"), dtypes.get("reduce_dtype")
     width, rounded = DTYPE_BYTES[dtype], DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
     for stage, stretches in enumerate(code.stages):
-        found = iter(held_for_real(shape, code, stage, dtype, context, reduce_dtype))
+        found = iter(held_for_real(shape, code, stage, context, dtype, reduce_dtype))
         sweep = Sweep(code, width, rounded_width=rounded)
         during = held_during(code, stage, width, reduce_dtype=reduce_dtype)
         most = 0
@@ -255,32 +247,6 @@ def setting_of(
     return setting_for(name, layout, micro_batches, model=replace(shape, layers=4), **more)
 
 
-def codes(setting: Setting, intra: float = 1e8) -> list[Code]:
-    """Of every decision for a setting, on links so slow that much is overlapped."""
-    layout, shape = setting.layout, setting.model
-    nodes = layout.ranks // 2 if any(one.mesh for one in setting.partitions) else 1
-    spec = cluster(nodes=nodes, gpus=layout.ranks // nodes, intra=intra, inter=1e8)
-    parts = graphs(shape, layout, setting.recompute, setting.context)
-    bench = measured(parts, analytic_profile(spec, layout, parts))(setting)
-    found = [
-        linked(training_schedule(setting, bench.parts, choices), layout, setting.kinds, bench.parts)
-        for choices, _ in decisions(bench)
-    ]
-    assert found
-    return found
-
-
-@pytest.mark.parametrize("number", range(len(SCHEDULES)))
-@pytest.mark.slow
-def test_activations_are_counted_to_the_byte(number: int) -> None:
-    """Every schedule under one of the policies, by turns."""
-    name, pp, tp, more = SCHEDULES[number]
-    shape = (LLAMA, GPT)[number % 2]
-    more = {**more, "recompute": RECOMPUTE_POLICIES[(number + number // 4) % 4]}
-    for code in codes(setting_of(shape, name, 6, {"pp": pp, "tp": tp}, **more)):
-        assert_exact(replace(shape, layers=4), code)
-
-
 MIXTURE = replace(
     LLAMA, family="moe", experts=4, top_k=2, ffn=48, capacity_factor=1.0, balance_loss=0.1, shared_experts=1
 )
@@ -293,19 +259,6 @@ SPREAD: list[tuple[ModelShape, dict[str, Any], dict[str, str], str]] = [
     (LLAMA, {"tp": 4, "tensor_degrees": (4, 2, 2, 4)}, {"recompute": "fine"}, "fp64"),
     (MIXTURE, {"dp": 2, "ep": 2, "tp": 2, "tensor_degrees": (2, 1, 1, 2)}, {}, "fp32"),
 ]
-
-
-@pytest.mark.parametrize(("shape", "degrees", "more", "dtype"), SPREAD)
-@pytest.mark.parametrize("schedule", ["wavelet", "dhelix"])
-@pytest.mark.slow
-def test_activations_of_spread_tokens_are_counted_to_the_byte(
-    shape: ModelShape, degrees: Mapping[str, Any], more: Mapping[str, str], dtype: str, schedule: str
-) -> None:
-    """Over ranks that have some of a sample's tokens, those that have some experts of one capacity, and those
-    that layers are cut over in degrees of their own."""
-    setting = setting_of(shape, schedule, 4, degrees, **more)
-    for code in codes(setting):
-        assert_exact(setting.model, code, dtype, setting.context)
 
 
 @given(st.data(), st.sampled_from(["megatron", "wavelet", "zbv", "braid:w"]), st.sampled_from([LLAMA, GPT]))
@@ -345,43 +298,13 @@ def described(setting: Setting) -> tuple[ParallelLayout, tuple[str, ...], dict[s
     return setting.layout, setting.kinds, parts_for(setting)
 
 
-@pytest.mark.parametrize(("name", "pp", "tp"), [("ddp", 1, 1), ("zbv", 2, 1), ("braid:w", 2, 2)])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("tied_head", [False, True])
-def test_whole_buckets_of_what_ranks_hold_in_shares_are_counted_to_the_byte(
-    name: str, pp: int, tp: int, zero: int, tied_head: bool
-) -> None:
-    """Gathered parameters as wide as activations, and gradients until their sum is waited for."""
-    shape = replace(LLAMA, layers=4, tied_head=tied_head)
-    for code in shared_codes(setting_for(name, layout_for(name, pp, tp, 2, zero), 4, model=shape)):
-        assert_exact(shape, code, "bf16" if tied_head else "fp32")
-
-
 def shared_codes(setting: Setting) -> Iterator[Code]:
-    """Of small buckets, gathered late and early, let go of at once and kept."""
+    """With what is shared gathered late and early, let go of at once and kept."""
     zero = setting.layout.zero
-    with patch.object(buckets, "LEAST_ELEMENTS", 5000):
-        schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
-        for ahead, keep in ((0, 0), (3, 7)):
-            schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
-            yield linked(schedule, *described(setting))
-
-
-@pytest.mark.parametrize(("name", "pp"), [("ddp", 1), ("zbv", 2)])
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_buckets_that_travel_in_stages_are_counted_to_the_byte(
-    name: str, pp: int, zero: int, order: tuple[int, ...]
-) -> None:
-    """From the first stage of a gather, and until the last one of a sum; what is between stages, as all that
-    collectives take while they run, comes on top."""
-    shape = replace(LLAMA, layers=4)
-    layout = layout_for(name, pp, 1, 4, zero)
-    kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
-    partitions = tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=order) for kind in kinds)
-    for code in shared_codes(setting_for(name, layout, 4, model=shape, partitions=partitions)):
-        assert_exact(shape, code)
-        assert_exact(shape, code, reduce_dtype="bf16")
+    schedule = training_schedule(setting, parts_for(setting), choices_for(setting))
+    for ahead, keep in ((0, 0), (3, 7)):
+        schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+        yield linked(schedule, *described(setting))
 
 
 ROUNDED: list[tuple[str, ModelShape, dict[str, Any]]] = [
@@ -394,17 +317,62 @@ ROUNDED: list[tuple[str, ModelShape, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "degrees"), ROUNDED)
-@pytest.mark.parametrize("zero", range(4))
-def test_gradients_that_are_rounded_for_the_way_are_counted_to_the_byte(
-    name: str, shape: ModelShape, degrees: dict[str, Any], zero: int
+def codes(setting: Setting, intra: float = 1e8) -> list[Code]:
+    """Of every decision for a setting, on links so slow that much is overlapped."""
+    layout, shape = setting.layout, setting.model
+    nodes = layout.ranks // 2 if any(one.mesh for one in setting.partitions) else 1
+    spec = cluster(nodes=nodes, gpus=layout.ranks // nodes, intra=intra, inter=1e8)
+    parts = graphs(shape, layout, setting.recompute, setting.context)
+    bench = measured(parts, analytic_profile(spec, layout, parts))(setting)
+    found = [
+        linked(training_schedule(setting, bench.parts, choices), layout, setting.kinds, bench.parts)
+        for choices, _ in decisions(bench)
+    ]
+    assert found
+    return found
+
+
+def settings_to_count() -> Iterator[tuple[Callable[[Setting], Iterable[Code]], Setting, dict[str, str]]]:
+    """Every schedule under one of the policies, by turns; tokens of a sample over ranks that have some of
+    them, or some experts of one capacity, or layers in degrees of their own; parameters and gradients in
+    shares; buckets that travel in stages; copies of gradients that are rounded for the way."""
+    for number, (name, pp, tp, more) in enumerate(SCHEDULES):
+        more = {**more, "recompute": RECOMPUTE_POLICIES[(number + number // 4) % 4]}
+        yield codes, setting_of((LLAMA, GPT)[number % 2], name, 6, {"pp": pp, "tp": tp}, **more), {}
+    for name, (shape, degrees, more, dtype) in product(("wavelet", "dhelix"), SPREAD):
+        yield codes, setting_of(shape, name, 4, degrees, **more), {"dtype": dtype}
+    shared = [("ddp", {}), ("zbv", {"pp": 2}), ("braid:w", {"pp": 2, "tp": 2})]
+    for (name, degrees), zero, tied in product(shared, (1, 2, 3), (False, True)):
+        shape = replace(LLAMA, tied_head=tied)
+        setting = setting_of(shape, name, 4, {**degrees, "dp": 2, "zero": zero})
+        yield shared_codes, setting, {"dtype": "bf16" if tied else "fp32"}
+    for (name, degrees), zero, order in product(shared[:2], range(4), ((0, 1), (1, 0))):
+        kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
+        cut = {"partitions": tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=order) for kind in kinds)}
+        setting = setting_of(LLAMA, name, 4, {**degrees, "dp": 4, "zero": zero}, **cut)
+        yield from ((shared_codes, setting, how) for how in ({}, {"reduce_dtype": "bf16"}))
+    for (name, shape, degrees), zero in product(ROUNDED, range(4)):
+        known = {axis: degree for axis, degree in degrees.items() if zero or axis != "shards"}
+        setting = setting_of(shape, name, 4, {**known, "zero": zero})
+        yield partial(codes, intra=2e10), setting, {"reduce_dtype": "bf16"}
+
+
+def in_words(value: Any) -> str:
+    """By which words `make test` chooses."""
+    if not isinstance(value, Setting):
+        return "-".join(map("_".join, value.items())) if isinstance(value, dict) else ""
+    layout = value.layout.describe().replace(" ", "")
+    return f"{value.schedule}-{value.pipeline}-{layout}-{value.recompute}"
+
+
+@pytest.mark.parametrize(("lowered", "setting", "dtypes"), [*settings_to_count()], ids=in_words)
+@pytest.mark.slow
+def test_what_ranks_hold_is_counted_to_the_byte(
+    lowered: Callable[[Setting], Iterable[Code]], setting: Setting, dtypes: dict[str, str]
 ) -> None:
-    """Copies of what is summed, over whatever axis, from the start until the sum was waited for."""
-    known = {axis: degree for axis, degree in degrees.items() if zero or axis != "shards"}
-    setting = setting_of(shape, name, 4, {**known, "zero": zero})
     with patch.object(buckets, "LEAST_ELEMENTS", 5000):
-        for code in codes(setting, intra=2e10):
-            assert_exact(setting.model, code, reduce_dtype="bf16")
+        for code in lowered(setting):
+            assert_exact(setting.model, code, context=setting.context, **dtypes)
 
 
 # -- the limit -----------------------------------------------------------------------------------------------

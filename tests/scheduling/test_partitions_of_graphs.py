@@ -257,14 +257,8 @@ LATE = """
 : attention_gather.4of4 needs attention_gather.3of4
 2 layer/attention_gather pieces 2 of tokens with 1: compute qkv.1of2 -> compute attention \
 : qkv.2of2 needs qkv.1of2
-2 layer/mlp_scatter pieces 2 of tokens with 1: wait mlp_scatter.2of2 -> wait mlp_scatter.1of2 \
-: mlp_scatter.2of2 needs mlp_scatter.1of2
-2 layer/mlp_gather pieces 4 of tokens with 2: compute activation.3of4 -> compute mlp_out \
-: activation.4of4 needs activation.3of4
 4 layer/mlp_gather mesh 2x2 order 0,1 pieces 2: wait mlp_gather.s1.2of2 -> compute mlp_residual \
 : mlp_gather.s2.2of2 needs mlp_gather.s1.2of2
-4 layer/mlp_gather mesh 2x2 order 0,1 pieces 2: wait mlp_gather.s2.1of2 -> compute mlp_residual \
-: mlp_gather.s2.2of2 needs mlp_gather.s2.1of2
 """
 """Ranks and partition: a line of the program -> in front of which line it is put : the cause."""
 

@@ -335,15 +335,11 @@ def test_buckets_are_runs_of_modules_and_none_is_smaller_than_need_be(
                     assert bucket.parameters.total >= least
                     assert bucket.parameters.total - part.modules[last].total < least or not rest
                 assert bucket.parameters.total >= least or len(here) == 1
-            for module, held in part.modules.items():
-                key = found.home(chunk, place, module)
-                if module not in holding:
-                    assert key is None
-                elif table and held.tied:
-                    assert key == (0, 0)
-                else:
-                    assert key is not None
-                    assert module in found.of(key[0])[key[1]].modules
+            numbered = [*enumerate(found.of(chunk))]
+            homes = {module: (chunk, n) for n, one in numbered if one.part == place for module in one.modules}
+            homes |= {module: (0, 0) for module, held in holding.items() if table and held.tied}
+            for module in part.modules:
+                assert found.home(chunk, place, module) == homes.get(module)
     total = sum(one.parameters.total for chunk in members for one in found.of(chunk))
     twice = own.model.vocabulary * own.model.hidden * (tied and layout.ends_apart)
     assert total == own.model.parameters() + twice
