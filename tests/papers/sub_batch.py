@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from braid.scheduling.operators import Stream
-from braid.scheduling.physics import run_in_order
+from braid.scheduling.in_order import run_in_order
 from tests.papers.block_profile import BLOCKS, BlockProfile
 
 
