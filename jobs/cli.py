@@ -156,12 +156,13 @@ def demo(overrides: Overrides = None) -> None:
 @app.command(epilog=example("prepare first.yaml"))
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
-    from braid.jobs.data.data_sets import check_sources, prepare_data
+    from braid.jobs.data.data_sets import prepare_data
     from braid.jobs.data.executors import local_map
     from braid.jobs.display import Display
+    from braid.jobs.identity import DataRequest
 
     resolved = _config(config, overrides)
-    check_sources(resolved)
+    DataRequest.of(resolved)  # what is missing is told before a cluster starts
     with Display(Console(), live=resolved.telemetry.progress).running() as display:
         if resolved.cluster.launcher == "processes":
             prepare_data(resolved, local_map, display.show, renew=True)

@@ -12,9 +12,9 @@ from scipy.stats import binom
 from braid.actors.config import parse_config
 from braid.actors.controller.planning import build_schedule
 from braid.actors.stage.messages import RunPlan
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
 from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.identity import DataRequest
 from braid.scheduling.schedule_text import write
 
 
@@ -89,8 +89,8 @@ class Spread:
 def prepare_text(folder: Path) -> Path:
     """Real text, some 1.5 MB of it."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
-    corpus = Corpus(files=[str(path) for path in sources], validation_fraction=0.02)
-    return prepare(corpus, output=folder / "data", executor=map).output
+    config = parse_config({"data": {"files": [str(path) for path in sources]}})
+    return prepare(DataRequest.of(config), folder / "data", map).output
 
 
 def plan_of(
