@@ -20,8 +20,7 @@ from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
 from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.data import TRAIN, VALIDATION, DataIndex
-from braid.jobs.data.prepare import Prepared
-from braid.jobs.data.prepare import Progress as Preparation
+from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.layouts import MeasuredLayout
 from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
 from braid.scheduling import figures

@@ -32,27 +32,21 @@ class DataRequest:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """By path, of the sources that were read."""
+    """What the sources that were read hold, by path."""
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
         return cls(config.data, find_sources(config.data), tokenizer_of(config))
 
     @property
-    def parameters(self) -> dict[str, Any]:
-        """What the output depends on besides the files and the tokenizer."""
-        return parameters_of(self.data)
-
-    @property
     def digest(self) -> str:
-        """Of paths, sizes and times: known without reading anything."""
+        """Identity of paths, sizes, times, tokenizer and parameters: known without reading a file."""
         sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
-        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, parameters_of(self.data)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def facts(self) -> tuple[tuple[str, int, int], ...]:
-        """Path, size and time of every source."""
         return tuple(source.facts for source in self.sources)
 
     def contents(self, executor: Executor) -> tuple[str, ...]:
@@ -64,7 +58,12 @@ class DataRequest:
         """Whether a data set was made from this request, or from copies of its files."""
         if index.request == self.digest:
             return True
-        if not self._comparable(index):
+        sizes = [size for _, size, _ in index.sources]
+        if (
+            not made_with(index, self.tokenizer, self.data)
+            or len(index.contents) != len(sizes)
+            or [source.size_bytes for source in self.sources] != sizes
+        ):
             return False
         moved = [s for s, facts in zip(self.sources, index.sources, strict=True) if s.facts != facts]
         self._read(moved, executor)
@@ -74,19 +73,10 @@ class DataRequest:
         )
 
     def changed(self, index: DataIndex) -> list[str]:
-        """Paths that are new, or of another size or time than those that a data set was made from."""
+        """Paths of sources that are new, gone, or of another size or time than when a data set was made."""
         known = set(index.sources)
         gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
         return [s.path for s in self.sources if s.facts not in known] + sorted(gone)
-
-    def _comparable(self, index: DataIndex) -> bool:
-        """Whether it is worth reading: all but paths, times and contents is the same."""
-        sizes = [size for _, size, _ in index.sources]
-        return (
-            made_with(index, self.tokenizer, self.data)
-            and len(index.contents) == len(sizes)
-            and [source.size_bytes for source in self.sources] == sizes
-        )
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = [source for source in sources if source.path not in self._contents]
@@ -103,7 +93,7 @@ class DataRequest:
 
 
 def parameters_of(data: DataConfig) -> dict[str, Any]:
-    """The part of a data set's parameters that stands in the configuration."""
+    """What tokens depend on besides the files and the tokenizer."""
     return {name: getattr(data, name) for name in ("text_field", "validation_fraction", "encoding_errors")}
 
 

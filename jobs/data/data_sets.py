@@ -16,7 +16,7 @@ from braid.actors.stage.data import read_index
 from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.files import MissingSourcesError
-from braid.jobs.data.prepare import Prepared, Progress, prepare
+from braid.jobs.data.prepare import Preparation, Prepared, prepare
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.identity import DataRequest, made_with
 from braid.jobs.remarks import on_data
@@ -26,11 +26,10 @@ RECORD = "data.json"
 _NAMED = 3
 """At most so many files are named in a message."""
 
-Show = Callable[[Prepared | Progress | Incident], None]
+Show = Callable[[Prepared | Preparation | Incident], None]
 
 
 def data_record(prepared: Prepared) -> str:
-    """What `RECORD` holds."""
     content = {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
     return json.dumps(content, indent=1)
 

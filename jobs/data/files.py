@@ -94,7 +94,6 @@ def find(entry: str) -> list[Source]:
 
 
 def local(path: str) -> Source:
-    """A file of this machine's file systems."""
     status = os.stat(path)
     return Source(path, status.st_size, status.st_mtime_ns, bool(endings(path)[1]))
 

@@ -10,7 +10,6 @@ _TEXTS = {"string", "large_string", "string_view", "binary", "large_binary", "nu
 
 
 def choices(names: list[str]) -> str:
-    """What an error says of the fields that there are."""
     if not names:
         return "which has no field at all; exclude the file"
     listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
@@ -42,6 +41,5 @@ def open_parquet(path: str, text_field: str) -> Any:
 
 
 def broken_parquet(path: str, fault: Exception) -> ValueError:
-    """What to tell of a file that pyarrow cannot read."""
     reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
     return ValueError(f"data.files: {path!r} is not readable Parquet ({reason}); repair or exclude it")

@@ -30,8 +30,8 @@ from braid.actors.stage.data import INDEX_FILE, TOKEN_DTYPES, TRAIN, VALIDATION,
 from braid.actors.stage.reading import UnreadableError
 from braid.jobs.data.corpus import WorkItem, cut
 from braid.jobs.data.executors import Executor, local_map
-from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
-from braid.jobs.identity import DataRequest
+from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, dtype_of, tokenise
+from braid.jobs.identity import DataRequest, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,12 @@ _MOST_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
-class Progress:
+class Preparation:
     """How far a preparation has come."""
 
     items_done: int
     items: int
     tokens: int
-    bytes_of_text: int
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,10 @@ class Prepared:
 
     @property
     def documents(self) -> int:
-        """Documents of both splits."""
         return sum(shard.documents for shards in self.index.splits.values() for shard in shards)
 
 
-Told = Callable[[Progress], None]
+Told = Callable[[Preparation], None]
 
 
 def prepare(
@@ -126,47 +124,37 @@ def _tokenise_all(
     request: DataRequest, folder: Path, items: Sequence[WorkItem], executor: Executor, progress: Told
 ) -> list[ItemResult]:
     """Results of all items in order; those that hold the wrong documents for a good split are done again."""
-    fraction = request.data.validation_fraction
+    fraction, tokenizer = request.data.validation_fraction, request.tokenizer
     tail = fraction and [source.format for source in request.sources] == ["text"]
-    task = Task(
-        folder=folder,
-        data=request.data,
-        tokenizer=request.tokenizer.name,
-        fingerprint=request.tokenizer.fingerprint,
-        dtype=_dtype(request),
-        split=SplitTail(fraction) if tail else SplitByHash(int(fraction * 2**64)),
-    )
-    results = _run(executor, task, items, progress)
+    split: Split = SplitTail(fraction) if tail else SplitByHash(int(fraction * 2**64))
+    task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint)
+    results = _run(executor, partial(task, split), items, progress)
     counts = _counts(results)
     if not counts["documents"]:
         raise ValueError(
             f"data.files: {len(request.sources)} file(s) hold no text ({counts['documents_empty']} documents "
             f"are empty, {counts['documents_skipped']} are not UTF-8 and were skipped); give files with text"
         )
-    if (split := _better_split(task.split, results, fraction)) is None:
+    if (better := _better_split(split, results, fraction)) is None:
         return results
-    again = [item for item, result in zip(items, results, strict=True) if _changes(result, split)]
-    done = {result.number: result for result in _run(executor, replace(task, split=split), again, progress)}
+    again = [item for item, result in zip(items, results, strict=True) if _changes(result, better)]
+    done = {result.number: result for result in _run(executor, partial(task, better), again, progress)}
     return [done.get(result.number, result) for result in results]
 
 
-def _dtype(request: DataRequest) -> str:
-    return "uint16" if request.tokenizer.vocabulary <= 2**16 else "uint32"
-
-
-def _run(executor: Executor, task: Task, items: Sequence[WorkItem], progress: Told) -> list[ItemResult]:
+def _run(
+    executor: Executor, task: Callable[[WorkItem], ItemResult], items: Sequence[WorkItem], progress: Told
+) -> list[ItemResult]:
     results: list[ItemResult] = []
-    tokens = bytes_of_text = 0
+    tokens = 0
     with contextlib.ExitStack() as stack:
-        running = executor(partial(tokenise, task), items)
+        running = executor(task, items)
         if close := getattr(running, "close", None):
             stack.callback(close)  # an error here must end the workers before their folder goes
         for result in running:
             results.append(result)
-            shards = [shard for split in result.shards.values() for shard in split]
-            tokens += sum(shard.tokens for shard in shards)
-            bytes_of_text += sum(shard.bytes_of_text for shard in shards)
-            progress(Progress(len(results), len(items), tokens, bytes_of_text))
+            tokens += sum(shard.tokens for shards in result.shards.values() for shard in shards)
+            progress(Preparation(len(results), len(items), tokens))
     return sorted(results, key=lambda result: result.number)
 
 
@@ -214,10 +202,10 @@ def _assemble(
         vocabulary=tokenizer.vocabulary,
         end_of_document=tokenizer.end_of_document,
         end_token=tokenizer.end_token,
-        dtype=_dtype(request),
+        dtype=dtype_of(tokenizer),
         splits=splits,
         request=request.digest,
-        parameters=request.parameters,
+        parameters=parameters_of(request.data),
         sources=request.facts,
         contents=contents,
         documents_skipped=counts["documents_skipped"],
@@ -267,12 +255,8 @@ def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
 
 def _check_replaceable(output: Path) -> None:
     """Refuse to replace what no preparation has made."""
-    if not output.exists():
-        return
-    foreign = "" if output.is_dir() else "itself"
-    if output.is_dir():
-        foreign = next((path.name for path in output.iterdir() if not _OUR_FILES.fullmatch(path.name)), "")
-    if foreign:
+    there = [path.name for path in output.iterdir()] if output.is_dir() else ["itself"] * output.exists()
+    if foreign := next((name for name in there if not _OUR_FILES.fullmatch(name)), ""):
         raise ValueError(
             f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
             "name a new folder"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -43,19 +44,6 @@ class SplitTail:
 Split = SplitByHash | SplitTail
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What every work item is done with."""
-
-    folder: Path
-    data: DataConfig
-    tokenizer: str
-    """The tokenizer's name, and its fingerprint where the preparation was asked for."""
-    fingerprint: str
-    dtype: str
-    split: Split
-
-
 @dataclass(frozen=True)
 class ItemResult:
     """What one work item wrote, under temporary names, and the extremes of its documents' hashes."""
@@ -63,7 +51,7 @@ class ItemResult:
     number: int
     shards: dict[str, list[Shard]]
     counts: Counter[str]
-    """``documents``, and those fields of `DataIndex` that count what is in the text or is missing from it."""
+    """``documents``, and the fields of `DataIndex` that count what the text has or lacks."""
     lowest_hash: int
     highest_hash: int
 
@@ -114,36 +102,51 @@ class ShardWriter:
         )
 
 
-def tokenise(task: Task, item: WorkItem) -> ItemResult:
-    """Read, split, tokenise and write the documents of one work item. `ValueError` for a bad document."""
-    tokenizer = _tokenizer(task.tokenizer, task.data.end_token, task.fingerprint)
-    end = np.array([tokenizer.end_of_document])
-    train, validation = (
-        ShardWriter(task.folder, split, item.number, TOKEN_DTYPES[task.dtype])
-        for split in (TRAIN, VALIDATION)
-    )
-    counts: Counter[str] = Counter()
+def dtype_of(tokenizer: Tokenizer) -> str:
+    """The smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
+    return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
+
+
+def tokenise(
+    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
+) -> ItemResult:
+    """Read, split, tokenise and write the documents of one work item into ``folder``.
+
+    fingerprint: of the tokenizer, where the preparation began. `ValueError` for a bad document.
+    """
+    tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
+    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
+    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    documents = skipped = empty = characters = lost = unknown = 0
     lowest, highest = 2**64, -1
     with closing(train), closing(validation):
-        for document in (text for part in item.ranges for text in read_documents(part, task.data)):
+        for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
             if document is None:
-                counts["documents_skipped"] += 1
+                skipped += 1
             elif not document or document.isspace():
-                counts["documents_empty"] += 1
+                empty += 1
             else:
-                counts["documents"] += 1
+                documents += 1
                 number = document_hash(document)
                 lowest, highest = min(lowest, number), max(highest, number)
-                for split, text, ends in split_document(task.split, document, number):
-                    writer = train if split == TRAIN else validation
+                for name, text, ends in split_document(split, document, number):
+                    writer = train if name == TRAIN else validation
                     for piece in _pieces(text):
                         encoded = tokenizer.encode(piece)
-                        counts["characters"] += len(piece)
-                        counts["characters_lost"] += encoded.lost
-                        counts["tokens_unknown"] += encoded.unknown
+                        characters += len(piece)
+                        lost += encoded.lost
+                        unknown += encoded.unknown
                         writer.write(encoded.ids, len(piece.encode()), 0)
                     if ends:
                         writer.write(end, 0, 1)
+    counts = Counter(
+        documents=documents,
+        documents_skipped=skipped,
+        documents_empty=empty,
+        characters=characters,
+        characters_lost=lost,
+        tokens_unknown=unknown,
+    )
     shards = {TRAIN: train.shards, VALIDATION: validation.shards}
     return ItemResult(item.number, shards, counts, lowest, highest)
 

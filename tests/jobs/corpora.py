@@ -56,7 +56,6 @@ def stored_ids(folder: Path, split: str) -> np.ndarray:
 
 
 def stored(folder: Path, split: str) -> list[str]:
-    """Documents of a split, from the tokens that are on the disk."""
     index = read_index(folder)
     bytes_alone = index.tokenizer == BytesTokenizer.name
     tokenizer = load_tokenizer(index.tokenizer, None if bytes_alone else index.end_token)

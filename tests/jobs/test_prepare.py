@@ -16,7 +16,7 @@ import pytest
 import braid
 from braid.actors.stage.data import TokenShards
 from braid.jobs.data.executors import Executor, local_map
-from braid.jobs.data.prepare import Progress, prepare
+from braid.jobs.data.prepare import Preparation, prepare
 from braid.jobs.data.tokenise import document_hash
 from tests.jobs.corpora import (
     DOCUMENTS,
@@ -35,7 +35,7 @@ ROOT = Path(braid.__file__).parents[1]
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
-    updates: list[Progress] = []
+    updates: list[Preparation] = []
     request = request_of("python-stdlib", exclude=["*/encodings/*"], validation_fraction=0.02)
     done = prepare(request, tmp_path / "out", progress=updates.append)
     assert done.documents > 300
@@ -43,8 +43,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
     assert train > 20 * validation > 0
     documents = stored(done.output, "train") + stored(done.output, "validation")
     assert Path(json.__file__).read_text() in documents
-    text = sum(len(document.encode()) for document in documents)
-    assert updates[-1] == Progress(len(updates), len(updates), train + validation, text)
+    assert updates[-1] == Preparation(len(updates), len(updates), train + validation)
 
 
 # Splits.
@@ -249,7 +248,7 @@ def test_processes_wait_for_each_other(tmp_path: Path) -> None:
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
 
-    def fail(progress: Progress) -> None:
+    def fail(progress: Preparation) -> None:
         assert hidden(tmp_path)
         raise KeyboardInterrupt
 
