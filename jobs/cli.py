@@ -14,7 +14,6 @@ from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.benchmarks.cli import bench
 from braid.jobs.checkpoint_cli import checkpoint
-from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
@@ -24,7 +23,7 @@ from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
-from braid.jobs.viewing_cli import report, trace
+from braid.jobs.viewing_cli import dashboard, report, trace
 from braid.scheduling.json_text import json_text
 
 app = typer.Typer(

@@ -140,11 +140,9 @@ def _result(step: dict[str, Any]) -> tuple[float, float]:
 
 def show_demo(console: Console, demo: Demo) -> None:
     """Print timelines and the point; write the picture beside the second run."""
-    traces = [TraceFolder(run / "trace", keep=_KEPT) for run in demo.runs]
-    for one in traces:
-        one.refresh()
+    traces = [TraceFolder.of_run(run, keep=_KEPT) for run in demo.runs]
     names = "without overlap", "with overlap"
-    steps = {name: (one, step) for name, one, step in zip(names, traces, demo.typical, strict=True)}
+    steps = {name: (folder, step) for name, folder, step in zip(names, traces, demo.typical, strict=True)}
     console.print()
     console.print(timeline_text(steps))
     console.print()
