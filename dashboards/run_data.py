@@ -102,7 +102,7 @@ class RunData:
             self._refresh_descriptions()
             changed = self._refresh_metrics()
             self._refresh_ranks()
-            anew, lines = _refreshed(self._events)
+            anew, lines = self._events.refresh()
             self._event_lines = lines if anew else [*self._event_lines, *lines]
             self._refresh_trace(at_once=changed)
             traced = self._traced()
@@ -128,7 +128,7 @@ class RunData:
             self._answers.clear()
 
     def _refresh_metrics(self) -> bool:
-        anew, lines = _refreshed(self._metrics)
+        anew, lines = self._metrics.refresh()
         if anew:
             self._columns = StepColumns()
         for line in lines:
@@ -136,7 +136,7 @@ class RunData:
         return bool(lines)
 
     def _refresh_ranks(self) -> None:
-        anew, lines = _refreshed(self._ranks)
+        anew, lines = self._ranks.refresh()
         if anew:
             self._rank_lines.clear()
             self._means = {name: [] for name in self._means}
@@ -217,12 +217,6 @@ class RunData:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(key)
             return self._answers[key]
-
-
-def _refreshed(file: GrowingLines) -> tuple[bool, list[dict[str, Any]]]:
-    """`GrowingLines.refresh`, with numbers that JSON has."""
-    anew, lines = file.refresh()
-    return anew, finite(lines)
 
 
 def compact_json(content: Any) -> str:

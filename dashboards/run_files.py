@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 
+from braid.scheduling.json_text import finite
+
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
 """No description of a run is larger."""
@@ -87,13 +89,13 @@ class GrowingLines:
     """The line before the offset; where it does not stand any more, the file was cut, and has grown since."""
 
     def refresh(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file began anew, and the whole lines that were not read before."""
+        """Whether the file began anew, and the whole lines that were not read before, with finite numbers."""
         before = self.epoch
         lines = [line for batch in self.batches() for line in batch]
-        return self.epoch != before, lines
+        return self.epoch != before, finite(lines)
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The same lines, never more at once than a few megabytes hold."""
+        """The new lines as they are, never more at once than a few megabytes hold."""
         facts = file_facts(self.path)
         if facts is None:
             return
