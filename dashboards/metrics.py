@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from braid.dashboards.run_files import value_of
 from braid.scheduling.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
@@ -37,7 +36,6 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the labels, in order."""
         return ("run", "stage", "rank") if self.per_rank else ("run",)
 
 
@@ -58,11 +56,8 @@ class PrometheusSink:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        makers: dict[str, Any] = {
-            "gauge": Gauge,
-            "counter": Counter,
-            "histogram": partial(Histogram, buckets=STEP_BUCKETS),
-        }
+        buckets = partial(Histogram, buckets=STEP_BUCKETS)
+        makers: dict[str, Any] = {"gauge": Gauge, "counter": Counter, "histogram": buckets}
         self._metrics: dict[str, Any] = {
             metric.name: makers[metric.kind](metric.name, metric.help, metric.labels, registry=self.registry)
             for metric in METRICS.values()
@@ -139,7 +134,7 @@ class Exporter:
         for metric in METRICS.values():
             if metric.source != source or (metric.event and metric.event != kind):
                 continue
-            value = value_of(line, metric.field) if metric.field else 1
+            value = _value_of(line, metric.field) if metric.field else 1
             if metric.always and value is None and metric.field in line:
                 value = math.nan
             if not metric.per_rank:
@@ -148,8 +143,8 @@ class Exporter:
                 self._take_ranks(metric, value)
 
     def _take_ranks(self, metric: Metric, values: Sequence[Any]) -> None:
-        of_stage = self._ranks_of_a_stage  # ranks count through a stage before the next one
-        places = [(str(rank // of_stage), str(rank)) for rank in range(len(values))]
+        # ranks count through a stage before the next one
+        places = [(str(rank // self._ranks_of_a_stage), str(rank)) for rank in range(len(values))]
         if metric.kind == "gauge":
             for place in set(self._places.get(metric.name, ())) - set(places):
                 self._sink.forget(metric, (self._run, *place))
@@ -162,11 +157,20 @@ class Exporter:
             self._record(metric.name, value, place)
 
     def _record(self, name: str, value: Any, place: tuple[str, ...] = ()) -> None:
-        """Tell a value, if it is one; a gauge shows what is no number, a sum would never recover from it."""
+        """Tell a number; of what is no number only a gauge: a sum would never recover from it."""
         metric = METRICS[name]
         if _finite(value) or (metric.kind == "gauge" and isinstance(value, float)):
             value = max(value, 0) if metric.kind == "counter" else value
             self._sink.tell(metric, (self._run, *place), value)
+
+
+def _value_of(line: Mapping[str, Any], field: str) -> Any:
+    """The value of a line's field, or of a field inside it: ``experts.entropy``; None if it is missing."""
+    name, _, inside = field.partition(".")
+    value = line.get(name)
+    if not inside:
+        return value
+    return value.get(inside) if isinstance(value, Mapping) else None
 
 
 def _finite(value: object) -> bool:

@@ -18,7 +18,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink
-from braid.dashboards.run_files import GrowingLines, NotReadableError, file_facts, read_bytes, read_text
+from braid.dashboards.run_files import GrowingLines, file_facts, read_bytes, read_parsed
 from braid.scheduling.yaml_text import parse_yaml
 
 
@@ -31,7 +31,7 @@ class MetricsFeed:
     def __init__(self, run: Path, sink: PrometheusSink | RaySink, since: float = -math.inf) -> None:
         """Lines with a ``time`` up to ``since`` (Unix time in seconds) are history and not told."""
         self._run = run
-        self._exporter = Exporter(sink, str(_content(run / "config.yaml").get("name", run.name)))
+        self._exporter = Exporter(sink, str(_mapping(run / "config.yaml").get("name", run.name)))
         self._facts: dict[str, tuple[int, int, int] | None] = {}
         files = ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
         self._files = {name: _NewLines(run / name, newest=since) for name in files}
@@ -41,7 +41,7 @@ class MetricsFeed:
         for path in (self._run / "config.yaml", self._run / "predicted.json"):
             if (facts := file_facts(path)) != self._facts.get(path.name):
                 self._facts[path.name] = facts
-                self._exporter.take(path.name, _content(path))
+                self._exporter.take(path.name, _mapping(path))
         for name, lines in self._files.items():
             for batch in lines.batches():
                 for line in batch:
@@ -57,25 +57,24 @@ class _NewLines(GrowingLines):
     """
 
     newest: float = -math.inf
-    _begins: int = 0
-    _ends: "array[int]" = field(default_factory=lambda: array("Q"))
+    _edges: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Where the lines that were read begin, and where the last one ends."""
     _marks: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Where the lines that were read end, and their checksums."""
+    """Checksums of the lines that were read."""
 
     def _took(self, lines: list[bytes]) -> None:
-        end = self._offset
-        self._begins = self._begins if self._ends else end
+        if not self._marks:
+            self._edges = array("Q", [self._offset])
         for line in lines:
-            end += len(line) + 1
-            self._ends.append(end)
+            self._edges.append(self._edges[-1] + len(line) + 1)
             self._marks.append(crc32(line + b"\n"))
 
     def _begin(self, inode: int, size: int) -> None:
         super()._begin(inode, size)
-        standing = bisect_left(range(len(self._ends)), True, key=lambda n: self._line(n) is None)
-        del self._ends[standing:], self._marks[standing:]
+        standing = bisect_left(range(len(self._marks)), True, key=lambda n: self._line(n) is None)
+        del self._edges[standing + 1 :], self._marks[standing:]
         if standing:
-            self._offset, self._last = self._ends[-1], self._line(standing - 1) or b""
+            self._offset, self._last = self._edges[-1], self._line(standing - 1) or b""
         elif self.newest > -math.inf:
             # ``behind - 1`` is where the last line that is not newer begins
             behind = bisect_right(range(size), self.newest, key=self._time)
@@ -85,12 +84,12 @@ class _NewLines(GrowingLines):
 
     def _line(self, number: int) -> bytes | None:
         """A line that was read, if it stands where it stood."""
-        begin = self._ends[number - 1] if number else self._begins
-        line = read_bytes(self.path, begin, self._ends[number] - begin)
+        begin, end = self._edges[number : number + 2]
+        line = read_bytes(self.path, begin, end - begin)
         return line if crc32(line) == self._marks[number] else None
 
     def _time(self, offset: int) -> float:
-        """Of the first line from there on: they stand in order of time."""
+        """The time of the first line from there on; lines stand in order of time."""
         try:
             return float(json.loads(self.next_line(offset)[1])["time"])
         except (ValueError, KeyError, TypeError):
@@ -134,10 +133,10 @@ def told_to_ray(run: Path, module: Any, every_s: float = 5.0) -> Iterator[None]:
         feed.refresh()
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> dict[str, Any]:
     """The mapping in a file of YAML, as JSON is too; an empty one where there is none."""
     try:
-        content = parse_yaml(read_text(path) or "", path.name)
-    except (NotReadableError, ValueError):
+        content = read_parsed(path, lambda text: parse_yaml(text, path.name))
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -22,7 +22,7 @@ _COLOURS = {
     ("beta", "forward"): "rail_animation",
     ("beta", "backward"): "rail_load",
 }
-"""Of Chrome's own palette: that is all that the format can name."""
+"""Of Chrome's palette, whose names are all that the format has."""
 _MESSAGE = "send "
 _Key = tuple[int, int, int, str]
 """Step, micro-batch, chunk and direction: a block, whichever rank runs it."""
@@ -57,8 +57,7 @@ def _event(batch: Batch, record: Any, label: Label, begin: int) -> dict[str, Any
     strand, direction = STRANDS[record["strand"]], DIRECTIONS[record["direction"]]
     kind = KINDS[record["kind"]]
     lane = LANES[label.stream] if kind == "operator" else LANES["waiting" if kind == "waiting" else "block"]
-    waited_for = {"waits for rank": int(record["peer"])} if kind == "waiting" else {}
-    event = {
+    event: dict[str, Any] = {
         "name": label.operator,
         "cat": ",".join(filter(None, (strand, direction))) or "step",
         "ph": "X",
@@ -77,9 +76,10 @@ def _event(batch: Batch, record: Any, label: Label, begin: int) -> dict[str, Any
             "bytes": label.bytes,
             "flops": label.flops,
             "alone_us": None if label.solo_ns is None else label.solo_ns / 1000,
-            **waited_for,
         },
     }
+    if kind == "waiting":
+        event["args"]["waits for rank"] = int(record["peer"])
     if (strand, direction) in _COLOURS:
         event["cname"] = _COLOURS[strand, direction]
     return event
@@ -98,8 +98,8 @@ def _arrows(
 ) -> Iterator[dict[str, Any]]:
     """From each message to the begin of the block that it is for, on the stage that it goes to.
 
-    All ranks of a stage run the same blocks; a rank's neighbours stand at its own place in their stages.
-    Ranks of a stage follow each other, so the place is that in the order of those who run the block.
+    All ranks of a stage run the same blocks, and a rank sends to the rank at the same place of the next
+    stage. Ranks of a stage follow each other, so that the place is the rank's among those that run the block.
     """
     senders: dict[_Key, list[int]] = {}
     for key, rank, _ in sent:

@@ -1,15 +1,12 @@
 """What was decided, as plain containers for the page: schedule, pairing, overlap effectiveness."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.run_files import NotReadableError, read_text
 from braid.scheduling.effectiveness import effectiveness
 from braid.scheduling.operations import Compute, PassKind, Start, Wait
-from braid.scheduling.profile import Profile, parse_profile
+from braid.scheduling.profile import Profile
 from braid.scheduling.schedule import Program, Schedule, Sides
-from braid.scheduling.schedule_text import parse
 from braid.scheduling.units import measured_key
 
 _MOST_ACTIONS: Final = 600
@@ -17,32 +14,10 @@ _MOST_PAIRS: Final = 4
 _MOST_CELLS: Final = 4000
 
 
-def read_schedule(directory: Path) -> Schedule | None:
-    """The run's schedule; None without one, `NotReadableError` for a damaged one."""
-    text = read_text(directory / "schedule.txt")
-    if text is None:
-        return None
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise NotReadableError(f"schedule.txt: {error}") from None
-
-
-def read_profile(directory: Path) -> Profile | None:
-    """The costs that were planned with; None without them, `NotReadableError` for damaged ones."""
-    text = read_text(directory / "profile.json")
-    if text is None:
-        return None
-    try:
-        return parse_profile(text, "profile.json")
-    except ValueError as error:
-        raise NotReadableError(str(error)) from None
-
-
 def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]:
     """The schedule's outline and its longest programs of several passes, operators with their solo times.
 
-    Those of a forward beside a backward pass come first.
+    Programs of a forward beside a backward pass come first.
     """
     several = [(sides, program) for sides, program in schedule.programs.items() if len(sides) > 1]
     several.sort(key=lambda item: (len({side.kind.direction for side in item[0]}) == 1, -len(item[1])))
@@ -53,7 +28,7 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
         "micro_batches": schedule.micro_batches,
         "strands": [strand.value for strand in schedule.strands],
         "unit_layers": schedule.unit_layers,
-        "partitions": [str(one) for one in schedule.partitions],
+        "partitions": [str(partition) for partition in schedule.partitions],
         "pairs": [
             {"sides": [str(side) for side in sides], "actions": _actions(sides, program, profile)}
             for sides, program in several[:_MOST_PAIRS]
@@ -62,7 +37,7 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
 
 
 def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[dict[str, Any]]:
-    """The program in its order of issue, each operator with what it takes alone."""
+    """The program in its order of issue, each operator with its solo time."""
     solo = {} if profile is None else profile.solo_ns
     made: list[dict[str, Any]] = []
     for action in program[:_MOST_ACTIONS]:

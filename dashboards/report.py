@@ -12,12 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.run_data import RANKS_AT_ONCE, RunData
+from braid.dashboards.run_data import RANKS_AT_ONCE, RunData, compact_json
 
-STEPS: Final = 3
-"""Steps whose timelines are in the file."""
+_STEPS: Final = 3
 _MOST_RANKS: Final = 64
-"""Ranks whose timelines are in the file."""
+"""Of so many last steps and first ranks the timelines are in the file."""
 _IMPORT: Final = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export (?:async )?(?:const|let|class|function\*?) (\w+)", re.MULTILINE)
 
@@ -46,18 +45,18 @@ window.fetch = async (address) => {
 """
 
 
-def report_html(run: Path, steps: int = STEPS) -> str:
+def report_html(run: Path) -> str:
     """The report of a run directory. `ValueError` if it holds no run."""
     data = RunData(run)
     data.check()
     news = data.refresh()
-    page = {path.name: path.read_text(encoding="utf-8") for path in _page()}
-    answers = _answers(data, news, steps)
+    folder = files("braid.dashboards") / "page"
+    page = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir() if path.is_file()}
+    answers = _answers(data, news)
     text = page["index.html"]
     text = text.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page['style.css']}</style>")
-    code = bundle(
-        {name.removesuffix(".js"): body for name, body in page.items() if name.endswith(".js")}, "main"
-    )
+    modules = {name.removesuffix(".js"): body for name, body in page.items() if name.endswith(".js")}
+    code = bundle(modules, "main")
     inline = (
         f'<script type="application/json" id="run">{_inside_html(answers)}</script>\n'
         f'<script type="module">\n{_ANSWERS}\n{code}</script>\n</body>'
@@ -67,14 +66,10 @@ def report_html(run: Path, steps: int = STEPS) -> str:
     return text.replace("<title>Braid</title>", f"<title>Braid: {name}</title>")
 
 
-def _page() -> list[Any]:
-    return [path for path in (files("braid.dashboards") / "page").iterdir() if path.is_file()]
-
-
-def _answers(data: RunData, news: dict[str, Any], steps: int) -> dict[str, Any]:
+def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
     """What the server would answer, by request."""
     state = data.state()
-    traced: list[int] = state["traced"][-steps:]
+    traced: list[int] = state["traced"][-_STEPS:]
     timelines = {}
     for step in traced:
         first = 0
@@ -92,8 +87,12 @@ def _answers(data: RunData, news: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _inside_html(content: Any) -> str:
     """JSON that cannot end the element around it."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        compact_json(content)
+        .replace("<", "\\u003c")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
 
 
 def bundle(modules: Mapping[str, str], entry: str) -> str:

@@ -10,44 +10,37 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from braid.dashboards import plan_view
+from braid.dashboards.plan_view import effectiveness_view, schedule_view
 from braid.dashboards.run_files import (
     GrowingLines,
-    NotReadableError,
     file_facts,
     numbers_in,
-    read_json,
-    read_text,
+    read_parsed,
     shown_config,
 )
 from braid.dashboards.step_columns import StepColumns
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.json_text import finite
+from braid.scheduling.profile import parse_profile
 from braid.scheduling.record_numbers import phases
-from braid.scheduling.span_batches import Batch, begin_of, read_batches
+from braid.scheduling.schedule_text import parse
+from braid.scheduling.span_batches import begin_of, read_batches
 from braid.scheduling.spec import AXES, ParallelLayout
 from braid.scheduling.stragglers import LAST, TIMES, stragglers
 from braid.scheduling.trace_arrays import length
 from braid.scheduling.yaml_text import parse_yaml
 
+T = TypeVar("T")
 PREDICTED: Final = "trace/predicted.arrows"
-DESCRIPTIONS: Final = (
-    "config.yaml",
-    "model.json",
-    "cluster.json",
-    "schedule.txt",
-    "profile.json",
-    "predicted.json",
-    "report.json",
-    PREDICTED,
-)
+_JSON: Final = [f"{name}.json" for name in ("model", "cluster", "profile", "predicted", "report")]
+DESCRIPTIONS: Final = ("config.yaml", "schedule.txt", PREDICTED, *_JSON)
 RANKS_AT_ONCE: Final = 16
 """Ranks in one answer with a timeline."""
 
@@ -58,14 +51,14 @@ _SPAN_STEPS: Final = (4, 32)
 """Fewest and most steps of spans that are kept in memory."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Described:
     """What does not change from step to step."""
 
-    content: dict[str, Any] = field(default_factory=dict)
-    layout: ParallelLayout | None = None
-    ranks: int = 0
-    predicted: Durations = field(default_factory=dict)
+    content: dict[str, Any]
+    layout: ParallelLayout | None
+    ranks: int
+    predicted: Durations
 
 
 class RunData:
@@ -79,7 +72,7 @@ class RunData:
         """Of no other server: the numbers of versions begin anew with each."""
         self._facts: dict[str, tuple[int, int, int] | None] = {}
         self._version = 0
-        self._described = _Described()
+        self._described = _Described({}, None, 0, {})
         self._metrics = GrowingLines(directory / "metrics.jsonl")
         self._ranks = GrowingLines(directory / "ranks.jsonl", most=_RANKS_TAIL_BYTES)
         self._events = GrowingLines(directory / "events.jsonl")
@@ -93,7 +86,6 @@ class RunData:
         self._answers: OrderedDict[tuple[int, ...], str] = OrderedDict()
 
     def check(self) -> None:
-        """`ValueError` where there is no run to show."""
         if not self.directory.is_dir():
             raise ValueError(f"{self.directory} is no directory; give a run's, such as runs/NAME")
         known = ("config.yaml", "metrics.jsonl", "events.jsonl")
@@ -104,28 +96,24 @@ class RunData:
             )
 
     def refresh(self) -> dict[str, Any]:
-        """Read what is new; returns `versions`."""
+        """Read what is new. Returns small numbers that change when something else does: what a page asks for
+        anew."""
         with self._lock:
             self._refresh_descriptions()
             changed = self._refresh_metrics()
             self._refresh_ranks()
-            anew, lines = _refreshed(self._events)
+            anew, lines = self._events.refresh()
             self._event_lines = lines if anew else [*self._event_lines, *lines]
             self._refresh_trace(at_once=changed)
-            return self._versions()
-
-    def _versions(self) -> dict[str, Any]:
-        """Small numbers that change when something else does: what a page asks for anew."""
-        steps = self._columns.steps
-        traced = self._traced()
-        return {
-            "reader": self._reader,
-            "state": self._version,
-            "metrics": [self._metrics.epoch, len(steps)],
-            "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
-            "events": [self._events.epoch, len(self._event_lines)],
-            "trace": [self._trace_version, *(traced[:1] + traced[-1:])],
-        }
+            traced = self._traced()
+            return {
+                "reader": self._reader,
+                "state": self._version,
+                "metrics": [self._metrics.epoch, len(self._columns.steps)],
+                "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
+                "events": [self._events.epoch, len(self._event_lines)],
+                "trace": [self._trace_version, *(traced[:1] + traced[-1:])],
+            }
 
     def _refresh_descriptions(self) -> None:
         facts = {name: file_facts(self.directory / name) for name in DESCRIPTIONS}
@@ -140,7 +128,7 @@ class RunData:
             self._answers.clear()
 
     def _refresh_metrics(self) -> bool:
-        anew, lines = _refreshed(self._metrics)
+        anew, lines = self._metrics.refresh()
         if anew:
             self._columns = StepColumns()
         for line in lines:
@@ -148,7 +136,7 @@ class RunData:
         return bool(lines)
 
     def _refresh_ranks(self) -> None:
-        anew, lines = _refreshed(self._ranks)
+        anew, lines = self._ranks.refresh()
         if anew:
             self._rank_lines.clear()
             self._means = {name: [] for name in self._means}
@@ -171,13 +159,13 @@ class RunData:
         self._trace_due = time.monotonic() + 20 * (time.monotonic() - now)
 
     def _traced(self) -> list[int]:
-        """Steps that every rank with a trace has, counted from 1; without any, those of some rank."""
-        own = [set(trace.steps) for trace in self._trace.ranks.values() if trace.steps]
-        whole = set.intersection(*own) if own else set()
-        return [step + 1 for step in sorted(whole or set().union(*own))]
+        """Steps that every rank with a trace has, counted from 1; if there is none, the steps of any rank."""
+        steps = [set(trace.steps) for trace in self._trace.ranks.values() if trace.steps]
+        whole = set.intersection(*steps) if steps else set()
+        return [step + 1 for step in sorted(whole or set().union(*steps))]
 
     def state(self) -> dict[str, Any]:
-        """What the run is: all that does not change from step to step."""
+        """All that does not change from step to step."""
         with self._lock:
             return {**self._described.content, "version": self._version, "traced": self._traced()}
 
@@ -195,129 +183,103 @@ class RunData:
             }
 
     def ranks(self, step: int | None) -> dict[str, Any]:
-        """All ranks' numbers of a step (the newest one that is known), and who is slow."""
+        """All ranks' numbers of a step (None: the newest that is known), and which ranks are slow."""
         with self._lock:
             lines = list(self._rank_lines)
             found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
-            stages = self._stages(len(numbers_in(found or {}, "seconds")))
+            layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
+            stages = [0] * ranks
+            if layout is not None and layout.ranks == ranks:
+                stages = [layout.coordinate(rank)["pp"] for rank in range(ranks)]
             slow = stragglers([numbers_in(line, "compute_seconds") for line in lines], stages)
             return {
                 "line": found,
                 "stages": stages,
-                "stragglers": [dict(vars(one)) for one in slow],
+                "stragglers": [dict(vars(straggler)) for straggler in slow],
                 "rule": {"times": TIMES, "steps": LAST},
                 "kept": [line["step"] for line in lines[:1] + lines[-1:]],
             }
-
-    def _stages(self, ranks: int) -> list[int]:
-        layout = self._described.layout
-        if layout is None or layout.ranks != ranks:
-            return [0] * ranks
-        return [layout.coordinate(rank)["pp"] for rank in range(ranks)]
 
     def timeline(self, step: int, first_rank: int) -> str | None:
         """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`) as JSON; None if no rank has it."""
         with self._lock:
             batches = self._trace.step(step - 1)
             begin = begin_of(batches)
-            chosen = [one for one in batches if 0 <= one.rank - first_rank < RANKS_AT_ONCE]
+            chosen = [batch for batch in batches if 0 <= batch.rank - first_rank < RANKS_AT_ONCE]
             if not chosen:
                 return None
-            key = (step, first_rank, begin, len(chosen), max(one.generation for one in chosen))
+            key = (step, first_rank, begin, len(chosen), max(batch.generation for batch in chosen))
             if key not in self._answers:
                 damage = {rank: trace.damage for rank, trace in self._trace.ranks.items()}
                 content = step_columns(chosen, begin, self._described.predicted, damage)
-                self._answers[key] = json.dumps(content, separators=(",", ":"), allow_nan=False)
+                self._answers[key] = compact_json(content)
                 while len(self._answers) > 1 and sum(map(len, self._answers.values())) > _CACHED_BYTES:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(key)
             return self._answers[key]
 
 
-def _refreshed(file: GrowingLines) -> tuple[bool, list[dict[str, Any]]]:
-    """`GrowingLines.refresh`, with numbers that JSON has."""
-    anew, lines = file.refresh()
-    return anew, finite(lines)
+def compact_json(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _describe(directory: Path) -> _Described:
     """Read all descriptions; what cannot be read is told and left out."""
     trouble: list[str] = []
 
-    def tried(read: Any, *arguments: Any) -> Any:
+    def tried(read: Callable[..., T], name: str, *arguments: Any) -> T | None:
         try:
-            return read(*arguments)
-        except (NotReadableError, ValueError) as error:
+            return read(directory / name, *arguments)
+        except ValueError as error:
             trouble.append(str(error))
             return None
 
-    config = tried(_yaml, directory / "config.yaml")
-    found = {
-        name: tried(read_json, directory / f"{name}.json")
-        for name in ("model", "cluster", "predicted", "report")
-    }
-    schedule = tried(plan_view.read_schedule, directory)
-    profile = tried(plan_view.read_profile, directory)
-    layout = _layout(config)
-    cluster = _ranks(found["cluster"], layout)
-    spans = tried(read_batches, directory / PREDICTED) if file_facts(directory / PREDICTED) else None
-    report = found["report"] if isinstance(found["report"], dict) else {}
-    config = shown_config(config) if isinstance(config, dict) else {}
+    def mapping(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+        content = tried(read_parsed, name, lambda text: _plain(parse(text)))
+        return content if isinstance(content, dict) else {}
+
+    config = shown_config(mapping("config.yaml", lambda text: parse_yaml(text, "config.yaml")))
+    model, predicted, report = (mapping(f"{name}.json") for name in ("model", "predicted", "report"))
+    schedule = tried(read_parsed, "schedule.txt", parse)
+    profile = tried(read_parsed, "profile.json", lambda text: parse_profile(text, "profile.json"))
+    spans = (tried(read_batches, PREDICTED) or []) if file_facts(directory / PREDICTED) else []
+    layout = _layout(config.get("parallel"))
+    cluster = _cluster(mapping("cluster.json"), layout)
+    if predicted:
+        busy = [length(phases(batch).computing) / 1e9 for batch in spans]
+        predicted["compute_seconds"] = fmean(busy) if busy else None
     train = config.get("train")
     content = {
         "name": str(config.get("name") or directory.name),
         "directory": str(directory),
         "config": config,
         "steps": train.get("steps") if isinstance(train, dict) else None,
-        "model": found["model"] if isinstance(found["model"], dict) else None,
+        "model": model or None,
         "cluster": cluster,
         "layout": None if layout is None else {axis: layout.degree(axis) for axis in (*AXES, "ep")},
-        "predicted": _predicted(found["predicted"], spans),
+        "predicted": predicted or None,
         "report": {
             key: report[key] for key in ("complete", "tokens_per_s", "overlap", "layout") if key in report
         },
-        "schedule": None if schedule is None else plan_view.schedule_view(schedule, profile),
-        "effectiveness": None if profile is None else plan_view.effectiveness_view(profile),
+        "schedule": None if schedule is None else schedule_view(schedule, profile),
+        "effectiveness": None if profile is None else effectiveness_view(profile),
         "trouble": trouble,
     }
-    return _Described(
-        content=content,
-        layout=layout,
-        ranks=len(cluster["ranks"]) or (layout.ranks if layout else 0),
-        predicted=predicted_durations(spans or ()),
-    )
-
-
-def _predicted(content: Any, batches: Sequence[Batch] | None) -> dict[str, Any] | None:
-    """The simulated step's numbers, with the mean time that its ranks compute."""
-    if not isinstance(content, dict):
-        return None
-    busy = [length(phases(one.records, one.labels).computing) / 1e9 for one in batches or ()]
-    return {**content, "compute_seconds": fmean(busy) if busy else None}
-
-
-def _yaml(path: Path) -> Any:
-    text = read_text(path)
-    if text is None:
-        return None
-    try:
-        return _plain(parse_yaml(text, path.name))
-    except (ValueError, RecursionError) as error:
-        raise NotReadableError(str(error)) from None
+    ranks = len(cluster["ranks"]) or (layout.ranks if layout else 0)
+    return _Described(content, layout, ranks, predicted_durations(spans))
 
 
 def _plain(value: Any) -> Any:
     """Containers of scalars that JSON has."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     return finite(value) if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _layout(config: Any) -> ParallelLayout | None:
-    parallel = config.get("parallel") if isinstance(config, Mapping) else None
-    if not isinstance(parallel, Mapping):
+def _layout(parallel: Any) -> ParallelLayout | None:
+    if not isinstance(parallel, dict):
         return None
     try:
         pp, dp, cp, tp = (int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
@@ -326,22 +288,17 @@ def _layout(config: Any) -> ParallelLayout | None:
         return None
 
 
-def _ranks(content: Any, layout: ParallelLayout | None) -> dict[str, Any]:
+def _cluster(content: dict[str, Any], layout: ParallelLayout | None) -> dict[str, Any]:
     """Where every rank runs and its place in the mesh, from either form of ``cluster.json``."""
-    content = content if isinstance(content, Mapping) else {}
-    given = content.get("ranks")
-    if isinstance(given, list):
-        rows = [row if isinstance(row, Mapping) else {} for row in given]
-    else:
-        rows = _zipped(content.get("addresses") or (), content.get("processes") or ())
+    rows = content.get("ranks")
+    if not isinstance(rows, list):
+        places = zip(content.get("addresses") or (), content.get("processes") or (), strict=False)
+        rows = [{"address": address, "process": process} for address, process in places]
     ranks = []
     for rank, row in enumerate(rows):
+        row = row if isinstance(row, dict) else {}
         place = layout.coordinate(rank) if layout is not None and layout.ranks == len(rows) else {}
         address = str(row.get("address") or "")
         node = str(row.get("node") or address or "this machine")
         ranks.append({"node": node, "address": address, "process": row.get("process"), "place": dict(place)})
     return {"launcher": str(content.get("launcher") or ""), "ranks": ranks}
-
-
-def _zipped(addresses: Iterable[Any], processes: Iterable[Any]) -> list[Mapping[str, Any]]:
-    return [{"address": a, "process": p} for a, p in zip(list(addresses), list(processes), strict=False)]

@@ -4,20 +4,17 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 from braid.scheduling.json_text import finite
 
+T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
 """No description of a run is larger."""
 _CHUNK: Final = 8 << 20
-
-
-class NotReadableError(Exception):
-    """A file that should be there is not readable; the text is for people."""
 
 
 def file_facts(path: Path) -> tuple[int, int, int] | None:
@@ -48,42 +45,22 @@ def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
-def read_text(path: Path) -> str | None:
-    """The text of a file; None where there is none, `NotReadableError` where it is no text."""
+def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What a text file says; None where there is no file, `ValueError` where it is damaged."""
     if file_facts(path) is None:
         return None
     try:
-        return read_bytes(path).decode("utf-8")
+        return parse(read_bytes(path).decode("utf-8"))
     except OSError as error:
-        raise NotReadableError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise NotReadableError(f"{path.name} is not text") from None
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file with finite numbers; None where there is no file."""
-    text = read_text(path)
-    if text is None:
-        return None
-    try:
-        return finite(json.loads(text))
+        raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise NotReadableError(f"{path.name} is not JSON: {error}") from None
+        raise ValueError(str(error) if path.name in str(error) else f"{path.name}: {error}") from None
 
 
 def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
     """The numbers in a list of a line; none where it is something else."""
     found = line.get(name)
-    return [one for one in found if isinstance(one, int | float)] if isinstance(found, list) else []
-
-
-def value_of(line: Mapping[str, Any], field: str) -> Any:
-    """The value of a line's field, or of one inside a field: ``experts.entropy``; None if it is missing."""
-    name, _, inside = field.partition(".")
-    value = line.get(name)
-    if not inside:
-        return value
-    return value_of(value, inside) if isinstance(value, Mapping) else None
+    return [value for value in found if isinstance(value, int | float)] if isinstance(found, list) else []
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,13 +89,13 @@ class GrowingLines:
     """The line before the offset; where it does not stand any more, the file was cut, and has grown since."""
 
     def refresh(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file began anew, and the whole lines that were not read before."""
+        """Whether the file began anew, and the whole lines that were not read before, with finite numbers."""
         before = self.epoch
         lines = [line for batch in self.batches() for line in batch]
-        return self.epoch != before, lines
+        return self.epoch != before, finite(lines)
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The same lines, never more at once than a few megabytes hold."""
+        """The new lines as they are, never more at once than a few megabytes hold."""
         facts = file_facts(self.path)
         if facts is None:
             return

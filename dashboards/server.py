@@ -3,7 +3,7 @@
 Who may enter: docs/design.md, Doors.
 
 Files are read only while somebody looks, four times a second at most, in a thread of their own. A page is
-told by server-sent events *that* something is new and asks for it: one that is slow or was away misses
+told by server-sent events *that* something is new and asks for it: a page that is slow or was away misses
 nothing but states that are old by then, and holds up nobody.
 """
 
@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from braid.dashboards.run_data import RunData
+from braid.dashboards.run_data import RunData, compact_json
 
 POLL_SECONDS: Final = 0.25
 QUIET_SECONDS: Final = 5.0
@@ -55,59 +55,24 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Watcher:
-    """Reads the run while there are pages, and wakes them when something is new."""
+    """Reads the run when somebody asks, at most every `POLL_SECONDS`, whoever asks."""
 
     def __init__(self, data: RunData) -> None:
         self.data = data
         self.news: dict[str, Any] = {}
-        self._pages = 0
-        self._changed = asyncio.Condition()
-        self._task: asyncio.Task[None] | None = None
-        self._reading = asyncio.Lock()
-
-    async def read(self) -> None:
-        """Read what is new now."""
-        async with self._reading:
-            news = await asyncio.to_thread(self.data.refresh)
-        if news != self.news:
-            async with self._changed:
-                self.news = news
-                self._changed.notify_all()
-
-    @contextlib.asynccontextmanager
-    async def page(self) -> AsyncIterator[None]:
-        """For as long as the context lasts, a page is looking."""
-        self._pages += 1
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._poll())
-        try:
-            yield
-        finally:
-            self._pages -= 1
-
-    @property
-    def pages(self) -> int:
+        self.pages = 0
         """How many pages are looking."""
-        return self._pages
+        self._reading = asyncio.Lock()
+        self._due = 0.0
 
-    async def _poll(self) -> None:
-        while self._pages:
-            await self.read()
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def after(self, seen: dict[str, Any]) -> dict[str, Any]:
-        """The newest state once it differs from ``seen``; what lay between is skipped."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.news != seen)
-            return self.news
-
-    async def close(self) -> None:
-        """Stop reading."""
-        self._pages = 0
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+    async def read(self) -> dict[str, Any]:
+        """The newest state (`RunData.refresh`)."""
+        async with self._reading:
+            if time.monotonic() >= self._due:
+                news = await asyncio.to_thread(self.data.refresh)
+                self._due = time.monotonic() + POLL_SECONDS
+                self.news = self.news if news == self.news else news
+        return self.news
 
 
 WATCHER: Final = web.AppKey("watcher", Watcher)
@@ -120,43 +85,40 @@ def make_app(
     host: str = "127.0.0.1",
     extra_routes: Iterable[web.RouteDef] = (),
 ) -> web.Application:
-    """The application; ``host`` is the address that it will listen on. `ValueError` if there is no run."""
+    """The application; ``host`` is the address that it will listen on.
+
+    `ValueError` if there is no run, or other machines could read it without a token.
+    """
     data = RunData(run_directory)
     data.check()
-    _check_guard(host, token)
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise ValueError(f"the token has {len(token)} characters; give it at least {SHORTEST_TOKEN}")
+    if token is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} lets other machines read the run: guard it with --token-file, "
+            f"or leave it at 127.0.0.1 and forward the port (ssh -L)"
+        )
     app = web.Application(middlewares=[_guard(host, token)])
-    pages = {f"/{name}": content for name, content in _page_files().items()}
+    # read once, so that no request ever names a path
+    folder = files("braid.dashboards").joinpath("page")
+    pages = {
+        f"/{file.name}": file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in _TYPES
+    }
 
     async def page(request: web.Request) -> web.Response:
         path = "/index.html" if request.path == "/" else request.path
         return web.Response(body=pages[path], headers={"Content-Type": _TYPES[Path(path).suffix]})
 
-    get = web.get
-    app.add_routes([get(path, page, allow_head=False) for path in ("/", *pages)])
-    app.add_routes(
-        [
-            get("/api/state", _state, allow_head=False),
-            get("/api/metrics", _metrics, allow_head=False),
-            get("/api/ranks", _ranks, allow_head=False),
-            get("/api/timeline", _timeline, allow_head=False),
-            get("/api/events", _events, allow_head=False),
-            *extra_routes,
-        ]
-    )
+    handlers = {
+        **dict.fromkeys(("/", *pages), page),
+        **dict.fromkeys(_ANSWERS, _answer),
+        "/api/events": _events,
+    }
+    routes = [web.get(path, handler, allow_head=False) for path, handler in handlers.items()]
+    app.add_routes([*routes, *extra_routes])
 
-    async def lifetime(app: web.Application) -> AsyncIterator[None]:
-        app[WATCHER] = Watcher(data)
-        yield
-        await app[WATCHER].close()
-
-    app.cleanup_ctx.append(lifetime)
+    app[WATCHER] = Watcher(data)
     return app
-
-
-def _page_files() -> dict[str, bytes]:
-    """The page's files by name: read once, so that no request ever names a path."""
-    folder = files("braid.dashboards").joinpath("page")
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if Path(entry.name).suffix in _TYPES}
 
 
 def is_loopback(host: str) -> bool:
@@ -169,18 +131,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _check_guard(host: str, token: str | None) -> None:
-    if token is not None and len(token) < SHORTEST_TOKEN:
-        raise ValueError(f"the token has {len(token)} characters; give it at least {SHORTEST_TOKEN}")
-    if token is None and not is_loopback(host):
-        raise ValueError(
-            f"--host {host} lets other machines read the run: guard it with --token-file, "
-            f"or leave it at 127.0.0.1 and forward the port (ssh -L)"
-        )
-
-
 def _guard(host: str, token: str | None) -> Any:
-    """Refuses what is not a GET of this page by somebody who may see it, and sets the headers."""
+    """Refuses all but a GET of this page by somebody who may see it, and sets the headers."""
     session = secrets.token_urlsafe(32)
 
     @web.middleware
@@ -189,16 +141,12 @@ def _guard(host: str, token: str | None) -> Any:
             refused = _refused(request, host) or _entered(request, token, session)
             response = await handler(request) if refused is None else refused
         except web.HTTPException as error:
-            response = web.Response(status=error.status, text=error.reason, headers=_allow(error))
+            response = web.Response(status=error.status, text=error.reason)
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
 
     return guard
-
-
-def _allow(error: web.HTTPException) -> dict[str, str]:
-    return {"Allow": "GET"} if error.status == 405 else {}
 
 
 def _refused(request: web.Request, host: str) -> web.Response | None:
@@ -234,7 +182,7 @@ def _is_ours(name: str, host: str) -> bool:
 
 
 def _entered(request: web.Request, token: str | None, session: str) -> web.Response | None:
-    """None for who may come in; else the answer: the way in by ``?token=``, or a refusal."""
+    """None for a request that may come in; else the answer: the way in by ``?token=``, or a refusal."""
     if token is None:
         return None
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -258,48 +206,30 @@ def _same(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode(), wanted.encode())
 
 
-def _number(request: web.Request, name: str, default: int | None = None) -> int:
-    text = request.query.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isascii() or not text.isdigit() or len(text) > 12:
+def _number(request: web.Request, name: str, default: str = "0") -> int:
+    text = request.query.get(name, default)
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
         raise web.HTTPBadRequest(reason=f"{name} must be a whole number")
     return int(text)
 
 
-def _json(content: Any) -> web.Response:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    return web.Response(text=text, content_type="application/json")
+_ANSWERS: Final[dict[str, Callable[[RunData, web.Request], Any]]] = {
+    "/api/state": lambda data, asked: data.state(),
+    "/api/metrics": lambda data, asked: data.metrics(_number(asked, "after"), _number(asked, "epoch")),
+    "/api/ranks": lambda data, asked: data.ranks(_number(asked, "step") or None),
+    "/api/timeline": lambda data, asked: data.timeline(_number(asked, "step", ""), _number(asked, "ranks")),
+}
+"""By path, what is answered: JSON text, content that becomes JSON, or None where there is nothing."""
 
 
-async def _run(request: web.Request) -> RunData:
-    """The run, read now unless it is being read all the time."""
+async def _answer(request: web.Request) -> web.Response:
     watcher = request.app[WATCHER]
-    if not watcher.pages or not watcher.news:
-        await watcher.read()
-    return watcher.data
-
-
-async def _state(request: web.Request) -> web.Response:
-    return _json(await asyncio.to_thread((await _run(request)).state))
-
-
-async def _metrics(request: web.Request) -> web.Response:
-    after, epoch = _number(request, "after", 0), _number(request, "epoch", 0)
-    return _json(await asyncio.to_thread((await _run(request)).metrics, after, epoch))
-
-
-async def _ranks(request: web.Request) -> web.Response:
-    step = _number(request, "step", 0) or None
-    return _json(await asyncio.to_thread((await _run(request)).ranks, step))
-
-
-async def _timeline(request: web.Request) -> web.Response:
-    step, first = _number(request, "step"), _number(request, "ranks", 0)
-    body = await asyncio.to_thread((await _run(request)).timeline, step, first)
-    if body is None:
+    await watcher.read()
+    content = await asyncio.to_thread(_ANSWERS[request.path], watcher.data, request)
+    if content is None:
         return web.Response(status=204)  # no error: pages ask for steps whose spans have just been removed
-    return web.Response(text=body, content_type="application/json")
+    text = content if isinstance(content, str) else compact_json(content)
+    return web.Response(text=text, content_type="application/json")
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
@@ -308,19 +238,22 @@ async def _events(request: web.Request) -> web.StreamResponse:
     if watcher.pages >= MOST_PAGES:
         raise web.HTTPServiceUnavailable(reason="too many pages look at this run")
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS})
-    seen: dict[str, Any] = {}
-    async with watcher.page():
+    watcher.pages += 1
+    try:
         await response.prepare(request)
         with contextlib.suppress(ConnectionError, TimeoutError):
             await _send(response, "retry: 1000\n\n")
+            seen: dict[str, Any] = {}
+            told = time.monotonic()
             while True:
-                try:
-                    async with asyncio.timeout(QUIET_SECONDS):
-                        seen = await watcher.after(seen)
-                except TimeoutError:
-                    await _send(response, ": still here\n\n")
-                else:
-                    await _send(response, f"data: {json.dumps(seen, allow_nan=False)}\n\n")
+                news = await watcher.read()
+                if news != seen or time.monotonic() - told > QUIET_SECONDS:
+                    text = ": still here" if news == seen else f"data: {compact_json(news)}"
+                    await _send(response, f"{text}\n\n")
+                    seen, told = news, time.monotonic()
+                await asyncio.sleep(POLL_SECONDS)
+    finally:
+        watcher.pages -= 1
     return response
 
 
@@ -330,17 +263,12 @@ async def _send(response: web.StreamResponse, text: str) -> None:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. `ValueError` if there is none, or a short one."""
+    """The token in a file. `ValueError` if there is none."""
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"--token-file {path} cannot be read: {reason}") from None
-    if len(token) < SHORTEST_TOKEN:
-        raise ValueError(
-            f"--token-file {path} holds {len(token)} characters; a token has at least {SHORTEST_TOKEN}"
-        )
-    return token
 
 
 def serve(

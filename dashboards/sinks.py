@@ -49,14 +49,13 @@ class TensorBoardSink:
         self._writer.add_event(self._messages.Event(wall_time=when, step=step, summary=summary))
 
     def close(self) -> None:
-        """Write the remaining events."""
         self._writer.close()
 
 
 class WandbSink:
-    """A run of Weights & Biases; ``options`` are those of ``wandb.init``, all that is written is in ``dir``.
+    """A run of Weights & Biases; ``options`` of ``wandb.init``, which writes everything into ``dir``.
 
-    ``mark`` is the run's id there: with the same one, a run that is resumed goes on in its former charts.
+    ``mark`` is the run's id there: with the same id, a run that is resumed goes on in its former charts.
     """
 
     def __init__(self, mark: str, options: Mapping[str, Any]) -> None:
@@ -71,11 +70,9 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One row with the step and all scalars."""
         self._run.log({"step": line["step"], **scalars(line)})
 
     def close(self) -> None:
-        """End the run."""
         self._run.finish()
 
 
@@ -83,7 +80,7 @@ class Sinks:
     """The tools that a run has asked for. A tool that fails is told of and left out: training goes on."""
 
     def __init__(self, wanted: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None]) -> None:
-        """wanted: ``tensorboard`` without options, ``wandb`` with those of ``wandb.init``; tell: takes what
+        """wanted: ``tensorboard`` without options, ``wandb`` with options of ``wandb.init``; tell: hears what
         failed. `ValueError` if a package is missing."""
         self._wanted, self._tell = wanted, tell
         self._open: dict[str, TensorBoardSink | WandbSink] = {}
@@ -94,7 +91,7 @@ class Sinks:
                 )
 
     def begin(self, folder: Path, mark: str, name: str, config: Mapping[str, Any]) -> None:
-        """The run has started; files go to folders in its own. ``mark``: of this run and no other."""
+        """The run has started; its ``folder`` takes the tools' files. ``mark``: of this run and no other."""
         for tool, options in self._wanted.items():
             with self._survived(tool):
                 if tool == "tensorboard":
@@ -104,13 +101,12 @@ class Sinks:
                     self._open[tool] = WandbSink(mark, {**options, **about})
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step is over; ``line``: of ``metrics.jsonl``."""
+        """A step is over; ``line``: its line of ``metrics.jsonl``."""
         for tool in list(self._open):
             with self._survived(tool):
                 self._open[tool].step(line)
 
     def close(self) -> None:
-        """The run is over, however it ended."""
         for tool in list(self._open):
             with self._survived(tool):
                 self._open.pop(tool).close()

@@ -5,8 +5,8 @@ from typing import Final
 
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
-from braid.scheduling.record_numbers import phases, times_of
-from braid.scheduling.span_batches import Batch, Records, apart, begin_of
+from braid.scheduling.record_numbers import Phases, phases, times_of
+from braid.scheduling.span_batches import Batch, apart, begin_of
 from braid.scheduling.svg import EXPOSED, Row, rows_picture
 from braid.scheduling.trace import DIRECTIONS, STRANDS
 from braid.scheduling.trace_arrays import IntArray, length, without
@@ -31,41 +31,40 @@ def timeline_svg(steps: Mapping[str, tuple[TraceFolder, int]], ranks: Sequence[i
     rows: list[Row] = []
     longest = 0
     for name, (traces, step) in steps.items():
-        batches = [one for one in traces.step(step) if ranks is None or one.rank in ranks][:_MOST_RANKS]
+        batches = [batch for batch in traces.step(step) if ranks is None or batch.rank in ranks][:_MOST_RANKS]
         if not batches:
             raise ValueError(f"there are no spans of step {step + 1}")
         begin = begin_of(batches)
-        took = max(int(one.records["end_ns"].max()) for one in batches) - begin
-        found = [phases(one.records, one.labels) for one in batches]
+        took = max(int(batch.records["end_ns"].max()) for batch in batches) - begin
+        longest = max(longest, took)
+        found = [phases(batch) for batch in batches]
         total, hidden = sum(length(f.moving) for f in found), sum(length(f.hidden) for f in found)
         share = f"{hidden / total:.0%} of communication is hidden behind compute" if total else ""
         heading = f"{name}: {took / 1e6:.0f} ms; {share or 'no communication'}"
-        lanes = [lane for lane in _LANES if any(len(_on_lane(one, lane)) for one in batches)]
-        for batch in batches:
+        used = {
+            stream for batch in batches for stream in batch.labels.streams[apart(batch.records)[0]["label"]]
+        }
+        lanes = [lane for lane in _LANES if lane in used]
+        for batch, when in zip(batches, found, strict=True):
             for lane in lanes:
-                rows.append(_row(batch, lane, begin, heading, first=lane is lanes[0]))
+                rows.append(_row(batch, when, lane, begin, heading, first=lane is lanes[0]))
                 heading = ""
-        longest = max(longest, took)
     note = "below the lanes, red: exposed, nothing computes; dark: waits for a peer, nothing runs"
     legend = [*((f"strand {s}, {d}", colour) for (s, d), colour in _FILLS.items()), ("update", _OTHER)]
     return rows_picture(rows, longest, "Timeline", note, high=14, legend=legend)
 
 
-def _row(batch: Batch, lane: Stream, begin: int, heading: str, *, first: bool) -> Row:
-    own, found = _on_lane(batch, lane), phases(batch.records, batch.labels)
+def _row(batch: Batch, when: Phases, lane: Stream, begin: int, heading: str, *, first: bool) -> Row:
+    operators, _, _ = apart(batch.records)
+    shown = operators[batch.labels.streams[operators["label"]] == lane]
     seams = []
     for s, strand in enumerate(STRANDS):
         for d, direction in enumerate(DIRECTIONS):
-            alike = own[(own["strand"] == s) & (own["direction"] == d)]
-            seams.append((_FILLS.get((strand, direction), _OTHER), times_of(alike) - begin))
-    bare: tuple[str, IntArray] = EXPOSED, without(times_of(own), found.computing) - begin
+            alike = shown[(shown["strand"] == s) & (shown["direction"] == d)]
+            if len(alike):
+                seams.append((_FILLS.get((strand, direction), _OTHER), times_of(alike) - begin))
+    strip: tuple[str, IntArray] = EXPOSED, without(times_of(shown), when.computing) - begin
     if lane is Stream.COMPUTE:
-        bare = PEERS, found.waiting - begin
+        strip = PEERS, when.waiting - begin
     name = f"rank {batch.rank} {_LANES[lane]}" if first else _LANES[lane]
-    return Row(name, seams=[one for one in seams if len(one[1])], strips=[bare], heading=heading)
-
-
-def _on_lane(batch: Batch, lane: Stream) -> Records:
-    """The operators of a stream."""
-    operators, _, _ = apart(batch.records)
-    return operators[batch.labels.streams[operators["label"]] == lane]
+    return Row(name, seams=seams, strips=[strip], heading=heading)

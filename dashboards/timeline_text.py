@@ -27,7 +27,7 @@ def timeline_text(steps: Mapping[str, tuple[TraceFolder, int]], *, rank: int = 0
     shown = []
     for name, (traces, step) in steps.items():
         batch = traces.ranks[rank].steps[step]
-        records, found = batch.records, phases(batch.records, batch.labels)
+        records, found = batch.records, phases(batch)
         rows = found.computing, found.hidden, found.exposed, found.waiting
         shown.append((name, int(records["start_ns"].min()), int(records["end_ns"].max()), rows))
     column = max(end - begin for _, begin, end, _ in shown) / width

@@ -41,7 +41,7 @@ def step_columns(
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     for batch in batches:
         spans, blocks, waits = apart(batch.records)
-        exposed = phases(batch.records, batch.labels).exposed
+        exposed = phases(batch).exposed
         whose, idle = outside(times_of(waits), times_of(spans))
         shared = table.numbers(batch.labels)
         places: dict[str, list[int]] = {}
@@ -58,9 +58,15 @@ def step_columns(
                 values = shared[records["label"]] if field == "label" else records[field]
                 columns[prefix + field] += values.tolist()
         numbers = numbers_of_records(batch.records, batch.labels)
-        told = {"dropped": batch.dropped, "damage": damage.get(batch.rank, "")}
-        numbers_told = {**asdict(numbers), "exposed_ns": numbers.exposed_ns}
-        ranks.append({"rank": batch.rank, **places, **told, "numbers": numbers_told})
+        ranks.append(
+            {
+                "rank": batch.rank,
+                **places,
+                "dropped": batch.dropped,
+                "damage": damage.get(batch.rank, ""),
+                "numbers": {**asdict(numbers), "exposed_ns": numbers.exposed_ns},
+            }
+        )
     return {
         "step": batches[0].step + 1,
         "begin_ns": str(begin_ns),
@@ -90,13 +96,11 @@ class _Labels:
         self.rows: list[dict[str, Any]] = []
 
     def numbers(self, labels: Labels) -> NDArray[np.int64]:
-        """Numbers in the table for a rank's."""
-        return np.array([self._number(label) for label in labels.all], np.int64)
-
-    def _number(self, label: Label) -> int:
-        number = self._known.setdefault(label, len(self.rows))
-        if number == len(self.rows):
-            predicted = self._predicted.get((label.operator, label.layer))
-            lane = LANES.index(label.stream)
-            self.rows.append({**vars(label), "lane": lane, "predicted_ns": predicted})
-        return number
+        """By a rank's numbers of labels, the numbers in the table."""
+        for label in labels.all:
+            if label not in self._known:
+                self._known[label] = len(self.rows)
+                predicted = self._predicted.get((label.operator, label.layer))
+                lane = LANES.index(label.stream)
+                self.rows.append({**vars(label), "lane": lane, "predicted_ns": predicted})
+        return np.array([self._known[label] for label in labels.all], np.int64)

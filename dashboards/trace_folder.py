@@ -3,6 +3,7 @@
 ``rank-00003.0007.arrows`` is the eighth file of rank 3. Each can be read alone: the oldest ones may vanish.
 """
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ _NAME: Final = re.compile(rf"rank-(\d{{5}})\.(\d{{4,}}){re.escape(SUFFIX)}")
 
 @dataclass
 class RankTrace:
-    """What is known of one rank."""
+    """What was read of one rank."""
 
     steps: dict[int, Batch] = field(default_factory=dict)
-    """In order; records are sorted by their begin."""
+    """By number, in order; records are sorted by their begin."""
     damage: str = ""
     """Why a file was not read to its end."""
 
@@ -37,8 +38,15 @@ class TraceFolder:
     _read: dict[str, int] = field(default_factory=dict)
     """Bytes of every file that have been read."""
 
+    @classmethod
+    def of_run(cls, run: Path, keep: int = 64) -> "TraceFolder":
+        """The spans in a run's directory, as far as they are written."""
+        folder = cls(run / "trace", keep)
+        folder.refresh()
+        return folder
+
     def refresh(self) -> bool:
-        """Read what is new; True if there was something."""
+        """Read what is new; False if nothing is."""
         new = False
         for rank, path in self._files():
             done = self._read.get(path.name, 0)
@@ -66,16 +74,15 @@ class TraceFolder:
     def _files(self) -> Iterator[tuple[int, Path]]:
         """By rank, the oldest first: from number 9999 on, names do not stand in order."""
         found = []
-        try:
+        with contextlib.suppress(OSError):
             for path in self.path.iterdir():
                 if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
                     found.append((int(match[1]), int(match[2]), path))
-        except OSError:
-            return
-        yield from ((rank, path) for rank, _, path in sorted(found))
+        for rank, _, path in sorted(found):
+            yield rank, path
 
     def _take(self, trace: RankTrace, batch: Batch) -> None:
-        # A generation may begin with an earlier step: what was recorded of it before does not count.
+        # A generation may begin with an earlier step: earlier records of that step do not count.
         while trace.steps and next(reversed(trace.steps)) >= batch.step:
             trace.steps.popitem()
         order = np.argsort(batch.records["start_ns"], kind="stable")
@@ -90,11 +97,11 @@ class TraceFolder:
 
     @property
     def newest(self) -> int:
-        """The last of `steps`. `ValueError` if there is none."""
+        """The last of `steps`. `ValueError` if no step has spans."""
         if not (steps := self.steps):
             raise ValueError(f"{self.path} holds no spans; train with telemetry.spans=true")
         return steps[-1]
 
     def step(self, step: int) -> list[Batch]:
-        """What ranks have recorded of a step, in their order."""
+        """A batch of every rank that has recorded a step, by rank."""
         return [trace.steps[step] for _, trace in sorted(self.ranks.items()) if step in trace.steps]

@@ -14,7 +14,6 @@ from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
 from braid.jobs.benchmarks.cli import bench
 from braid.jobs.checkpoint_cli import checkpoint
-from braid.jobs.dashboard_cli import dashboard
 from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
@@ -24,7 +23,7 @@ from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import known_schedule, profile
 from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
-from braid.jobs.viewing_cli import report, trace
+from braid.jobs.viewing_cli import dashboard, report, trace
 from braid.scheduling.json_text import json_text
 
 app = typer.Typer(
@@ -156,12 +155,13 @@ def demo(overrides: Overrides = None) -> None:
 @app.command(epilog=example("prepare first.yaml"))
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
-    from braid.jobs.data.data_sets import check_sources, prepare_data
+    from braid.jobs.data.data_sets import prepare_data
     from braid.jobs.data.executors import local_map
     from braid.jobs.display import Display
+    from braid.jobs.identity import DataRequest
 
     resolved = _config(config, overrides)
-    check_sources(resolved)
+    DataRequest.of(resolved)  # what is missing is told before a cluster starts
     with Display(Console(), live=resolved.telemetry.progress).running() as display:
         if resolved.cluster.launcher == "processes":
             prepare_data(resolved, local_map, display.show, renew=True)

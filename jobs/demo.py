@@ -131,11 +131,9 @@ def _rest(events: Iterator[Event]) -> dict[str, Any]:
 
 def show_demo(console: Console, demo: Demo) -> None:
     """Print timelines and the point; write the picture beside the second run."""
-    steps = {}
-    for name, run, step in zip(("without overlap", "with overlap"), demo.runs, demo.typical, strict=True):
-        trace = TraceFolder(run / "trace", keep=_KEPT)
-        trace.refresh()
-        steps[name] = trace, step
+    traces = [TraceFolder.of_run(run, keep=_KEPT) for run in demo.runs]
+    names = "without overlap", "with overlap"
+    steps = {name: (folder, step) for name, folder, step in zip(names, traces, demo.typical, strict=True)}
     console.print()
     console.print(timeline_text(steps))
     console.print()

@@ -19,9 +19,8 @@ from braid.actors.controller.decisions import Candidate
 from braid.actors.controller.profiling import Profiled
 from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone
 from braid.actors.controller.step_record import StepRecord
-from braid.actors.stage.data import DataIndex
-from braid.jobs.data.prepare import Prepared
-from braid.jobs.data.prepare import Progress as Preparation
+from braid.actors.stage.data import TRAIN, VALIDATION, DataIndex
+from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.layouts import MeasuredLayout
 from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
 from braid.scheduling import figures
@@ -85,10 +84,10 @@ class Display:
                         Text(f"tokenising: {event.items_done}/{event.items} parts, {si(event.tokens)} tokens")
                     )
             case Prepared():
+                train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
                 self._say(
-                    f"data    {si(event.train_tokens)} training and {si(event.validation_tokens)} validation "
-                    f"tokens of {event.documents} documents in {event.output}"
-                    + (" (prepared before)" if event.reused else "")
+                    f"data    {train} training and {validation} validation tokens of {event.documents} "
+                    f"documents in {event.output}" + (" (prepared before)" if event.reused else "")
                 )
                 for line in _of_text(event.index):
                     self._say(line)

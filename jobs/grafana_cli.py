@@ -14,7 +14,6 @@ grafana = typer.Typer(
     no_args_is_help=True,
 )
 
-Prometheus = Annotated[str, typer.Option(help="Prometheus as Grafana reaches it.")]
 Folder = Annotated[str, typer.Option("--folder", help="Title of the folder in Grafana.")]
 
 
@@ -40,7 +39,9 @@ def push(
 def export(
     directory: Annotated[Path, typer.Argument(help="Folder for the files.", metavar="DIR")],
     folder: Folder = "Braid",
-    prometheus_url: Prometheus = "http://127.0.0.1:9090",
+    prometheus_url: Annotated[
+        str, typer.Option(help="Prometheus as Grafana reaches it.")
+    ] = "http://127.0.0.1:9090",
 ) -> None:
     """Write dashboards, data source and rules as files that Grafana and Prometheus read."""
     from braid.dashboards.grafana import export as write

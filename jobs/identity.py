@@ -12,47 +12,42 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from braid.actors.config import Config, DataConfig
 from braid.actors.config.urls import is_url
 from braid.actors.stage.data import INDEX_VERSION, DataIndex
-from braid.jobs.data.corpus import Corpus, Source, find_sources
+from braid.jobs.data.corpus import find_sources
 from braid.jobs.data.executors import Executor
-from braid.jobs.data.files import unreadable
-from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
+from braid.jobs.data.files import Source, unreadable
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
 """Of a file, hashed by one task; the identity of a content depends on it."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """A corpus as it was found on disk."""
+class DataRequest:
+    """A corpus as it was found."""
 
-    corpus: Corpus
+    data: DataConfig
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """By path, of the sources that were read."""
+    """What the sources that were read hold, by path."""
 
     @classmethod
-    def of(cls, corpus: Corpus) -> "Request":
-        return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer, corpus.end_token))
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """What the output depends on besides the files and the tokenizer."""
-        return parameters_of(self.corpus)
+    def of(cls, config: Config) -> "DataRequest":
+        return cls(config.data, find_sources(config.data), tokenizer_of(config))
 
     @property
     def digest(self) -> str:
-        """Of paths, sizes and times: known without reading anything."""
+        """Identity of paths, sizes, times, tokenizer and parameters: known without reading a file."""
         sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
-        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, parameters_of(self.data)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def places(self) -> tuple[tuple[str, int, int], ...]:
-        """Path, size and time of every source."""
-        return tuple((s.path, s.size_bytes, s.modified_ns) for s in self.sources)
+    def facts(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple(source.facts for source in self.sources)
 
     def contents(self, executor: Executor) -> tuple[str, ...]:
         """What every source holds, as a short text; its format belongs to it."""
@@ -63,9 +58,14 @@ class Request:
         """Whether a data set was made from this request, or from copies of its files."""
         if index.request == self.digest:
             return True
-        if not self._comparable(index):
+        sizes = [size for _, size, _ in index.sources]
+        if (
+            not made_with(index, self.tokenizer, self.data)
+            or len(index.contents) != len(sizes)
+            or [source.size_bytes for source in self.sources] != sizes
+        ):
             return False
-        moved = [s for s, place in zip(self.sources, index.sources, strict=True) if self._place(s) != place]
+        moved = [s for s, facts in zip(self.sources, index.sources, strict=True) if s.facts != facts]
         self._read(moved, executor)
         return all(
             self._contents.get(source.path, known) == known and known.startswith(f"{source.format}:")
@@ -73,23 +73,10 @@ class Request:
         )
 
     def changed(self, index: DataIndex) -> list[str]:
-        """Paths that are new, or of another size or time than those that a data set was made from."""
+        """Paths of sources that are new, gone, or of another size or time than when a data set was made."""
         known = set(index.sources)
         gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
-        return [s.path for s in self.sources if self._place(s) not in known] + sorted(gone)
-
-    def _comparable(self, index: DataIndex) -> bool:
-        """Whether it is worth reading: all but paths, times and contents is the same."""
-        sizes = [size for _, size, _ in index.sources]
-        return (
-            made_with(index, self.tokenizer, self.corpus)
-            and len(index.contents) == len(sizes)
-            and [source.size_bytes for source in self.sources] == sizes
-        )
-
-    @staticmethod
-    def _place(source: Source) -> tuple[str, int, int]:
-        return source.path, source.size_bytes, source.modified_ns
+        return [s.path for s in self.sources if s.facts not in known] + sorted(gone)
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = [source for source in sources if source.path not in self._contents]
@@ -105,18 +92,14 @@ class Request:
             self._contents[source.path] = f"{source.format}:{hashlib.sha256(whole).hexdigest()}"
 
 
-def parameters_of(corpus: Corpus) -> dict[str, Any]:
-    """The part of a data set's parameters that stands in the configuration."""
-    return {
-        "text_field": corpus.text_field,
-        "validation_fraction": corpus.validation_fraction,
-        "encoding_errors": corpus.encoding_errors,
-    }
+def parameters_of(data: DataConfig) -> dict[str, Any]:
+    """What tokens depend on besides the files and the tokenizer."""
+    return {name: getattr(data, name) for name in ("text_field", "validation_fraction", "encoding_errors")}
 
 
-def made_with(index: DataIndex, tokenizer: Tokenizer, corpus: Corpus) -> bool:
+def made_with(index: DataIndex, tokenizer: Tokenizer, data: DataConfig) -> bool:
     """Whether a data set has this tokenizer and these parameters, of whatever files it is."""
-    return index.tokenizer_fingerprint == tokenizer.fingerprint and index.parameters == parameters_of(corpus)
+    return index.tokenizer_fingerprint == tokenizer.fingerprint and index.parameters == parameters_of(data)
 
 
 def _starts(source: Source) -> range:

@@ -26,11 +26,12 @@ def logs(
     """Show what the ranks of a run wrote: warnings, traces, errors of NCCL and gloo."""
     chosen = _ranks(run, rank)
     try:
-        for one in chosen:
-            for log in (put_aside(log_file(run, one)), log_file(run, one)):
-                if log.exists() and not (follow and log == log_file(run, one)):
+        for number in chosen:
+            newest = log_file(run, number)
+            for log in (put_aside(newest), newest):
+                if log.exists() and not (follow and log == newest):
                     with log.open("rb") as file:
-                        _show(one, file, whole=False)
+                        _show(number, file, whole=False)
         if follow:
             _follow(run, rank)
         sys.stdout.flush()
@@ -39,7 +40,7 @@ def logs(
 
 
 def _ranks(run: Path, rank: int | None) -> list[int]:
-    """The ranks to be shown; `ConfigError` where there is nothing of them."""
+    """The ranks to be shown; `ConfigError` where they have no logs."""
     if not (run / "config.yaml").is_file() and not (run / FOLDER).is_dir():
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
     known = _known(run)
@@ -62,15 +63,16 @@ def _follow(run: Path, rank: int | None) -> None:
     files: dict[int, BinaryIO] = {}
     while True:
         over = not _goes_on(run)
-        for one in _known(run) if rank is None else [rank]:
+        for number in _known(run) if rank is None else [rank]:
             with contextlib.suppress(FileNotFoundError):  # it is being put aside
-                log = log_file(run, one)
-                if one not in files:
-                    files[one] = log.open("rb")
-                _show(one, files[one], whole=not over)
-                now, read = log.stat(), os.fstat(files[one].fileno())
-                if now.st_ino != read.st_ino or now.st_size < files[one].tell():  # or has begun anew
-                    files.pop(one).close()
+                log = log_file(run, number)
+                if number not in files:
+                    files[number] = log.open("rb")
+                file = files[number]
+                _show(number, file, whole=not over)
+                now, read = log.stat(), os.fstat(file.fileno())
+                if now.st_ino != read.st_ino or now.st_size < file.tell():  # or has begun anew
+                    files.pop(number).close()
         sys.stdout.flush()
         if over:
             return
@@ -78,7 +80,7 @@ def _follow(run: Path, rank: int | None) -> None:
 
 
 def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
-    """The lines from where the file was left; ``whole``: a last one without an end may go on, and waits."""
+    """The lines from where the file was left; ``whole``: an unfinished last line waits for its end."""
     for line in file:
         if whole and not line.endswith(b"\n"):
             file.seek(-len(line), os.SEEK_CUR)

@@ -23,17 +23,15 @@ class LivePage:
     def __init__(self, port: int = 0) -> None:
         self._port = port
         self._begin = time.time()
-        """Of the command; its metrics count from here."""
+        """Since when metrics count."""
         self._process: subprocess.Popen[str] | None = None
         self._url = queue.SimpleQueue[str]()
-        """Its address, once it serves; nothing at its end."""
+        """The page's address, once it serves; empty at its end."""
         self._said = deque[str](maxlen=_LINES_KEPT)
 
     def open(self, run: Path) -> str:
-        """Serve a run directory on this machine's loopback; returns the address.
-
-        `ValueError` with the reason if the page does not come up: no reason to end a training run.
-        """
+        """Serve a run directory on this machine's loopback; returns the address. `ValueError` with the reason
+        if the page does not come up: no reason to end a training run."""
         arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "braid.jobs.page", *arguments],
@@ -55,7 +53,6 @@ class LivePage:
         raise ValueError(f"the live page did not start: {reason}")
 
     def close(self) -> None:
-        """End the page."""
         if self._process is None:
             return
         process, self._process = self._process, None

@@ -25,7 +25,7 @@ def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
     windows = {split: max(0, index.tokens(split) - 1) // sequence for split in (TRAIN, VALIDATION)}
     if 0 < windows[TRAIN] < train.global_batch:
         yield (
-            f"the training split has {prepared.train_tokens} tokens, {_counted(windows[TRAIN], 'sample')} of "
+            f"the training split has {index.tokens(TRAIN)} tokens, {_counted(windows[TRAIN], 'sample')} of "
             f"model.sequence={sequence}, and every step takes train.global_batch={train.global_batch}, the "
             f"same text several times; add text to data.files"
         )

@@ -27,7 +27,7 @@ from braid.dashboards.sinks import Sinks
 from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.executors import local_map
-from braid.jobs.data.prepare import Prepared, Progress
+from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.layers import left_open, with_layers
 from braid.jobs.layouts import MeasuredLayout, with_layout
@@ -73,7 +73,7 @@ class LayoutsMeasured:
 
 
 Show = Callable[
-    [Event | Prepared | Progress | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened], None
+    [Event | Prepared | Preparation | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened], None
 ]
 MakePlan = Callable[[Config, Prepared, Launcher], RunPlan]
 

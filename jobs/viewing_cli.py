@@ -1,4 +1,4 @@
-"""Commands that look at a run; one that goes on is read as far as it is."""
+"""Commands that show a run, on a page, as a trace or as a report; also while it goes on."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,25 @@ from braid.jobs.usage import RunFolder
 
 if TYPE_CHECKING:
     from braid.dashboards.trace_folder import TraceFolder
+
+
+def dashboard(
+    run: RunFolder,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that readers must give; needed beyond loopback.")
+    ] = None,
+) -> None:
+    """Show a run on a page: timeline, overlap, loss, ranks, plan; while it trains or afterwards."""
+    from braid.dashboards.metrics_feed import metrics_route
+    from braid.dashboards.server import read_token, serve
+
+    def announce(url: str) -> None:
+        typer.echo(f"showing {run} (Ctrl-C ends it) on {url}")
+
+    token = None if token_file is None else read_token(token_file)
+    serve(run, host, port, token, announce, [metrics_route(run)])
 
 
 def trace(
@@ -28,13 +47,10 @@ def trace(
     check_output("--output", output)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
-    traces = TraceFolder(run / "trace", keep=1 << 30)
-    traces.refresh()
+    traces = TraceFolder.of_run(run, keep=1 << 30)
     chosen = _steps(steps, traces)
-    try:
-        write_durably(output, perfetto_trace([one for step in chosen for one in traces.step(step - 1)]))
-    except OSError as error:
-        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    text = perfetto_trace([batch for step in chosen for batch in traces.step(step - 1)])
+    _write({output: text})
     shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
     typer.echo(f"{shown} of {run}, {len(traces.ranks)} ranks: {output} (open it at https://ui.perfetto.dev)")
 
@@ -53,23 +69,24 @@ def report(
 
     check_output("--output", output)
     check_output("--svg", svg)
-    text = report_html(run)
-    picture = None
+    files = {output: report_html(run)}
     if svg is not None:
-        traces = TraceFolder(run / "trace")
-        traces.refresh()
-        picture = timeline_svg({f"step {traces.newest + 1}": (traces, traces.newest)})
-    try:
-        write_durably(output, text)
-        if svg is not None and picture is not None:
-            write_durably(svg, picture)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    typer.echo(f"report of {run}: {output}" + (f", {svg}" if svg else ""))
+        traces = TraceFolder.of_run(run, keep=1)
+        files[svg] = timeline_svg({f"step {traces.newest + 1}": (traces, traces.newest)})
+    _write(files)
+    typer.echo(f"report of {run}: {', '.join(map(str, files))}")
+
+
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
+        try:
+            write_durably(path, text)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _steps(text: str | None, traces: "TraceFolder") -> list[int]:
-    """The steps that ``--steps`` names, of those that there are (numbers from 1)."""
+    """The steps that ``--steps`` names and that have spans (numbers from 1)."""
     if text is None:
         return [traces.newest + 1]
     first, _, last = text.partition("-")

@@ -1,8 +1,7 @@
 """Two traces of one schema, operator by operator: what was predicted against what was measured."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +12,8 @@ from braid.scheduling.span_batches import Batch, apart
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorDifference:
-    """An operator in both traces; medians over ranks, micro-batches and layers. Counts are per rank that runs
-    it."""
+    """An operator in both traces. Times are medians over ranks, micro-batches and layers; counts are per rank
+    that runs the operator."""
 
     operator: str
     first_count: int
@@ -44,59 +43,52 @@ class TraceComparison:
     second: TraceTotals
     operators: tuple[OperatorDifference, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain containers, for ``--json``."""
-        return asdict(self)
-
 
 def compare_traces(first: Sequence[Batch], second: Sequence[Batch]) -> TraceComparison:
     """Set two traces of one step, a batch per rank, against each other."""
     ran = _by_name(first), _by_name(second)
-    ranks = len(first), len(second)
     rows = []
     for operator in {**ran[0], **ran[1]}:
-        both = [own.get(operator, {}) for own in ran]
-        times = [np.concatenate([*own.values()]) if own else np.zeros(0) for own in both]
-        totals = [own.sum() / count for own, count in zip(times, ranks, strict=True)]
-        medians = [float(np.median(own)) if len(own) else 0.0 for own in times]
+        a_ranks, b_ranks = (times.get(operator, []) for times in ran)
+        a, b = (np.concatenate([np.zeros(0), *ranks]) for ranks in (a_ranks, b_ranks))
         rows.append(
             OperatorDifference(
                 operator=operator,
-                first_count=len(times[0]) // max(1, len(both[0])),
-                second_count=len(times[1]) // max(1, len(both[1])),
-                first_ns=medians[0],
-                second_ns=medians[1],
-                difference_ns=float(totals[1] - totals[0]),
+                first_count=len(a) // max(1, len(a_ranks)),
+                second_count=len(b) // max(1, len(b_ranks)),
+                first_ns=float(np.median(a)) if len(a) else 0.0,
+                second_ns=float(np.median(b)) if len(b) else 0.0,
+                difference_ns=float(b.sum() / len(second) - a.sum() / len(first)),
             )
         )
     rows.sort(key=lambda row: (-abs(row.difference_ns), row.operator))
     return TraceComparison(first=_totals(first), second=_totals(second), operators=tuple(rows))
 
 
-def _by_name(batches: Sequence[Batch]) -> dict[str, dict[int, NDArray[np.int64]]]:
-    """By operator and rank, what its executions took in nanoseconds.
+def _by_name(batches: Sequence[Batch]) -> dict[str, list[NDArray[np.int64]]]:
+    """By operator, what its executions took in nanoseconds on every rank that runs it.
 
-    By operator alone: of one axis, some groups may lie inside nodes and others between them.
+    Whatever its stream: of one axis, some groups may lie inside nodes and others between them.
     """
-    found: dict[str, dict[int, NDArray[np.int64]]] = {}
+    found: dict[str, list[NDArray[np.int64]]] = {}
     for batch in batches:
         operators, _, _ = apart(batch.records)
         names = np.array([label.operator for label in batch.labels.all], object)[operators["label"]]
         took = operators["end_ns"] - operators["start_ns"]
         for name in sorted({*names}):
-            found.setdefault(name, {})[batch.rank] = took[names == name]
+            found.setdefault(name, []).append(took[names == name])
     return found
 
 
 def _totals(batches: Sequence[Batch]) -> TraceTotals:
     operators = [apart(batch.records)[0] for batch in batches]
     numbers = [numbers_of_records(batch.records, batch.labels) for batch in batches]
-    communication = sum(own.communication_ns for own in numbers)
+    communication = sum(rank.communication_ns for rank in numbers)
     ranks = len(batches)
     return TraceTotals(
         ranks=ranks,
-        step_ns=float(sum(own["end_ns"].max() - own["start_ns"].min() for own in operators) / ranks),
-        compute_ns=sum(own.compute_ns for own in numbers) / ranks,
+        step_ns=float(sum(rank["end_ns"].max() - rank["start_ns"].min() for rank in operators) / ranks),
+        compute_ns=sum(rank.compute_ns for rank in numbers) / ranks,
         communication_ns=communication / ranks,
-        hidden_fraction=sum(own.hidden_ns for own in numbers) / communication if communication else 1.0,
+        hidden_fraction=sum(rank.hidden_ns for rank in numbers) / communication if communication else 1.0,
     )

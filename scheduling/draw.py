@@ -1,77 +1,43 @@
 """Schedules as text grids: stages downwards, time to the right."""
 
-from dataclasses import dataclass
-
-from braid.scheduling.operations import Pass, PassKind, Receive, Send, Start, Wait
+from braid.scheduling.operations import Pass, Receive, Send, Start, Wait
 from braid.scheduling.schedule import Block, Instruction, Schedule
 from braid.scheduling.timeline import in_flight, unit_timeline
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One character column group of a grid: a block, or nothing."""
-
-    text: str
-    block: Block | None
+Cell = tuple[str, Block | None]
+"""Some columns of characters of a grid, and the block that they show, or none."""
 
 
-def grid(schedule: Schedule, width: int) -> list[list[Cell]]:
-    """Rows of cells, one per stage; a slot of `unit_timeline` (forward 1, backward 2) takes ``width``."""
+def grid(schedule: Schedule) -> list[list[Cell]]:
+    """Rows of cells, one per stage; every slot of `unit_timeline` is as wide as keeps all labels apart."""
     timeline = unit_timeline(schedule)
+    blocks = [timed for stage in timeline.stages for timed in stage]
+    width = 1 + max((-(-len(_label(b.block)) // (b.end - b.start)) for b in blocks), default=0)
     rows = []
     for stage in timeline.stages:
         cells: list[Cell] = []
         time = 0
         for timed in stage:
-            cells += _idle(timed.start - time, width)
-            text = str(Block(timed.block.passes)).center(width * (timed.end - timed.start))
-            cells.append(Cell(text, timed.block))
+            if timed.start > time:
+                cells.append(("·".center(width) * (timed.start - time), None))
+            text = _label(timed.block).center(width * (timed.end - timed.start))
+            cells.append((text, timed.block))
             time = timed.end
-        rows.append(cells + _idle(timeline.length - time, width))
+        if timeline.length > time:
+            cells.append(("·".center(width) * (timeline.length - time), None))
+        rows.append(cells)
     return rows
 
 
-def _idle(slots: int, width: int) -> list[Cell]:
-    return [Cell("·".center(width) * slots, None)] if slots else []
-
-
-def cell_width(schedule: Schedule) -> int:
-    """Columns per slot that keep every label legible and apart."""
-    widths = [
-        -(-len(str(Block(i.passes))) // _slots(i))
-        for stage in schedule.stages
-        for i in stage
-        if isinstance(i, Block)
-    ]
-    return 1 + max(widths, default=0)
-
-
-def _slots(block: Block) -> int:
-    """Slots that a label has at least."""
-    slots = {
-        PassKind.FORWARD: 1,
-        PassKind.BACKWARD: 2,
-        PassKind.INPUT: 1,
-        PassKind.WEIGHT: 1,
-        PassKind.END: 0,
-    }
-    return sum(slots[one.kind] for one in block.passes)
-
-
-def draw(schedule: Schedule) -> str:
-    """The whole schedule as plain text."""
-    width = cell_width(schedule)
-    rows = grid(schedule, width=width)
-    return "\n".join(
-        f"stage {number} |{''.join(cell.text for cell in cells)}|" for number, cells in enumerate(rows)
-    )
+def _label(block: Block) -> str:
+    return str(Block(block.passes))
 
 
 def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -> str:
-    """The instructions around one of a stage, which is marked, beside those of the other stages.
+    """The instructions around the marked one at ``position`` of a stage, beside those of the other stages.
 
-    The middle column is the instruction at ``position`` (behind the last one: the end), and in the other
-    stages' rows what comes closest to it.
+    The middle column is the marked instruction (behind the last one: the end), and in the other stages' rows
+    the instruction closest to it.
     """
     lists = [[str(i) for i in instructions] + ["end"] for instructions in schedule.stages]
     middles = [_counterpart(schedule, stage, position, other) for other in range(len(lists))]
@@ -91,25 +57,25 @@ def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -
 def _counterpart(schedule: Schedule, stage: int, position: int, other: int) -> int:
     """The position in another stage's list that is closest to an instruction of a stage.
 
-    That is the same pass of the same micro-batch on the nearest chunk; without one, as far along the list.
+    That is the same pass of the same micro-batch on the nearest chunk, or else as far along the list.
     """
     here, there = schedule.stages[stage], schedule.stages[other]
     if other == stage:
         return position
-    own = _pass_of(here[position]) if position < len(here) else None
+    marked = _pass_of(here[position]) if position < len(here) else None
     distances = [
-        (abs(near.chunk - own.chunk), n)
+        (abs(near.chunk - marked.chunk), n)
         for n, instruction in enumerate(there)
-        if own is not None
+        if marked is not None
         and (near := _pass_of(instruction)) is not None
-        and (near.direction, near.micro_batch) == (own.direction, own.micro_batch)
+        and (near.direction, near.micro_batch) == (marked.direction, marked.micro_batch)
     ]
     _, nearest = min(distances, default=(0, position * len(there) // max(1, len(here))))
     return nearest
 
 
 def _pass_of(instruction: Instruction) -> Pass | None:
-    """The first pass of a block, or that whose input a message moves."""
+    """The first pass of a block, or the pass whose input a message moves."""
     match instruction:
         case Block(passes):
             return passes[0]

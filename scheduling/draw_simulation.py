@@ -7,12 +7,12 @@ from braid.scheduling.operators import Stream
 from braid.scheduling.pattern import is_layer
 from braid.scheduling.record_numbers import phases
 from braid.scheduling.simulate import Simulation
-from braid.scheduling.simulator.engine import BlockRun, Executed
+from braid.scheduling.simulator.engine import BlockRun
 from braid.scheduling.span_batches import batches_of
 from braid.scheduling.svg import EXPOSED, MOVES, Bar, Row, rows_picture
 
 _FILLS = {"F": "#4c8bf5", "B": "#3aa76d", "I": "#3aa76d", "W": "#a3c585", "L": "#c5e6d3"}
-"""Of passes, and of the end that a backward pass has left (L)."""
+"""Colours of passes, and of the end of a backward pass that runs in a later block or layer (L)."""
 _INKS = {"L": "#14532d"}
 """Where white would not show."""
 
@@ -26,33 +26,32 @@ def pipeline_rows(simulation: Simulation) -> list[Row]:
         for run in rank.blocks:
             begin, end = run.start, run.start + run.course.duration
             passes = moving(run)
-            for n, one in enumerate(passes):
-                half = "" if len(passes) == 1 else "^_"[n > 0]
-                bars.append(Bar(begin, end, str(one.micro_batch), _FILLS[one.kind.value], half=half))
-        found = phases(batch.records, batch.labels)
-        rows.append(
-            Row(f"stage {rank.number}", bars, strips=[(MOVES, found.moving), (EXPOSED, found.exposed)])
-        )
+            for n, half in enumerate(passes):
+                place = "" if len(passes) == 1 else "^_"[n > 0]
+                bars.append(Bar(begin, end, str(half.micro_batch), _FILLS[half.kind.value], half=place))
+        when = phases(batch)
+        strips = [(MOVES, when.moving), (EXPOSED, when.exposed)]
+        rows.append(Row(f"stage {rank.number}", bars, strips=strips))
     return rows
 
 
 def moving(run: BlockRun) -> tuple[Pass, ...]:
-    """The passes of a block, without the ends that earlier ones left."""
-    return tuple(one for one in run.stretch.block_passes if one.kind is not PassKind.END)
+    """The passes of a block, without the ends of earlier passes."""
+    return tuple(part for part in run.stretch.block_passes if part.kind is not PassKind.END)
 
 
 def paired_run(simulation: Simulation) -> BlockRun | None:
-    """A block of a forward and a backward pass from the middle of the step, on the first stage with one."""
+    """A block of a forward and a backward pass from the middle of the step, of the first stage with any."""
     both = {PassKind.FORWARD, PassKind.BACKWARD}
     for rank in simulation.ranks:
-        pairs = [run for run in rank.blocks if {one.kind for one in moving(run)} == both]
+        pairs = [run for run in rank.blocks if {part.kind for part in moving(run)} == both]
         if pairs:
             return pairs[len(pairs) // 2]
     return None
 
 
 @dataclass(frozen=True)
-class Piece:
+class DrawnOperator:
     """An operator in the picture of a paired block; times are shares of the picture's."""
 
     stream: Stream
@@ -60,54 +59,54 @@ class Piece:
     end: float
     label: str
     kind: str
-    """F, B, or L for the end that a backward pass has left."""
+    """F, B, or L for the end of a backward pass of an earlier layer or block."""
 
 
-def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[Piece], float]:
+def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperator], float]:
     """What a paired block executes from the begin of one pair of layers to the next, and nanoseconds between.
 
-    It is the first pair that takes up what the one before has left, else the second where
-    there is one. Layers of a unit count as one.
+    It is the first pair that runs the end of an earlier layer or block, else the second pair where there are
+    two. Layers of a unit count as one.
     """
-    passes = run.stretch.passes
-    nodes = [
-        (e, e.operation.what, passes[e.operation.turn])
-        for e in run.course.executed
-        if isinstance(e.operation, Compute | Start) and isinstance(e.operation.what, Node)
+    tasks = [
+        (executed, operation.what, run.stretch.passes[operation.turn])
+        for executed in run.course.executed
+        if isinstance(operation := executed.operation, Compute | Start)
+        and isinstance(operation.what, Node)
+        and is_layer(operation.what.operator.part)
     ]
-    tasks = [(e, node, one) for e, node, one in nodes if is_layer(node.operator.part)]
-    starts: dict[int, float] = {}
-    rounds: dict[int, int] = {}
+    rounds: dict[tuple[bool, int], int] = {}
+    """By direction and place of a layer, in which pair it is."""
     for forward in (True, False):
-        own = [(e, node) for e, node, one in tasks if one.forward is forward and one.kind is not PassKind.END]
-        places = sorted({node.place for _, node in own}, reverse=not forward)
-        for n, place in enumerate(places):
-            first = min(e.start for e, node in own if node.place == place)
-            starts[n] = min(first, starts.get(n, first))
-            if not forward:
-                rounds[place] = n
+        places = {
+            node.place for _, node, part in tasks if part.forward is forward and part.kind is not PassKind.END
+        }
+        ordered = sorted(places, reverse=not forward)
+        rounds |= {(forward, place): number for number, place in enumerate(ordered)}
+    starts: dict[int, float] = {}
+    for executed, node, part in tasks:
+        if part.kind is not PassKind.END:
+            pair = rounds[part.forward, node.place]
+            starts[pair] = min(executed.start, starts.get(pair, executed.start))
 
-    def pieces(chosen: int) -> tuple[list[Piece], float]:
-        begin = starts[chosen]
-        end = starts.get(chosen + 1, max(e.end for e, _, _ in tasks))
-
-        def kind(e: Executed, node: Node, one: Pass) -> str:
-            if one.forward:
-                return "F"
-            left = e.start >= begin and rounds.get(node.place, chosen) < chosen
-            return "L" if one.kind is PassKind.END or left else "B"
-
+    def pieces(pair: int) -> tuple[list[DrawnOperator], float]:
+        begin = starts[pair]
+        end = starts.get(pair + 1, max(executed.end for executed, _, _ in tasks))
         found = []
-        for e, node, one in tasks:
-            if e.start < end and e.end > begin:
-                what, name = kind(e, node, one), name_of(node)
-                first, last = ((min(max(t, begin), end) - begin) / (end - begin) for t in (e.start, e.end))
-                label = f"L:{name}" if what == "L" else name
-                found.append(Piece(e.price.stream, first, last, label, what))
+        for executed, node, part in tasks:
+            if executed.start >= end or executed.end <= begin:
+                continue
+            late = executed.start >= begin and rounds.get((False, node.place), pair) < pair
+            is_end = not part.forward and (late or part.kind is PassKind.END)
+            kind = "F" if part.forward else "L" if is_end else "B"
+            times = (min(max(time, begin), end) for time in (executed.start, executed.end))
+            first, last = ((time - begin) / (end - begin) for time in times)
+            label = f"L:{name_of(node)}" if is_end else name_of(node)
+            found.append(DrawnOperator(executed.price.stream, first, last, label, kind))
         return found, end - begin
 
-    pairs = [pieces(n) for n in range(1, len(starts))] or [pieces(0)]
-    return next((found for found in pairs if any(one.kind == "L" for one in found[0])), pairs[0])
+    pairs = [pieces(pair) for pair in range(1, len(starts))] or [pieces(0)]
+    return next((pair for pair in pairs if any(piece.kind == "L" for piece in pair[0])), pairs[0])
 
 
 def pair_text(
@@ -117,36 +116,36 @@ def pair_text(
 
     Every piece begins with the letter of its kind, so that it can be told without colours.
     """
-    found, _ = pair_pieces(simulation, run)
+    shown, _ = pair_pieces(simulation, run)
     rows = []
     for stream in Stream:
         pieces: list[tuple[str, str]] = []
         column = 0
-        for bar in sorted((one for one in found if one.stream is stream), key=lambda one: one.begin):
-            first, last = round(bar.begin * width), round(bar.end * width)
-            if last <= max(first, column):
+        for piece in sorted(shown, key=lambda piece: piece.begin):
+            first, last = round(piece.begin * width), round(piece.end * width)
+            if piece.stream is not stream or last <= max(first, column):
                 continue
             pieces.append((" " * (first - column), ""))
             room = last - max(first, column)
-            label = bar.label if bar.kind == "L" else f"{bar.kind}:{bar.label}"
-            pieces.append((label[: room - 1].ljust(room - 1) + "▏" if room > 1 else bar.kind, bar.kind))
+            label = piece.label if piece.kind == "L" else f"{piece.kind}:{piece.label}"
+            pieces.append((label[: room - 1].ljust(room - 1) + "▏" if room > 1 else piece.kind, piece.kind))
             column = last
         rows.append((stream.value, pieces))
     return rows
 
 
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
-    """The paired block as SVG: blue is the forward strand, green the backward one, pale what it left."""
-    found, ns = pair_pieces(simulation, run)
+    """The paired block as SVG: blue is the forward strand, green the backward strand, pale an earlier end."""
+    pieces, ns = pair_pieces(simulation, run)
     note = "blue: forward strand, green: backward strand"
-    if any(one.kind == "L" for one in found):
+    if any(piece.kind == "L" for piece in pieces):
         note += ", pale with L: what the layer or the block before has left"
-
-    def bar(one: Piece) -> Bar:
-        return Bar(one.begin * ns, one.end * ns, one.label, _FILLS[one.kind], _INKS.get(one.kind, "white"))
-
-    rows = [Row(stream.value, [bar(one) for one in found if one.stream is stream]) for stream in Stream]
-    return rows_picture(rows, ns, title, note)
+    bars: dict[Stream, list[Bar]] = {stream: [] for stream in Stream}
+    for piece in pieces:
+        ink = _INKS.get(piece.kind, "white")
+        bar = Bar(piece.begin * ns, piece.end * ns, piece.label, _FILLS[piece.kind], ink)
+        bars[piece.stream].append(bar)
+    return rows_picture([Row(stream.value, row) for stream, row in bars.items()], ns, title, note)
 
 
 def pipeline_svg(simulation: Simulation, title: str) -> str:

@@ -58,24 +58,22 @@ class Labels:
     @cached_property
     def solo_ns(self) -> NDArray[np.int64]:
         """What operators take alone; -1 where that is not known."""
-        return np.array([-1 if one.solo_ns is None else one.solo_ns for one in self.all], np.int64)
+        return np.array([-1 if label.solo_ns is None else label.solo_ns for label in self.all], np.int64)
 
     @cached_property
     def streams(self) -> NDArray[np.object_]:
-        """The operators' streams."""
-        return np.array([one.stream for one in self.all], object)
+        return np.array([label.stream for label in self.all], object)
 
     @cached_property
     def axes(self) -> NDArray[np.object_]:
-        """The axes that operators communicate over; empty where they compute."""
-        return np.array([one.along for one in self.all], object)
+        return np.array([label.along for label in self.all], object)
 
     @cached_property
     def column(self) -> Any:
         """The labels as the cell of a batch."""
         import pyarrow as pa
 
-        return pa.array([[vars(one) for one in self.all]], _schema().field("labels").type)
+        return pa.array([[vars(label) for label in self.all]], _schema().field("labels").type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,7 @@ class Batch:
         return bytes(memoryview(sink.getvalue())[len(head()) :])
 
 
-_FACTS: Final = tuple(one.name for one in fields(Batch))[:-2]
+_FACTS: Final = tuple(fact.name for fact in fields(Batch))[:-2]
 
 
 @cache
@@ -135,13 +133,14 @@ def _schema() -> Any:
     import pyarrow as pa
 
     numbers = ("layer", "bytes", "flops", "solo_ns")
-    label = [(one.name, pa.int64() if one.name in numbers else pa.string()) for one in fields(Label)]
+    names = [field.name for field in fields(Label)]
+    label = [(name, pa.int64() if name in numbers else pa.string()) for name in names]
     lists = {"labels": pa.list_(pa.struct(label)), "spans": pa.list_(_span_type())}
     return pa.schema([*((name, pa.int64()) for name in _FACTS), *lists.items()])
 
 
 def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
-    """The batches in a part of a stream, each with the place behind it; an unfinished last one is left out.
+    """The batches in a part of a stream, each with the place behind it; an unfinished last batch is left out.
 
     `ValueError` for bytes that are no batch, are damaged, or come from another version of Braid.
     """
@@ -186,12 +185,12 @@ _known: Final[deque[Labels]] = deque(maxlen=64)
 
 def _labels(column: Any) -> Labels:
     """Most batches have the labels of the step before, and of the other ranks of a stage."""
-    found = next((known for known in _known if known.column.equals(column)), None)
-    if found is None:
+    labels = next((known for known in _known if known.column.equals(column)), None)
+    if labels is None:
         rows = column[0].as_py()
-        found = Labels(Label(**{**row, "stream": Stream(row["stream"])}) for row in rows)
-        _known.appendleft(found)
-    return found
+        labels = Labels(Label(**{**row, "stream": Stream(row["stream"])}) for row in rows)
+        _known.appendleft(labels)
+    return labels
 
 
 def read_batches(path: Path) -> list[Batch]:
@@ -206,7 +205,6 @@ def read_batches(path: Path) -> list[Batch]:
 
 
 def encode_all(batches: Iterable[Batch]) -> bytes:
-    """Batches as a whole stream."""
     return b"".join([head(), *(batch.encode() for batch in batches)])
 
 
@@ -236,4 +234,4 @@ def apart(records: Records) -> tuple[Records, Records, Records]:
 
 def begin_of(batches: Sequence[Batch]) -> int:
     """When the first span of some batches began; 0 without any."""
-    return min((int(one.records["start_ns"].min()) for one in batches if len(one.records)), default=0)
+    return min((int(batch.records["start_ns"].min()) for batch in batches if len(batch.records)), default=0)

@@ -57,7 +57,6 @@ def _told(value: object) -> str:
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
-    """A text element."""
     return element("text", escape(content), x=x, y=y, **attributes)
 
 

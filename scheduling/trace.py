@@ -44,7 +44,7 @@ class Label:
     stream: Stream
     layer: int = -1
     axis: str = ""
-    """Whose ranks a collective spans: an axis of the mesh or a factor of one. Empty: no collective."""
+    """The axis of the mesh (or its factor) whose ranks a collective spans. Empty: no collective."""
     kind: str = ""
     """Of a layer's collective (`braid.scheduling.operators.Kind`)."""
     bytes: int = 0
@@ -93,15 +93,14 @@ class OverlapNumbers:
     peer_waits: tuple[PeerWait, ...] = ()
     """For whom this rank waited longest, and with which operators: the longest first."""
     fullest_bytes: int = 0
-    """Of all collectives, what the member sent that had most to send, summed up. Over the rate of the one
-    link that all take, it is the least that `communication_ns` can be. 0: not known."""
+    """The sum over all collectives of what the member with most to send sent. Over the rate of a link that
+    all of them take, it is the least that `communication_ns` can be. 0: not known."""
     exposed_by_axis_ns: Mapping[str, int] = field(default_factory=dict)
     """Of each axis, by itself, transfers during which nothing was computed; "pp": messages between stages.
     Their sum exceeds `exposed_ns` where transfers of two axes were exposed at once."""
 
     @property
     def exposed_ns(self) -> int:
-        """Communication during which nothing was computed."""
         return self.communication_ns - self.hidden_ns
 
     @property

@@ -1,12 +1,12 @@
 """Unions of intervals, and the numbers of overlap made of them (docs/design.md, Numbers of overlap)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.trace import Interval, OverlapNumbers
+from braid.scheduling.trace import OverlapNumbers
 
 IntArray = NDArray[np.int64] | NDArray[np.float64]
 FloatArray = NDArray[np.float64]
@@ -25,9 +25,9 @@ def overlap_numbers(
     """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
 
     compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
-    of transfers inside nodes, and of those between them. blocks: of all blocks; ``paired`` (n,): which are
-    paired ones. waits: from this rank's issue of collectives to their last members'. axes: the transfers of
-    each axis.
+    of transfers inside nodes, and of transfers between nodes. blocks: of all blocks; ``paired`` (n,): which
+    blocks are paired. waits: from this rank's issue of collectives to their last members'. axes: the
+    transfers of each axis.
     """
     each = [union(link) for link in links]
     transfers: IntArray = np.concatenate(each)  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def overlap_numbers(
         links_together_ns=sum(map(length, each)) - length(in_flight),
         waiting_ns=length(occupied) - length(running),
         exposed_by_axis_ns={
-            axis: length(union(np.concatenate([busy, own]))) - length(busy) for axis, own in axes.items()
+            axis: length(union(np.concatenate([busy, moves]))) - length(busy) for axis, moves in axes.items()
         },
     )
 
@@ -64,15 +64,7 @@ def union(intervals: IntArray) -> IntArray:
 
 def without(some: IntArray, others: IntArray) -> IntArray:
     """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
-    inside, outside = union(some), union(others)
-    times = np.concatenate([inside.T.ravel(), outside.T.ravel()])
-    order = np.argsort(times, kind="stable")
-    here = np.repeat([1, -1, 0, 0], [len(inside), len(inside), len(outside), len(outside)])
-    there = np.repeat([0, 0, 1, -1], [len(inside), len(inside), len(outside), len(outside)])
-    alone = (np.cumsum(here[order]) > 0) & (np.cumsum(there[order]) == 0)
-    times = times[order]
-    keep = np.flatnonzero(alone[:-1])
-    return union(np.stack([times[keep], times[keep + 1]], axis=1).reshape(-1, 2))
+    return outside(union(some), others)[1]
 
 
 def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArray]:
@@ -92,19 +84,21 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
     return numbers[whose], np.stack([begins, lasts], axis=1)
 
 
+def covered_before(disjoint: IntArray, times: IntArray) -> IntArray:
+    """How much of disjoint intervals (n, 2), which are in order, lies before each of some times (m,)."""
+    if not len(disjoint):
+        return np.zeros(len(times), np.int64)
+    lengths = np.concatenate([[0], np.cumsum(disjoint[:, 1] - disjoint[:, 0])])
+    begun = np.searchsorted(disjoint[:, 0], times, side="right")
+    over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - times)
+    covered: IntArray = lengths[begun] - np.where(begun > 0, over, 0)
+    return covered
+
+
 def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
     """How much of each column between edges (columns + 1,) disjoint intervals (n, 2) fill."""
-    lengths = disjoint[:, 1] - disjoint[:, 0]
-    reached = np.cumsum(lengths)
-    at, before = disjoint.ravel(), np.stack([reached - lengths, reached], axis=1).ravel()
-    covered = np.interp(edges, at, before) if len(at) else np.zeros(len(edges))
-    found: FloatArray = np.diff(covered) / np.diff(edges)
+    found: FloatArray = np.diff(covered_before(disjoint, edges)) / np.diff(edges)
     return found
-
-
-def intervals(pairs: Iterable[Interval]) -> IntArray:
-    """Pairs of begin and end as an array (n, 2)."""
-    return np.array(list(pairs), np.int64).reshape(-1, 2)
 
 
 def length(disjoint: IntArray) -> int:

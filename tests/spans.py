@@ -1,19 +1,16 @@
 """Spans of traces one by one, and interval arithmetic to check the product's by: on lists, and plain."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+
+import numpy as np
 
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import Batch, apart, begin_of
 from braid.scheduling.trace import DIRECTIONS, STRANDS, Interval, Span
+from braid.scheduling.trace_arrays import IntArray
 
-
-def read_folder(run: Path) -> TraceFolder:
-    """The traces of a run's directory."""
-    folder = TraceFolder(run / "trace")
-    folder.refresh()
-    return folder
+read_folder = TraceFolder.of_run
 
 
 def spans_of(batches: Sequence[Batch]) -> list[Span]:
@@ -35,6 +32,11 @@ def spans_of(batches: Sequence[Batch]) -> list[Span]:
         for record in apart(batch.records)[0]
         for label in [batch.labels[record["label"]]]
     ]
+
+
+def intervals(pairs: Iterable[Interval]) -> IntArray:
+    """Pairs of begin and end as an array (n, 2)."""
+    return np.array(list(pairs), np.int64).reshape(-1, 2)
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

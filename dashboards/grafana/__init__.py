@@ -28,40 +28,35 @@ _EXPORTED: Final = {
 }
 
 
-class GrafanaError(ValueError):
-    """What the user can mend: the message names key, value and remedy."""
-
-
 def parse_url(url: str, key: str = "--url") -> SplitResult:
-    """The parts of ``http[s]://host[:port][/prefix]``; `GrafanaError` for anything else."""
+    """The parts of ``http[s]://host[:port][/prefix]``; `ValueError` for anything else."""
     if "@" in url:  # which is not shown, for it holds a secret
-        raise GrafanaError(f"{key} holds a name or password; leave it out and give a token instead")
+        raise ValueError(f"{key} holds a name or password; leave it out and give a token instead")
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         valid = False
     if not valid or parts.query or parts.fragment:
-        raise GrafanaError(f"{key}={url!r} is no URL of a server; write it like http://127.0.0.1:3000")
+        raise ValueError(f"{key}={url!r} is no URL of a server; write it like http://127.0.0.1:3000")
     return parts
 
 
 def all_dashboards() -> list[Json]:
-    """Both dashboards as Grafana takes them."""
     return [json.loads((_HERE / f"{uid}.json").read_text(encoding="utf-8")) for uid in _DASHBOARDS]
 
 
 def datasource(prometheus_url: str) -> Json:
-    """The data source as Grafana takes it. `GrafanaError` for what is no URL."""
+    """The data source as Grafana takes it. `ValueError` for what is no URL."""
     parse_url(prometheus_url, "--prometheus-url")
     (source,) = yaml.safe_load(_filled(_HERE / "datasource.yaml", prometheus=prometheus_url))["datasources"]
     return dict(source)
 
 
 def export(directory: Path, prometheus_url: str, folder: str) -> list[Path]:
-    """Write what Grafana reads when it starts, rules and a README to ``directory``; the files, in order.
+    """Write what Grafana reads when it starts, rules and a README to ``directory``; returns the files.
 
-    folder: title of the dashboards' folder in Grafana. Raises `GrafanaError`."""
+    folder: title of the dashboards' folder in Grafana. `ValueError` where nothing can be written."""
     parse_url(prometheus_url, "--prometheus-url")
     directory = directory.resolve()
     values = {"directory": str(directory), "dashboards": f"{directory}/dashboards", "folder": folder}
@@ -71,7 +66,7 @@ def export(directory: Path, prometheus_url: str, folder: str) -> list[Path]:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise GrafanaError(f"DIR={directory}: cannot write {name}: {error.strerror}") from None
+            raise ValueError(f"DIR={directory}: cannot write {name}: {error.strerror}") from None
     return [directory / name for name in _EXPORTED]
 
 

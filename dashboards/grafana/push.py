@@ -1,6 +1,6 @@
 """Brings folder, data source and dashboards to a Grafana server, through its HTTP interface.
 
-Whatever goes wrong becomes a `GrafanaError`: one line that names the key, the value and a remedy. The token
+Whatever goes wrong becomes a `ValueError`: one line that names the key, the value and a remedy. The token
 is in none of them, nor in any other output.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.grafana import GrafanaError, Json, all_dashboards, datasource, parse_url
+from braid.dashboards.grafana import Json, all_dashboards, datasource, parse_url
 
 _ROLE: Final = "a service account with the role Editor, or Admin to write the data source too"
 _REMEDIES: Final = {
@@ -26,26 +26,24 @@ def read_token(file: Path | None) -> str:
     where = "GRAFANA_TOKEN" if file is None else f"--token-file={file}"
     try:
         if file is not None and stat.S_IMODE(file.stat().st_mode) & 0o077:
-            raise GrafanaError(f"{where} can be read by others; run: chmod 600 {file}")
+            raise ValueError(f"{where} can be read by others; run: chmod 600 {file}")
         text = os.environ.get(where, "") if file is None else file.read_text("utf-8", errors="replace")
     except OSError as error:
-        raise GrafanaError(f"{where}: {error.strerror}") from None
+        raise ValueError(f"{where}: {error.strerror}") from None
     token = text.strip()
     if not token:
-        raise GrafanaError(f"{where} is empty; set GRAFANA_TOKEN, or name a file with --token-file")
+        raise ValueError(f"{where} is empty; set GRAFANA_TOKEN, or name a file with --token-file")
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise GrafanaError(f"{where} holds more than a token; it must be one word")
+        raise ValueError(f"{where} holds more than a token; it must be one word")
     return token
 
 
 class Server:
-    """A Grafana server, spoken to through grafana-api."""
-
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 10.0) -> None:
         try:
             from grafana_api.grafana_api import GrafanaAPI
         except ImportError:
-            raise GrafanaError(
+            raise ValueError(
                 "grafana-api is not installed; run: pip install 'braid[grafana]', or use braid grafana export"
             ) from None
         parts = parse_url(url)
@@ -56,7 +54,7 @@ class Server:
     def push(self, folder: str, prometheus_url: str | None, say: Callable[[str], None]) -> None:
         """Create or update the folder, the data source (if its URL is given) and both dashboards.
 
-        Doing it again changes nothing. ``say`` hears a line for each thing. Raises `GrafanaError`.
+        Doing it again changes nothing. ``say`` hears a line for each thing. `ValueError` where that fails.
         """
         source = None if prometheus_url is None else datasource(prometheus_url)
         uid, new = self._folder(folder)
@@ -116,14 +114,15 @@ class Server:
         except requests.exceptions.RequestException as error:
             name = type(error).__name__
             reason = f"no answer ({name}); is Grafana running there, and its certificate trusted here?"
-        raise GrafanaError(f"--url={self._url}: cannot {what}: {reason}")
+        raise ValueError(f"--url={self._url}: cannot {what}: {reason}")
 
     def _clean(self, message: object) -> str:
-        """The begin of a server's words, on one line, without the token."""
+        """The begin of a server's message, on one line, without the token."""
         return " ".join(str(message).replace(self._token, "***").split())[:200]
 
 
 def _same(there: Mapping[str, Any], content: Json, folder: str) -> bool:
-    """Whether a dashboard is there as it should be; its number and version are the server's own."""
-    found, own = there.get("dashboard") or {}, {"id": None, "version": None}
-    return (there.get("meta") or {}).get("folderUid") == folder and {**found, **own} == {**content, **own}
+    """Whether a dashboard is there as it should be; number and version are the server's business."""
+    found, of_server = there.get("dashboard") or {}, {"id": None, "version": None}
+    in_folder = (there.get("meta") or {}).get("folderUid") == folder
+    return in_folder and {**found, **of_server} == {**content, **of_server}

@@ -16,9 +16,9 @@ export function specifications(run) {
   const { columns } = run;
   const colours = theme.colours;
   const predicted = run.state?.predicted ?? {};
-  const hidden = columns.step.map((_, n) => minus(columns.communication_seconds[n], columns.exposed_seconds[n]));
-  const wall = columns.step.map((_, n) => columns.wall_seconds[n] || columns.seconds[n]);
-  const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens[n] / wall[n] : null));
+  const hidden = columns.step.map((_, n) => minus(columns.communication_seconds?.[n], columns.exposed_seconds?.[n]));
+  const wall = columns.step.map((_, n) => columns.wall_seconds?.[n] || columns.seconds?.[n]);
+  const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens?.[n] / wall[n] : null));
   const constant = (value) => (typeof value === "number" ? columns.step.map(() => value) : null);
   return [
     { name: "Communication per step", write: seconds, zero: true, lines: [["waits (exposed)", columns.exposed_seconds, colours.hurt, "area"], ["hidden", hidden, colours.hidden, "area"], ["predicted to wait", constant(predicted.exposed_seconds), colours.hurt, "dash"]] },

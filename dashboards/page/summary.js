@@ -182,7 +182,7 @@ function times(run, kind) {
     facts.push(`elapsed ${duration((kind === "running" ? Date.now() / 1000 : last) - begin.time)}`);
   }
   const left = (run.state?.steps ?? 0) - (run.columns.step.at(-1) ?? 0);
-  const each = mean((run.columns.wall_seconds ?? []).slice(1).slice(-PACE).map((one, n, all) => one || run.columns.seconds.at(n - all.length)));
+  const each = mean((run.columns.wall_seconds ?? []).slice(1).slice(-PACE).map((one, n, all) => one || run.columns.seconds?.at(n - all.length)));
   if (kind === "running" && left > 0 && each !== null) facts.push(`about ${duration(left * each)} left`);
   return facts;
 }
@@ -218,6 +218,6 @@ function alerts(run) {
   const every = Math.max(1, ...(line?.sampled_every ?? [1]));
   if (every > 1) found.push(`Spans of one step in ${every} are recorded.`);
   for (const event of run.events.filter((one) => ["failed", "telemetry"].includes(one.kind)).slice(-3)) found.push(`${event.kind} at step ${event.step}: ${event.text}`);
-  if (run.columns.step.length && run.columns.loss.at(-1) === null) found.push("The loss is not a number.");
+  if (run.columns.step.length && run.columns.loss?.at(-1) === null) found.push("The loss is not a number.");
   byId("alerts").replaceChildren(...found.map((text) => el("li", { text })));
 }

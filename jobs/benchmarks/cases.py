@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from scipy.stats import binom
 
-from braid.jobs.data.corpus import Corpus
+from braid.actors.config import parse_config
 from braid.jobs.data.prepare import prepare
+from braid.jobs.identity import DataRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,8 @@ class Spread:
 def prepare_text(folder: Path) -> Path:
     """Real text, some 1.5 MB of it."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
-    corpus = Corpus(files=[str(path) for path in sources], validation_fraction=0.02)
-    return prepare(corpus, output=folder / "data", executor=map).output
+    config = parse_config({"data": {"files": [str(path) for path in sources]}})
+    return prepare(DataRequest.of(config), folder / "data", map).output
 
 
 Progress = Callable[[str], None]

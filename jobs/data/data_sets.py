@@ -6,20 +6,19 @@ that they were made of. No data set is replaced but by ``braid prepare``.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from braid.actors.config import Config
 from braid.actors.controller.records import Incident
-from braid.actors.stage.data import DataIndex, read_index
+from braid.actors.stage.data import read_index
 from braid.actors.stage.reading import UnreadableError
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.files import MissingSourcesError
-from braid.jobs.data.prepare import Prepared, Progress, existing, prepare_if_needed
-from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
-from braid.jobs.identity import Request, made_with
+from braid.jobs.data.prepare import Preparation, Prepared, prepare
+from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.identity import DataRequest, made_with
 from braid.jobs.remarks import on_data
 
 RECORD = "data.json"
@@ -27,122 +26,88 @@ RECORD = "data.json"
 _NAMED = 3
 """At most so many files are named in a message."""
 
+Show = Callable[[Prepared | Preparation | Incident], None]
+
 
 def data_record(prepared: Prepared) -> str:
-    """What `RECORD` holds."""
-    return json.dumps(
-        {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}, indent=1
-    )
-
-
-def corpus_of(config: Config) -> Corpus:
-    """The corpus that the configuration names."""
-    data = config.data
-    return Corpus(
-        files=data.files,
-        exclude=data.exclude,
-        format=data.format,
-        tokenizer=config.tokenizer,
-        end_token=data.end_token,
-        text_field=data.text_field,
-        validation_fraction=data.validation_fraction,
-        encoding_errors=data.encoding_errors,
-    )
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """A whole data set that was made with the configuration's tokenizer and parameters."""
-
-    directory: Path
-    index: DataIndex
+    content = {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
+    return json.dumps(content, indent=1)
 
 
 def check_data(config: Config) -> None:
     """`ValueError` if a run could not have data: neither the files nor tokens that were made of them."""
-    corpus = corpus_of(config)
     try:
-        Request.of(corpus)
+        DataRequest.of(config)
     except MissingSourcesError:
-        if _known(config, corpus, tokenizer_of(config)) is None:
+        if _known(config) is None:
             raise
 
 
-def check_sources(config: Config) -> None:
-    """`ValueError` if the files or the tokenizer that `braid prepare` reads are not there."""
-    Request.of(corpus_of(config))
-
-
 def prepare_data(
-    config: Config,
-    executor: Executor,
-    show: Callable[[Prepared | Progress | Incident], None],
-    *,
-    resume: bool = False,
-    renew: bool = False,
+    config: Config, executor: Executor, show: Show, *, resume: bool = False, renew: bool = False
 ) -> Prepared:
     """The tokens that a run trains on, made unless they are there.
 
-    resume: go on with those that the run has. renew: replace what is in ``data.directory``, if its files
-    changed. Raises `ValueError` for what the user can mend.
+    resume: go on with the tokens that the run has. renew: replace what is in ``data.directory``, if its files
+    changed. `ValueError` for what the user can mend.
     """
-    corpus = corpus_of(config)
-    known = _known(config, corpus, tokenizer_of(config))
+    prepared = _prepared(config, executor, show, resume=resume, renew=renew)
+    prepared = replace(prepared, output=prepared.output.resolve())
+    show(prepared)
+    for text in on_data(config, prepared):
+        _warn(show, text)
+    return prepared
+
+
+def _prepared(config: Config, executor: Executor, show: Show, *, resume: bool, renew: bool) -> Prepared:
+    known = _known(config)
     try:
-        request = Request.of(corpus)
+        request = DataRequest.of(config)
     except MissingSourcesError as missing:
         if known is None or renew:
             raise
         what = str(missing).partition(";")[0]
-        show(_warning(f"{what}; the run has the tokens that were made before, in {known.directory}"))
-        return _shown(config, existing(known.directory), show)
+        _warn(show, f"{what}; the run has the tokens that were made before, in {known.output}")
+        return known
     if known is not None and resume:
-        if not request.fits(known.index, executor):
-            there = f"the run goes on with the tokens that it began with, in {known.directory}"
-            show(_warning(f"data.files changed ({_names(request.changed(known.index))}); {there}"))
-            return _shown(config, existing(known.directory), show)
-        directory = known.directory
-    elif config.data.directory is not None:
-        directory = config.data.directory
-        if not renew:
-            _check_unchanged(directory, request, executor)
-    else:
+        if request.fits(known.index, executor):
+            return prepare(request, known.output, executor, show)
+        there = f"the run goes on with the tokens that it began with, in {known.output}"
+        _warn(show, f"data.files changed ({_changed(request, known)}); {there}")
+        return known
+    directory = config.data.directory
+    if directory is None:
         directory = _place(config.runs / "data", request, executor, show)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    prepared = prepare_if_needed(request, output=directory, executor=executor, progress=show)
-    return _shown(config, prepared, show)
+    elif not renew:
+        _check_unchanged(directory, request, executor)
+    return prepare(request, directory, executor, show)
 
 
-def _shown(config: Config, prepared: Prepared, show: Callable[[Prepared | Incident], None]) -> Prepared:
-    show(prepared)
-    for text in on_data(config, prepared):
-        show(_warning(text))
-    return prepared
+def _warn(show: Show, text: str) -> None:
+    show(Incident(kind="data", text=text, step=0))
 
 
-def _warning(text: str) -> Incident:
-    return Incident(kind="data", text=text, step=0)
-
-
-def _names(paths: list[str]) -> str:
+def _changed(request: DataRequest, data_set: Prepared) -> str:
+    """Names of files that are not as they were when a data set was made."""
+    paths = request.changed(data_set.index)
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return ", ".join(paths[:_NAMED]) + more
 
 
-def _known(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> DataSet | None:
+def _known(config: Config) -> Prepared | None:
     """What ``data.directory`` holds, or else what the run's own record names."""
+    tokenizer, fingerprint = tokenizer_of(config), None
     if config.data.directory is not None:
-        places = iter([config.data.directory])
-        fingerprint = None
+        folders = [config.data.directory]
     else:
         try:
             content = json.loads((config.run_directory / RECORD).read_text(encoding="utf-8"))
             first, fingerprint = Path(content["directory"]), str(content["fingerprint"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        places = iter([first, *_folders(config.runs / "data")])  # they may have been moved together
-    for found in _data_sets(places):
-        if fingerprint in (None, found.index.fingerprint) and made_with(found.index, tokenizer, corpus):
+        folders = [first, *_folders(config.runs / "data")]  # they may have been moved together
+    for found in _whole(folders):
+        if fingerprint in (None, found.index.fingerprint) and made_with(found.index, tokenizer, config.data):
             return found
     return None
 
@@ -151,39 +116,37 @@ def _folders(parent: Path) -> list[Path]:
     return sorted(path.parent for path in parent.glob("[!.]*/index.json"))
 
 
-def _data_sets(places: Iterator[Path]) -> Iterator[DataSet]:
-    """Those that are whole."""
-    for place in places:
+def _whole(folders: Iterable[Path]) -> Iterator[Prepared]:
+    """The whole data sets in some folders."""
+    for folder in folders:
         with contextlib.suppress(ValueError, UnreadableError):
-            yield DataSet(place, read_index(place))
+            yield Prepared(folder, read_index(folder))
 
 
-def _check_unchanged(directory: Path, request: Request, executor: Executor) -> None:
-    """Refuse tokens of something else: a run may be training on them."""
-    for found in _data_sets(iter([directory])):
-        if request.fits(found.index, executor):
-            return
-        changed = request.changed(found.index)
-        why = f"data.files changed since ({_names(changed)})" if changed else "with other settings in data"
-        raise ValueError(
-            f"data.directory={str(directory)!r} holds tokens that were made before: {why}; replace them with "
-            f"`braid prepare`, or name another data.directory"
-        )
+def _check_unchanged(directory: Path, request: DataRequest, executor: Executor) -> None:
+    """Refuse to replace tokens of something else: a run may be training on them."""
+    for found in _whole([directory]):
+        if not request.fits(found.index, executor):
+            changed = _changed(request, found)
+            why = f"data.files changed since ({changed})" if changed else "with other settings in data"
+            raise ValueError(
+                f"data.directory={str(directory)!r} holds tokens that were made before: {why}; replace them "
+                f"with `braid prepare`, or name another data.directory"
+            )
 
 
-def _place(parent: Path, request: Request, executor: Executor, show: Callable[[Incident], None]) -> Path:
-    """The folder of tokens that were made of the same files or of copies, else one of a name of its own."""
-    own = parent / request.digest[:16]
-    changed: DataSet | None = None
+def _place(parent: Path, request: DataRequest, executor: Executor, show: Show) -> Path:
+    """The folder of tokens that were made of the same files or of copies, else a folder of a new name."""
+    new = parent / request.digest[:16]
+    changed: Prepared | None = None
     paths = {source.path for source in request.sources}
-    for found in _data_sets(iter([own, *_folders(parent)])):
+    for found in _whole([new, *_folders(parent)]):
         if request.fits(found.index, executor):
-            return found.directory
-        if made_with(found.index, request.tokenizer, request.corpus) and paths & {
-            path for path, *_ in found.index.sources
-        }:
+            return found.output
+        shared = paths & {path for path, *_ in found.index.sources}
+        if shared and made_with(found.index, request.tokenizer, request.data):
             changed = found
     if changed is not None:
-        names = _names(request.changed(changed.index))
-        show(_warning(f"data.files changed ({names}); tokens of before stay in {changed.directory}"))
-    return own
+        names = _changed(request, changed)
+        _warn(show, f"data.files changed ({names}); tokens of before stay in {changed.output}")
+    return new

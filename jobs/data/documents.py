@@ -1,67 +1,74 @@
 """The documents in a corpus's files: text, JSON-lines and Parquet, read range by range.
 
-Whatever is wrong with a user's files is a ValueError of one line that names the key, the value and a remedy.
+Whatever is wrong with a user's files is a `ValueError` of one line that names the key, the value and a
+remedy.
 """
 
 import codecs
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, assert_never
 
-from braid.jobs.data.corpus import EncodingErrors, FileRange, array_remedy, as_lines
+from braid.actors.config import DataConfig
+from braid.jobs.data.corpus import FileRange, as_lines, refuse_array
 from braid.jobs.data.files import opened
 from braid.jobs.data.parquet import broken_parquet, choices, open_parquet
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_documents(part: FileRange, text_field: str, encoding_errors: EncodingErrors) -> Iterator[str | None]:
-    """The documents of one range in order; None for one left out because it is not UTF-8.
+def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
+    """The documents of one range in order; None for a document that is left out because it is not UTF-8.
 
-    A document may be empty. Raises ValueError naming the file and the place in it.
+    A document may be empty. `ValueError` names the file and the place in it.
     """
     match part.format:
         case "text":
-            yield _read_text(part.path, encoding_errors)
+            yield _read_text(part.path, data)
         case "jsonl":
-            yield from _read_lines(part, text_field, encoding_errors)
+            yield from _read_lines(part, data)
         case "parquet":
-            yield from _read_rows(part, text_field, encoding_errors)
+            yield from _read_rows(part, data)
         case _:
             assert_never(part.format)
 
 
-def _read_text(path: str, encoding_errors: EncodingErrors) -> str | None:
+def _read_text(path: str, data: DataConfig) -> str | None:
     with opened(path) as file:
         content = file.read()
-    text = _decode(content, encoding_errors, path, 0)
+    text = _decode(content, data, path, 0)
     if text and "\r" in text and "\n" not in text:  # lines as old Macs ended them
         text = text.replace("\r", "\n")
     return text and text.removeprefix("\ufeff")  # a byte order mark is no text
 
 
-def _decode(content: bytes, encoding_errors: EncodingErrors, place: str, offset: int) -> str | None:
+def _decode(content: bytes, data: DataConfig, place: str, offset: int) -> str | None:
     try:
         return content.decode()
     except UnicodeDecodeError as fault:
-        match encoding_errors:
-            case "strict":
-                raise ValueError(
-                    f"data.files: {place} is not UTF-8 at byte {offset + fault.start} "
-                    f"(0x{content[fault.start]:02x}); convert it, or set data.encoding_errors to replace or "
-                    "skip"
-                ) from None
-            case "replace":
-                return content.decode(errors="replace")
-            case "skip":
-                return None
-            case _:
-                assert_never(encoding_errors)
+        byte = f"byte {offset + fault.start} (0x{content[fault.start]:02x})"
+        told = f"{place} is not UTF-8 at {byte}; convert it"
+        return _not_utf8(data, lambda: told, lambda: content.decode(errors="replace"))
 
 
-def _read_lines(part: FileRange, text_field: str, encoding_errors: EncodingErrors) -> Iterator[str | None]:
+def _not_utf8(data: DataConfig, told: Callable[[], str], repaired: Callable[[], str]) -> str | None:
+    """The document as ``data.encoding_errors`` wants it. told: what is wrong where, and a remedy."""
+    match data.encoding_errors:
+        case "strict":
+            raise ValueError(
+                f"data.files: {told()}, or set data.encoding_errors to replace or skip"
+            ) from None
+        case "replace":
+            return repaired()
+        case "skip":
+            return None
+        case _:
+            assert_never(data.encoding_errors)
+
+
+def _read_lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
     """Documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
     with opened(part.path, parts=part.stop < sys.maxsize) as file:
         offset = 0
@@ -71,21 +78,18 @@ def _read_lines(part: FileRange, text_field: str, encoding_errors: EncodingError
         while offset < part.stop and (line := file.readline()):
             text = line if offset else line.removeprefix(codecs.BOM_UTF8)
             if not text.isspace():
-                yield _read_line(text, part.path, offset, text_field, encoding_errors)
+                yield _read_line(text, part.path, offset, data)
             offset += len(line)
 
 
-def _read_line(
-    line: bytes, path: str, offset: int, text_field: str, encoding_errors: EncodingErrors
-) -> str | None:
-    text = _decode(line, encoding_errors, path, offset)
+def _read_line(line: bytes, path: str, offset: int, data: DataConfig) -> str | None:
+    text, field = _decode(line, data, path, offset), data.text_field
     if text is None:
         return None
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as fault:
-        if array := array_remedy(path):
-            raise ValueError(array) from None
+        refuse_array(path)
         if "\r" in text.strip():
             remedy = as_lines(r"tr '\r' '\n'", path)
             raise ValueError(
@@ -97,43 +101,31 @@ def _read_line(
             f"data.files: {_line(path, offset)} is not JSON ({reason}); repair or delete the line"
         ) from None
     if not isinstance(entry, dict):
-        if array := array_remedy(path):
-            raise ValueError(array)
+        refuse_array(path)
         raise ValueError(
             f"data.files: {_line(path, offset)} holds {_kind(entry)}, not an object; "
-            f'write {{"{text_field}": "..."}}, or set data.format to text'
+            f'write {{"{field}": "..."}}, or set data.format to text'
         )
-    if text_field not in entry:
+    if field not in entry:
         raise ValueError(
-            f"data.text_field: {text_field!r} is not in {_line(path, offset)}, {choices(list(entry))}"
+            f"data.text_field: {field!r} is not in {_line(path, offset)}, {choices(list(entry))}"
         )
-    document = entry[text_field]
+    document = entry[field]
     if document is None:
         return ""
     if not isinstance(document, str):
         raise ValueError(
-            f"data.text_field: {text_field!r} is {_kind(document)} in {_line(path, offset)}; "
-            "name a field of text"
+            f"data.text_field: {field!r} is {_kind(document)} in {_line(path, offset)}; name a field of text"
         )
-    return _without_surrogates(document, encoding_errors, path, offset)
-
-
-def _without_surrogates(document: str, encoding_errors: EncodingErrors, path: str, offset: int) -> str | None:
-    r"""JSON can spell what UTF-8 cannot: half of a surrogate pair, as in "\ud83d"."""
     if document.isascii() or not _LONE_SURROGATE.search(document):
         return document
-    match encoding_errors:
-        case "strict":
-            raise ValueError(
-                f"data.files: {_line(path, offset)} has half a surrogate pair (\\ud800 ... \\udfff), which "
-                "is not UTF-8; repair the line, or set data.encoding_errors to replace or skip"
-            )
-        case "replace":
-            return _LONE_SURROGATE.sub("\ufffd", document)
-        case "skip":
-            return None
-        case _:
-            assert_never(encoding_errors)
+    # JSON can spell what UTF-8 cannot
+    half = r"half a surrogate pair (\ud800 ... \udfff), which is not UTF-8; repair the line"
+    return _not_utf8(
+        data,
+        lambda: f"{_line(path, offset)} has {half}",
+        lambda: _LONE_SURROGATE.sub("\ufffd", document),
+    )
 
 
 def _line(path: str, offset: int) -> str:
@@ -151,20 +143,18 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _read_rows(part: FileRange, text_field: str, encoding_errors: EncodingErrors) -> Iterator[str | None]:
+def _read_rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
     import pyarrow as pa
 
-    with open_parquet(part.path, text_field) as file:
+    column, groups = data.text_field, range(part.start, part.stop)
+    with open_parquet(part.path, column) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-        batches = file.iter_batches(
-            batch_size=256, row_groups=range(part.start, part.stop), columns=[text_field], use_threads=False
-        )
+        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=[column], use_threads=False)
         try:
             for batch in batches:
                 # as bytes: Parquet does not check that its strings are UTF-8
                 for content in batch.column(0).cast(pa.large_binary()):
-                    place = f"row {row} of {part.path!r}"
-                    yield _decode(content.as_py() or b"", encoding_errors, place, 0)
+                    yield _decode(content.as_py() or b"", data, f"row {row} of {part.path!r}", 0)
                     row += 1
         except (OSError, pa.ArrowException) as fault:
             raise broken_parquet(part.path, fault) from None

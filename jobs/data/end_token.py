@@ -5,7 +5,7 @@ of a name that is known for that. Nothing else is guessed: models learn from tha
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +30,8 @@ _NAMED: Final = 12
 def end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: str | None) -> str:
     """The name of the token of ``path``, a tokenizer, that ends documents.
 
-    ids: all tokens by name; special: those of them that are marked as special; wanted: the configuration's
-    choice. `ValueError` names candidates where nothing is said, or what is said is no token of it.
+    ids: all tokens by name; special: the tokens that are marked as special; wanted: the configuration's
+    choice. `ValueError` names candidates where nothing is said, or what is said is no token of the tokenizer.
     """
     candidates = _listed([name for name in special if name in ids])
     if wanted is not None:
@@ -40,8 +40,9 @@ def end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: st
                 f"{KEY}: {wanted!r} is no token of {str(path)!r}; name one, such as {candidates}"
             )
         return wanted
+    names = {number: name for name, number in ids.items()}
     for file in _BESIDE:
-        said = list(_ends(content_of(path.parent / file), {number: name for name, number in ids.items()}))
+        said = _ends(content_of(path.parent / file), names)
         if len(said) == 1:
             if said[0] not in ids:
                 raise ValueError(
@@ -49,18 +50,19 @@ def end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: st
                     f"{str(path)!r}; set {KEY} to one, such as {candidates}"
                 )
             return str(said[0])
-    known = [name for name in NAMES if name in ids]
-    if len(known) == 1:
-        return known[0]
-    if known:
-        raise ValueError(
-            f"{KEY}: {str(path)!r} has {_listed(known)}, and no file beside it says which ends a document; "
-            f"set {KEY} to one of them"
-        )
-    raise ValueError(
-        f"{KEY}: neither {str(path)!r} nor a file beside it says which token ends a document; "
-        f"set {KEY} to one, such as {candidates}"
-    )
+    match [name for name in NAMES if name in ids]:
+        case [name]:
+            return name
+        case []:
+            raise ValueError(
+                f"{KEY}: neither {str(path)!r} nor a file beside it says which token ends a document; "
+                f"set {KEY} to one, such as {candidates}"
+            )
+        case several:
+            raise ValueError(
+                f"{KEY}: {str(path)!r} has {_listed(several)}, and no file beside it says which ends a "
+                f"document; set {KEY} to one of them"
+            )
 
 
 def special_names(folder: Path) -> set[str]:
@@ -69,15 +71,13 @@ def special_names(folder: Path) -> set[str]:
     return {name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
 
 
-def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> Iterator[str | int]:
-    """What a file says: the name of a token, or the number of one that has no name."""
+def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> list[str | int]:
+    """What a file says: names of tokens, or the number of a token that has no name."""
     if name := _name(content.get("eos_token")):
-        yield name
-        return
-    found = content.get("eos_token_id")
-    for number in found if isinstance(found, list) else [found]:
-        if type(number) is int:
-            yield names.get(number, number)
+        return [name]
+    told = content.get("eos_token_id")
+    numbers = told if isinstance(told, list) else [told]
+    return [names.get(number, number) for number in numbers if type(number) is int]
 
 
 def _name(token: Any) -> str | None:

@@ -6,18 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from braid.actors.controller.cpus import whole_cpus
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Executor(Protocol):
-    """Applies a function to every item, in any order, anywhere; `map` is the simplest one."""
-
-    def __call__(self, function: Callable[[T], R], items: Sequence[T], /) -> Iterator[R]: ...
+Executor = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
+"""Applies a function to every item, in any order, anywhere; `map` is the simplest one."""
 
 
 def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob, has_magic
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from braid.actors.config.urls import file_system, is_url
 
 KEY = "data.files"
+Format = Literal["text", "jsonl", "parquet"]
 
 
 def _zstd(file: BinaryIO) -> Any:
@@ -30,7 +31,7 @@ _DECOMPRESSED: Mapping[str, Callable[[BinaryIO], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": _zstd,
 }
-"""By ending. Several compressed streams one after the other are one file."""
+"""By ending. Several compressed streams in a row are one file."""
 _VERSIONS = (
     "etag",
     "last_modified",
@@ -41,24 +42,30 @@ _VERSIONS = (
     "created",
     "md5hash",
 )
-"""What object stores and web servers tell of a file's version, in one spelling or another."""
+"""Names under which object stores and web servers tell a file's version."""
 
 
 class MissingSourcesError(ValueError):
-    """The corpus is not there: tokens that were made of it may be."""
+    """The corpus is not there; tokens that were made of it may be."""
 
 
 @dataclass(frozen=True)
-class File:
-    """One file as it was found."""
+class Source:
+    """One input file as it was found."""
 
     path: str
     """Absolute, or a URL."""
     size_bytes: int
     modified_ns: int
-    """Of files at a URL: a number that changes with their version."""
+    """Of a file at a URL: a number that changes with the file's version."""
     whole: bool
-    """It is compressed, or its server sends no parts: it can only be read from its beginning."""
+    """The file can only be read from its beginning: it is compressed, or its server sends no parts."""
+    format: Format = "text"
+
+    @property
+    def facts(self) -> tuple[str, int, int]:
+        """Path, size and time."""
+        return self.path, self.size_bytes, self.modified_ns
 
 
 def endings(path: str) -> tuple[str, str]:
@@ -67,73 +74,59 @@ def endings(path: str) -> tuple[str, str]:
     return (os.path.splitext(stem)[1], ending) if ending in _DECOMPRESSED else (ending, "")
 
 
-def find(entry: str) -> list[File]:
-    """The files that a path, a glob or a URL names. `ValueError` if it finds none."""
-    entry = _without_scheme(entry)
+def find(entry: str) -> list[Source]:
+    """The files that a path, a glob or a URL names. `ValueError` if there are none."""
+    scheme = next((s for s in ("file://", "file:", "local://", "local:") if entry.startswith(s)), "")
+    entry = entry.removeprefix(scheme)
     if is_url(entry):
         return _find_url(entry)
     name = os.path.abspath(entry)
     if os.path.isdir(name):
         raise _is_folder(entry)
-    if os.path.isfile(name):  # before globbing: a name may hold brackets
-        return [local(name)]
-    found = [path for path in glob(name, recursive=True) if os.path.isfile(path)]
+    # a file before a glob: its name may hold brackets
+    paths = [name] if os.path.isfile(name) else filter(os.path.isfile, glob(name, recursive=True))
+    found = [local(path) for path in paths]
     if not found:
         raise MissingSourcesError(
             f"{KEY}: {entry!r} finds no file (in {os.getcwd()}); correct the path or the glob"
         )
-    return [local(path) for path in found]
+    return found
 
 
-def local(path: str) -> File:
-    """A file of this machine's file systems."""
+def local(path: str) -> Source:
     status = os.stat(path)
-    return File(path, status.st_size, status.st_mtime_ns, bool(endings(path)[1]))
-
-
-def _without_scheme(entry: str) -> str:
-    scheme = next((s for s in ("file://", "file:", "local://", "local:") if entry.startswith(s)), "")
-    return entry.removeprefix(scheme)
+    return Source(path, status.st_size, status.st_mtime_ns, bool(endings(path)[1]))
 
 
 def _is_folder(entry: str) -> ValueError:
     return ValueError(f"{KEY}: {entry!r} is a folder; write {entry.rstrip('/') + '/**/*.txt'!r} or alike")
 
 
-def _find_url(entry: str) -> list[File]:
+def _find_url(entry: str) -> list[Source]:
     files, place = file_system(KEY, entry)
+    sources = []
     try:
-        if has_magic(place):
-            found = files.glob(place, detail=True)
-        elif files.isfile(place):
-            found = {place: files.info(place)}
-        elif files.isdir(place):
+        found = files.glob(place, detail=True)
+        if not has_magic(place) and any(facts.get("type") == "directory" for facts in found.values()):
             raise _is_folder(entry)
-        else:
-            found = {}
-        return _described(entry, files, place, found)
+        if "::" in entry and list(found) not in ([], [place]):
+            raise ValueError(f"{KEY}: {entry!r} is a chain of file systems with a glob; name its files")
+        for path, facts in found.items():
+            if facts.get("type", "file") == "file":
+                if facts.get("size") is None:  # a listing of the web
+                    facts = files.info(path)
+                url = entry if path == place else files.unstrip_protocol(path)
+                whole = bool(endings(url)[1]) or (_is_web(files) and not facts.get("partial"))
+                sources.append(Source(url, int(facts.get("size") or 0), _version(facts), whole))
     except ValueError:
         raise
     except Exception as fault:  # file systems raise what they like
         raise MissingSourcesError(
             f"{KEY}: {entry!r} cannot be looked up ({_reason(fault)}); correct the URL, or see to the access"
         ) from None
-
-
-def _described(entry: str, files: Any, place: str, found: Mapping[str, Mapping[str, Any]]) -> list[File]:
-    if "::" in entry and list(found) != [place]:
-        raise ValueError(f"{KEY}: {entry!r} is a chain of file systems with a glob; name its files")
-    described = []
-    for path, facts in found.items():
-        if facts.get("type", "file") == "file":
-            if facts.get("size") is None:  # a listing of the web
-                facts = files.info(path)
-            url = entry if path == place else files.unstrip_protocol(path)
-            whole = bool(endings(url)[1]) or (_is_web(files) and not facts.get("partial"))
-            described.append(File(url, int(facts.get("size") or 0), _version(facts), whole))
-    if not described:
+    if not sources:
         raise MissingSourcesError(f"{KEY}: {entry!r} finds no file; correct the URL or the glob")
-    return described
+    return sources
 
 
 def _is_web(files: Any) -> bool:
@@ -148,9 +141,9 @@ def _version(facts: Mapping[str, Any]) -> int:
 
 @contextlib.contextmanager
 def opened(path: str, *, parts: bool = False) -> Iterator[Any]:
-    """The decompressed content of a file, to be read in the block; `ValueError` if that fails there.
+    """The decompressed content of a file, to be read in the block; `ValueError` if reading fails there.
 
-    parts: not from the beginning to the end; not for files that are `File.whole`.
+    parts: the file is not read from its beginning to its end; not for a `Source` that is ``whole``.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -165,10 +158,8 @@ def opened(path: str, *, parts: bool = False) -> Iterator[Any]:
             yield file
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as fault:
         raise unreadable(path, fault) from None
-    except ValueError:
-        raise
     except Exception as fault:
-        if not is_url(path):
+        if isinstance(fault, ValueError) or not is_url(path):
             raise
         raise unreadable(path, fault) from None
 

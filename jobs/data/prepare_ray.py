@@ -17,40 +17,27 @@ def ray_map(function: Callable[[T], R], items: Sequence[T], in_flight: int | Non
     task raises is raised here as it was. Leaving the iterator early cancels what is running.
     """
     assert ray.is_initialized(), "ray_map needs ray.init() first; it starts no cluster of its own"
-    limit = in_flight or max(2, int(2 * _cluster_cpus()))
-    shared = ray.put(function)
+    limit = in_flight or max(2, int(2 * ray.cluster_resources().get("CPU", 1)))
+    task: Any = ray.remote(num_cpus=1)(lambda item: function(item))
     waiting = iter(items)
     running: list[Any] = []
     try:
         while True:
             for item in waiting:
-                running.append(_apply.remote(shared, item))
+                running.append(task.remote(item))
                 if len(running) >= limit:
                     break
             if not running:
                 return
             (ready, *_), _ = ray.wait(running)
             running.remove(ready)
-            yield _result(ready)
+            try:
+                yield ray.get(ready)
+            except RayTaskError as fault:
+                # without Ray's copy of the remote traceback: a user's mistake is told in one line
+                raise (fault.cause if isinstance(fault.cause, ValueError) else fault) from None
     finally:
-        for task in running:
-            ray.cancel(task)
+        for left in running:
+            ray.cancel(left)
         if running:
             ray.wait(running, num_returns=len(running), timeout=30)
-
-
-def _cluster_cpus() -> float:
-    return float(ray.cluster_resources().get("CPU", 1))
-
-
-@ray.remote(num_cpus=1)
-def _apply(function: Callable[[Any], Any], item: Any) -> Any:
-    return function(item)
-
-
-def _result(task: Any) -> Any:
-    try:
-        return ray.get(task)
-    except RayTaskError as fault:
-        # without Ray's copy of the remote traceback: a user's mistake is told in one line
-        raise (fault.cause if isinstance(fault.cause, ValueError) else fault) from None

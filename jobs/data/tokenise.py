@@ -1,23 +1,25 @@
 """One work item of a preparation: read its documents, split them, tokenise them, write them.
 
-Runs in whatever process and on whatever node an executor chooses, and talks to nobody: all it is told is in
-a `Task` and a `WorkItem`, all it has to say is in an `ItemResult`.
+Runs in whatever process and on whatever node an executor chooses, and talks to nobody.
 """
 
-import contextlib
 import hashlib
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import numpy as np
 
+from braid.actors.config import DataConfig
 from braid.actors.stage.data import TOKEN_DTYPES, TRAIN, VALIDATION, Shard
-from braid.jobs.data.corpus import EncodingErrors, WorkItem
+from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.documents import read_documents
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,31 +45,13 @@ Split = SplitByHash | SplitTail
 
 
 @dataclass(frozen=True)
-class Task:
-    """What every work item is done with."""
-
-    folder: str
-    tokenizer: str
-    end_token: str | None
-    tokenizer_fingerprint: str
-    dtype: str
-    text_field: str
-    encoding_errors: EncodingErrors
-    split: Split
-
-
-@dataclass(frozen=True)
 class ItemResult:
     """What one work item wrote, under temporary names, and the extremes of its documents' hashes."""
 
     number: int
-    shards: dict[str, tuple[Shard, ...]]
-    documents: int
-    skipped: int
-    empty: int
-    characters: int
-    characters_lost: int
-    tokens_unknown: int
+    shards: dict[str, list[Shard]]
+    counts: Counter[str]
+    """``documents``, and the fields of `DataIndex` that count what the text has or lacks."""
     lowest_hash: int
     highest_hash: int
 
@@ -118,50 +102,53 @@ class ShardWriter:
         )
 
 
-def tokenise(task: Task, item: WorkItem) -> ItemResult:
-    """Read, split, tokenise and write the documents of one work item. Raises ValueError for a bad one."""
-    tokenizer = _tokenizer(task.tokenizer, task.end_token, task.tokenizer_fingerprint)
-    end = np.array([tokenizer.end_of_document])
-    writers = {
-        split: ShardWriter(Path(task.folder), split, item.number, TOKEN_DTYPES[task.dtype])
-        for split in (TRAIN, VALIDATION)
-    }
+def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
+    """The smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
+    return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
+
+
+def tokenise(
+    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
+) -> ItemResult:
+    """Read, split, tokenise and write the documents of one work item into ``folder``.
+
+    fingerprint: of the tokenizer, where the preparation began. `ValueError` for a bad document.
+    """
+    tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
+    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
+    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
     documents = skipped = empty = characters = lost = unknown = 0
     lowest, highest = 2**64, -1
-    with contextlib.ExitStack() as stack:
-        for writer in writers.values():
-            stack.callback(writer.close)
-        for part in item.ranges:
-            for document in read_documents(part, task.text_field, task.encoding_errors):
-                if document is None:
-                    skipped += 1
-                elif not document or document.isspace():
-                    empty += 1
-                else:
-                    documents += 1
-                    number = document_hash(document)
-                    lowest, highest = min(lowest, number), max(highest, number)
-                    for split, text, ends in split_document(task.split, document, number):
-                        for piece in _pieces(text):
-                            encoded = tokenizer.encode(piece)
-                            characters += len(piece)
-                            lost += encoded.lost
-                            unknown += encoded.unknown
-                            writers[split].write(encoded.ids, len(piece.encode()), 0)
-                        if ends:
-                            writers[split].write(end, 0, 1)
-    return ItemResult(
-        number=item.number,
-        shards={split: tuple(writer.shards) for split, writer in writers.items()},
+    with closing(train), closing(validation):
+        for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
+            if document is None:
+                skipped += 1
+            elif not document or document.isspace():
+                empty += 1
+            else:
+                documents += 1
+                number = document_hash(document)
+                lowest, highest = min(lowest, number), max(highest, number)
+                for name, text, ends in split_document(split, document, number):
+                    writer = train if name == TRAIN else validation
+                    for piece in _pieces(text):
+                        encoded = tokenizer.encode(piece)
+                        characters += len(piece)
+                        lost += encoded.lost
+                        unknown += encoded.unknown
+                        writer.write(encoded.ids, len(piece.encode()), 0)
+                    if ends:
+                        writer.write(end, 0, 1)
+    counts = Counter(
         documents=documents,
-        skipped=skipped,
-        empty=empty,
+        documents_skipped=skipped,
+        documents_empty=empty,
         characters=characters,
         characters_lost=lost,
         tokens_unknown=unknown,
-        lowest_hash=lowest,
-        highest_hash=highest,
     )
+    shards = {TRAIN: train.shards, VALIDATION: validation.shards}
+    return ItemResult(item.number, shards, counts, lowest, highest)
 
 
 @lru_cache(maxsize=1)

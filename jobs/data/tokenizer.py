@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -31,40 +31,6 @@ class Encoded:
     """Tokens that only say that something unknown stood there."""
 
 
-class Tokenizer(Protocol):
-    """What preparation needs; ids are below ``vocabulary``, and text never becomes ``end_of_document``."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def end_of_document(self) -> int: ...
-
-    @property
-    def token_bytes(self) -> tuple[int, ...]:
-        """UTF-8 bytes of text that every id below ``vocabulary`` stands for, 0 for special ones."""
-        ...
-
-    @property
-    def end_token(self) -> str:
-        """The name of ``end_of_document``."""
-        ...
-
-    def encode(self, text: str) -> Encoded:
-        """``text`` without any special token."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Text of ``ids``; ends of documents become nothing."""
-        ...
-
-
 class BytesTokenizer:
     """Ids 0 ... 255 are the bytes of the text's UTF-8, 256 ends a document."""
 
@@ -78,17 +44,15 @@ class BytesTokenizer:
     def encode(self, text: str) -> Encoded:
         return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
 
-    def decode(self, ids: np.ndarray) -> str:
-        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
-
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`; its own special tokens, padding and truncation are switched off.
 
-    ``end`` names the token that ends documents; by default the files beside ``path`` say it. Text that spells
-    a special token out is encoded as the text that it is.
+    ``end`` names the token that ends documents; by default the files beside ``path`` say it. Ids are below
+    ``vocabulary``. Text that spells a special token out is encoded as the text that it is, so that it never
+    becomes ``end_of_document``, the id of ``end_token``.
 
-    Raises ValueError if the file cannot be read or is no tokenizer, or its end of documents is not known.
+    `ValueError` if the file cannot be read or is no tokenizer, or its end of documents is not known.
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
@@ -111,12 +75,16 @@ class HuggingFaceTokenizer:
         ids = self._backend.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError(f"data.tokenizer: {str(path)!r} has an empty vocabulary; train it first")
-        marked = [one.content for one in self._backend.get_added_tokens_decoder().values() if one.special]
+        added = self._backend.get_added_tokens_decoder().values()
+        marked = [token.content for token in added if token.special]
         self.name = str(path)
         self.end_token = end_token(path, ids, marked, end)
         self.end_of_document = ids[self.end_token]
         self.vocabulary = max(ids.values()) + 1  # ids may have gaps: the number of entries says too little
-        self._unknown = _unknown_id(json.loads(content)["model"], ids)
+        model = json.loads(content)["model"]
+        unknown = model.get("unk_id")
+        self._unknown = ids.get(model.get("unk_token") or "", -1) if unknown is None else int(unknown)
+        """The token for what has none; -1: there is no such token."""
         special = {
             ids[name] for name in {self.end_token, *marked, *special_names(path.parent)} if name in ids
         }
@@ -132,24 +100,29 @@ class HuggingFaceTokenizer:
 
     @property
     def token_bytes(self) -> tuple[int, ...]:
+        """UTF-8 bytes of text that every id below ``vocabulary`` stands for, 0 for special tokens."""
         content = json.loads(self._backend.to_str())
-        found = dict.fromkeys(range(self.vocabulary), 0)
-        pieces = {id: piece for piece, id in self._backend.get_vocab(with_added_tokens=False).items()}
-        if '"ByteLevel"' in json.dumps(
-            [content[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
-        ):
-            found |= {id: len(piece) for id, piece in pieces.items()}  # a character for every byte
-        else:  # decoded behind another one: alone, what begins a word loses the space in front of it
+        counts = [0] * self.vocabulary
+        pieces = self._backend.get_vocab(with_added_tokens=False)
+        parts = [content[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
+        if '"ByteLevel"' in json.dumps(parts):
+            for piece, id in pieces.items():
+                counts[id] = len(piece)  # a character for every byte
+        else:  # decoded behind another token: alone, what begins a word loses the space in front of it
             before = self._ids(["a"])[-1:].tolist()
-            alone = len(self._decode(before).encode())
-            for id, piece in pieces.items():
-                byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
-                found[id] = 1 if byte else len(self._decode([*before, id]).encode()) - alone
+            alone = self._bytes_of(before)
+            for piece, id in pieces.items():
+                is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece)
+                counts[id] = 1 if is_byte else max(0, self._bytes_of([*before, id]) - alone)
         for token in content["added_tokens"]:
-            found[token["id"]] = 0 if token["special"] else len(token["content"].encode())
-        return tuple(max(0, count) for count in found.values())
+            counts[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return tuple(counts)
+
+    def _bytes_of(self, ids: list[int]) -> int:
+        return len(self._backend.decode(ids, skip_special_tokens=False).encode())
 
     def encode(self, text: str) -> Encoded:
+        """``text`` without any special token."""
         ids = self._ids([text])
         if np.isin(ids, self._special).any():
             # the vocabulary itself has a special token's characters as a word, or as a piece of one
@@ -158,12 +131,6 @@ class HuggingFaceTokenizer:
         counts = Counter(text)
         lost = sum(count for letter, count in counts.items() if self._is_lost(letter))
         return Encoded(ids, lost=lost, unknown=int(np.count_nonzero(ids == self._unknown)))
-
-    def decode(self, ids: np.ndarray) -> str:
-        return self._decode(ids[ids != self.end_of_document].tolist())
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=False)
 
     def _ids(self, texts: list[str]) -> np.ndarray:
         # this leaves out the offsets, and uses no threads for one text
@@ -189,17 +156,13 @@ class HuggingFaceTokenizer:
         return [part for start, stop in edges for part in self._cut(text[start:stop])]
 
 
-def _unknown_id(model: dict[str, Any], ids: dict[str, int]) -> int:
-    """The token for what has none, -1 if there is no such token."""
-    if (number := model.get("unk_id")) is not None:
-        return int(number)
-    return ids.get(model.get("unk_token") or "", -1)
+Tokenizer = BytesTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
     """'bytes', or the tokenizer.json at a path or in the folder there; ``end``: see `HuggingFaceTokenizer`.
 
-    Raises ValueError.
+    `ValueError` for what is no tokenizer.
     """
     if name == BYTES:
         if end is not None:
@@ -213,7 +176,7 @@ def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that a configuration names, or the one of its ``model.initial``. Raises ValueError."""
+    """The tokenizer that a configuration names, or that of its ``model.initial``. `ValueError` without it."""
     initial = config.model.initial
     if config.data.tokenizer is None and initial is not None:
         config.shape(0)  # what is wrong with the weights comes first

@@ -1,5 +1,6 @@
 """The commands that plan and simulate: no GPU, no torch, no Ray."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,7 +179,7 @@ def compare(
 
         compared = compare_traces(_trace(Path(first)), _trace(Path(second)))
         if as_json:
-            typer.echo(json_text(compared.as_json()))
+            typer.echo(json_text(asdict(compared)))
         else:
             view.show_traces(Console(), first, second, compared)
         return
@@ -201,8 +202,7 @@ def _trace(path: Path) -> "list[Batch]":
 
     if not path.is_dir():
         return read_batches(path)
-    folder = TraceFolder(path / "trace", keep=1)
-    folder.refresh()
+    folder = TraceFolder.of_run(path, keep=1)
     return folder.step(folder.newest)
 
 

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.scheduling.draw import cell_width, grid, summary
+from braid.scheduling.draw import grid, summary
 from braid.scheduling.link import link
 from braid.scheduling.lowering.lower import scheduled_parts
 from braid.scheduling.memory import model_flops, rank_memory
@@ -26,15 +26,15 @@ _TOGETHER = "black on gold3"
 def show_schedule(console: Console, schedule: Schedule) -> None:
     """The grid: stages downwards, time to the right; forward blue, backward green, by parity of the chunk."""
     console.print(summary(schedule), highlight=False, soft_wrap=True)
-    for number, cells in enumerate(grid(schedule, width=cell_width(schedule))):
+    for number, cells in enumerate(grid(schedule)):
         line = Text(f"stage {number} ")
-        for cell in cells:
-            if cell.block is None:
-                line.append(cell.text, style="dim")
+        for text, block in cells:
+            if block is None:
+                line.append(text, style="dim")
                 continue
-            passes = [one for one in cell.block.passes if one.kind is not PassKind.END]
+            passes = [one for one in block.passes if one.kind is not PassKind.END]
             styles = _STYLES.get("".join(one.direction.value for one in passes), (_TOGETHER, _TOGETHER))
-            line.append(cell.text, style=styles[passes[0].chunk >= len(schedule.stages)])
+            line.append(text, style=styles[passes[0].chunk >= len(schedule.stages)])
         console.print(line, soft_wrap=True)
 
 

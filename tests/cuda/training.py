@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.actors.config import Config, TrainConfig
+from braid.actors.config import Config, TrainConfig, parse_config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.stage.assembly import Assembly, assemble, join
 from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
@@ -26,8 +26,8 @@ from braid.actors.stage.parameters import Place
 from braid.actors.stage.samples import Batches, ReplicaSamples
 from braid.actors.stage.telemetry import Recorder
 from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
+from braid.jobs.identity import DataRequest
 from braid.scheduling.analytic import analytic_profile
 from braid.scheduling.memory import rank_memory
 from braid.scheduling.operations import Compute, Operation, Start, name_of
@@ -297,5 +297,5 @@ def short_documents(folder: Path, seed: int) -> Path:
     texts = ("".join(generator.choices("abcdef \n", k=length)) for length in lengths)
     file = folder / "short.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    corpus = Corpus(files=[str(file)], validation_fraction=0.1)
-    return prepare(corpus, output=folder / "data", executor=map).output
+    config = parse_config({"data": {"files": [str(file)], "validation_fraction": 0.1}})
+    return prepare(DataRequest.of(config), folder / "data", map).output

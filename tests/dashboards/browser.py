@@ -21,8 +21,6 @@ OPTIONS += ("--disable-background-networking", "--remote-debugging-port=0")
 
 @dataclass
 class Tab:
-    """A page in the browser."""
-
     socket: aiohttp.ClientWebSocketResponse
     errors: list[str] = field(default_factory=list)
     """What the console and the page complained of."""
@@ -62,7 +60,6 @@ class Tab:
             self.requests.append(facts["request"]["url"])
 
     async def open(self, address: str) -> None:
-        """Go to an address."""
         await self.send("Page.navigate", url=address)
 
     async def evaluate(self, expression: str) -> Any:
@@ -85,7 +82,6 @@ class Tab:
         raise TimeoutError(f"{expression} did not come true; errors: {self.errors}")
 
     async def move(self, x: float, y: float) -> None:
-        """Move the mouse to a place of the window."""
         await self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     async def key(self, key: str) -> None:

@@ -76,7 +76,6 @@ OPTIONS = {
 
 
 def panel(kind: str) -> Any:
-    """A panel of a kind."""
     ends = each(float | None, "min max")
     defaults = model(unit=str, color=Color, thresholds=Thresholds, custom=CUSTOM[kind], optional=ends)
     return model(

@@ -31,8 +31,6 @@ class Failure:
 
 @dataclass
 class State:
-    """What the server holds."""
-
     folders: dict[str, dict[str, Any]] = field(default_factory=dict)
     datasources: dict[str, dict[str, Any]] = field(default_factory=dict)
     dashboards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -45,7 +43,6 @@ class State:
 
     @property
     def writes(self) -> list[tuple[str, str]]:
-        """Requests that change something."""
         return [request for request in self.asked if request[0] != "GET"]
 
 

@@ -35,12 +35,10 @@ _OF_ROUTERS = [one.name for one in fields(ExpertNumbers) if one.name not in ("la
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """What a file of a run holds, line by line."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def metrics_line(step: int, ranks: int) -> dict[str, Any]:
-    """A line of ``metrics.jsonl``."""
     return {
         "step": step,
         "loss": 5.0 - 0.1 * step,

@@ -85,7 +85,6 @@ class MadeUpRun:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of the run."""
         return self._outcome.setting.layout
 
     def _describe(self) -> None:
@@ -121,7 +120,6 @@ class MadeUpRun:
         self.note("started", 0, f"{self.ranks} ranks, {SIMULATED}")
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """Add an event."""
         line = {"time": self._clock / 1e9, "kind": kind, "step": step, "generation": 1, "text": text}
         self._append("events.jsonl", line)
 
@@ -239,7 +237,6 @@ class MadeUpRun:
         return found
 
     def finish(self) -> None:
-        """Write what a complete run ends with."""
         self.note("finished", self.done, "complete")
         (self.path / "report.json").write_text(json.dumps({"complete": True}), encoding="utf-8")
 

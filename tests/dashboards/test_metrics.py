@@ -38,7 +38,6 @@ def value(sink: PrometheusSink, name: str, **labels: str) -> float | None:
 
 
 def exporter(config: dict[str, Any] = LAYOUT) -> tuple[Exporter, PrometheusSink]:
-    """An exporter of the run ``demo``, and its sink."""
     sink = PrometheusSink()
     target = Exporter(sink, "demo")
     target.take("config.yaml", config)

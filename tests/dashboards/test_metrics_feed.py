@@ -36,11 +36,9 @@ class Run:
             file.write(json.dumps({**line, "time": self.now}) + "\n")
 
     def event(self, kind: str) -> None:
-        """A line of ``events.jsonl``."""
         self._add("events.jsonl", {"kind": kind})
 
     def steps(self, numbers: Iterable[int]) -> None:
-        """The lines of some steps."""
         for step in numbers:
             self._add("metrics.jsonl", metrics_line(step, ranks=2))
             self._add("ranks.jsonl", ranks_line(step, ranks=2))

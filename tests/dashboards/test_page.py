@@ -50,7 +50,6 @@ def looking(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def serve(run: Path, port: int = 0) -> web.AppRunner:
-    """A server that shows a run."""
     runner = web.AppRunner(make_app(run), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
@@ -80,7 +79,6 @@ async def read(tab: Tab, name: str, what: str = "innerText") -> Any:
 
 
 async def count(tab: Tab, selector: str) -> int:
-    """How many elements there are."""
     return int(await tab.evaluate(f"document.querySelectorAll('{selector}').length"))
 
 
@@ -94,7 +92,6 @@ async def hovered(tab: Tab, element: str, place: str) -> tuple[Any, str]:
 
 
 async def written(tab: Tab, ns: float) -> str:
-    """A time as the page writes it."""
     return str(await tab.evaluate(f"import('/dom.js').then((dom) => dom.nanoseconds({ns}))"))
 
 
@@ -333,7 +330,6 @@ async def test_the_server_goes_away_and_comes_back(tmp_path: Path) -> None:
 
 
 async def check_trained(tab: Tab, run: Path, steps: int) -> None:
-    """The page of a run that has trained shows its trace and its numbers."""
     await tab.until(f"braid.timeline.drawn === {steps} && braid.timeline.steps(0).length === 1")
     async for longest, text in told_of_longest(tab, run):
         assert ("shapes" in text) != (longest.operator in ("norm", "optimizer"))

@@ -85,7 +85,6 @@ SEVERITIES = {
 
 
 def promtool(*arguments: str) -> str:
-    """Run promtool; its output, with an error shown as the test's failure."""
     assert PROMTOOL is not None
     result = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -112,7 +111,6 @@ def unit_test(path: Path, tests: list[tuple[dict[str, str], dict[str, Any]]]) ->
 
 
 def wanted(expr: str, when: str, samples: dict[str, float]) -> dict[str, Any]:
-    """That an expression has these samples."""
     found = [{"labels": labels, "value": value} for labels, value in samples.items()]
     return {"expr": expr, "eval_time": when, "exp_samples": found}
 

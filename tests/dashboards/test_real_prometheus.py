@@ -44,12 +44,9 @@ DASHBOARDS = {made["uid"]: made for made in all_dashboards()}
 
 @dataclass
 class Server:
-    """A Prometheus that runs."""
-
     url: str
 
     def get(self, path: str, **parameters: object) -> Any:
-        """The data of an answer of its HTTP interface."""
         query = urllib.parse.urlencode(parameters)
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=20) as answer:
             found = json.load(answer)
@@ -57,7 +54,6 @@ class Server:
         return found["data"]
 
     def now(self, expr: str) -> list[Json]:
-        """An instant query's series."""
         return list(self.get("query", query=expr)["result"])
 
     def course(self, expr: str) -> list[Json]:
@@ -66,7 +62,6 @@ class Server:
         return list(self.get("query_range", query=expr, start=end - 60, end=end, step=1)["result"])
 
     def wait(self, what: Callable[[], bool]) -> None:
-        """Until something is true of it."""
         assert within(60, what, every=0.2), "Prometheus has not seen in time what it should see"
 
 
@@ -105,7 +100,6 @@ def prometheus(folder: Path, config: Json) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

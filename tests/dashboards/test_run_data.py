@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from braid.dashboards.plan_view import read_schedule, schedule_view
+from braid.dashboards.plan_view import schedule_view
 from braid.dashboards.run_data import RunData
 from braid.scheduling.operations import Barrier, PassKind
 from braid.scheduling.schedule_text import parse
@@ -28,7 +28,6 @@ def told(data: RunData, step: int) -> tuple[dict[str, Any], dict[str, NDArray[An
 
 
 def read(directory: Path) -> RunData:
-    """A run that was read once."""
     data = RunData(directory)
     data.check()
     data.refresh()
@@ -45,7 +44,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one(tmp_path: Path) -> MadeUpRun:
-    """A finished run of one step."""
     return made_up(tmp_path / "run", 2, 1)
 
 
@@ -114,8 +112,7 @@ def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> Non
 
 
 def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
-    schedule = read_schedule(finished)
-    assert schedule is not None
+    schedule = parse((finished / "schedule.txt").read_text())
     ((sides, program),) = ((s, p) for s, p in schedule.programs.items() if len(s) > 1)
     assert [side.kind for side in sides] == [PassKind.FORWARD, PassKind.BACKWARD, PassKind.END]
     wanted = [None if isinstance(action, Barrier) else sides[action.turn].kind for action in program]
@@ -228,7 +225,6 @@ def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
 
 
 def linked(path: Path, away: Path) -> None:
-    """Move something away, and leave a link to it."""
     path.rename(away)
     path.symlink_to(away)
 

@@ -23,7 +23,6 @@ TOKEN = "correct-horse-battery"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
     path = tmp_path_factory.mktemp("runs") / "run"
     made_up(path, 2, 3)
     (path / "secret.txt").write_text("not for readers")
@@ -42,7 +41,6 @@ def asked(run: Path, question: Callable[[TestClient[Any, Any]], Awaitable[Any]],
 
 
 def status(run: Path, path: str, method: str = "GET", headers: Any = None, **options: Any) -> int:
-    """The status of an answer."""
 
     async def ask(client: TestClient[Any, Any]) -> int:
         async with client.request(method, path, headers=headers, allow_redirects=False) as answer:
@@ -170,7 +168,6 @@ def test_beyond_loopback_only_with_a_token(run: Path) -> None:
 
 
 async def next_news(stream: Any) -> dict[str, Any]:
-    """The next event's data."""
     async for line in stream.content:
         if line.startswith(b"data: "):
             return dict(json.loads(line[6:]))

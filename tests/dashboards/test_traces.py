@@ -27,7 +27,6 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four ranks, two strands."""
     path = tmp_path_factory.mktemp("traces")
     return run_layout(
         path / "runs",

@@ -40,8 +40,8 @@ from braid.jobs.benchmarks.plain_torch import (
     learning_rate,
     load_named,
 )
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import prepare
+from braid.jobs.identity import DataRequest
 from braid.kernels.operators.context_blocks import causal_order
 from braid.scheduling.lowering.named import SCHEDULES
 from braid.scheduling.planner.cluster import plan_of
@@ -131,8 +131,8 @@ def prepare_text(directory: Path, seed: int, files: int = 12) -> Path:
     """Tokenise some sources of the standard library, chosen by the seed, and return the data's folder."""
     sources = [p for p in Path(sysconfig.get_path("stdlib")).glob("*.py") if p.stat().st_size > 5_000]
     chosen = random.Random(seed).sample(sorted(sources), files)
-    corpus = Corpus(files=[str(path) for path in chosen], validation_fraction=0.1)
-    return prepare(corpus, output=directory / "data", executor=map).output
+    config = parse_config({"data": {"files": [str(path) for path in chosen], "validation_fraction": 0.1}})
+    return prepare(DataRequest.of(config), directory / "data", map).output
 
 
 def small_config(path: Path, **overrides: Mapping[str, Any]) -> Config:

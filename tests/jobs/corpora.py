@@ -11,22 +11,27 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from braid.actors.config.paths import BYTES
+from braid.actors.config import Config, parse_config
 from braid.actors.stage.data import read_index
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.prepare import Prepared, prepare
-from braid.jobs.data.tokenizer import load_tokenizer
+from braid.jobs.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from braid.jobs.identity import DataRequest
 
 DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' * (n * 7 % 50)}" for n in range(60)]
 
 
-def corpus_of(*files: Path | str, **options: Any) -> Corpus:
-    return Corpus(files=[str(file) for file in files], **{"validation_fraction": 0.2, **options})
+def corpus_of(*files: Path | str, **options: Any) -> Config:
+    data = {"files": [str(file) for file in files], "validation_fraction": 0.2, **options}
+    return parse_config({"data": data})
+
+
+def request_of(*files: Path | str, **options: Any) -> DataRequest:
+    return DataRequest.of(corpus_of(*files, **options))
 
 
 def prepared(folder: Path, *files: Path | str, **options: Any) -> Prepared:
     """What is made of a corpus in a folder, in this process."""
-    return prepare(corpus_of(*files, **options), output=folder, executor=map)
+    return prepare(request_of(*files, **options), folder, map)
 
 
 def write_lines(path: Path, documents: Sequence[str], field: str = "text", ascii_only: bool = True) -> Path:
@@ -51,12 +56,20 @@ def stored_ids(folder: Path, split: str) -> np.ndarray:
 
 
 def stored(folder: Path, split: str) -> list[str]:
-    """Documents of a split, from the tokens that are on the disk."""
     index = read_index(folder)
-    tokenizer = load_tokenizer(index.tokenizer, None if index.tokenizer == BYTES else index.end_token)
+    bytes_alone = index.tokenizer == BytesTokenizer.name
+    tokenizer = load_tokenizer(index.tokenizer, None if bytes_alone else index.end_token)
     ids = stored_ids(folder, split)
     parts = np.split(ids, np.flatnonzero(ids == index.end_of_document) + 1)
-    return [tokenizer.decode(part) for part in parts if len(part)]
+    return [text_of(tokenizer, part) for part in parts if len(part)]
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """The text of ids; ends of documents become nothing."""
+    ids = ids[ids != tokenizer.end_of_document]
+    if isinstance(tokenizer, BytesTokenizer):
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+    return Backend.from_file(tokenizer.name).decode(ids.tolist(), skip_special_tokens=False)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -15,8 +15,7 @@ from braid.actors.stage.data import read_index
 from braid.jobs import identity
 from braid.jobs.data.data_sets import RECORD, check_data, data_record, prepare_data
 from braid.jobs.data.prepare import Prepared
-from braid.jobs.identity import Request
-from tests.jobs.corpora import contents, corpus_of, hidden
+from tests.jobs.corpora import contents, hidden, request_of
 
 TWO = {"a": "first text", "b": "second text"}
 Get = Callable[..., tuple[Prepared, list[str]]]
@@ -159,9 +158,9 @@ def test_older_data_sets_have_no_contents(get: Get, tmp_path: Path) -> None:
 def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "_PIECE_BYTES", 10)
     write(tmp_path, a="0123456789" * 3 + "abc", b="", c="tiny", d="0123456789" * 3 + "abd")
-    found = Request.of(corpus_of(tmp_path / "*.txt")).contents(map)
+    found = request_of(tmp_path / "*.txt").contents(map)
     assert len(set(found)) == 4
     shutil.copy(tmp_path / "a.txt", tmp_path / "e.txt")
-    again = Request.of(corpus_of(tmp_path / "*.txt")).contents(map)
+    again = request_of(tmp_path / "*.txt").contents(map)
     assert again[:4] == found
     assert again[4] == found[0]

@@ -218,13 +218,14 @@ def test_what_was_left_out_is_told(tmp_path: Path) -> None:
 
 def test_splits_that_are_too_small_are_told(tmp_path: Path) -> None:
     done = written(tmp_path, b"".join(line(f"{number:09}") for number in range(20)), validation_fraction=0.2)
-    held_out = done.validation_tokens // 10
+    held_out = done.index.tokens("validation") // 10
     assert 2 <= held_out <= 8, "documents of ten tokens"
     train = {"global_batch": 40, "micro_batch": 4, "validation_samples": 30}
-    windows = (done.train_tokens - 1) // 10
+    tokens = done.index.tokens("train")
+    windows = (tokens - 1) // 10
     told = list(on_data(configured(tmp_path, model={"sequence": 10}, train=train), done))
     assert told == [
-        f"the training split has {done.train_tokens} tokens, {windows} samples of "
+        f"the training split has {tokens} tokens, {windows} samples of "
         f"model.sequence=10, and every step takes train.global_batch=40, the same text several times; "
         f"add text to data.files",
         f"validation takes all {held_out - 1} samples that are held out, where train.validation_samples=30 "

@@ -14,11 +14,10 @@ import pyarrow as pa
 import pytest
 
 from braid.jobs.data import corpus as corpus_module
-from braid.jobs.data.corpus import cut, find_sources
+from braid.jobs.data.corpus import cut
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import prepare
-from braid.jobs.identity import Request
-from tests.jobs.corpora import DOCUMENTS, corpus_of, stored, write_lines, write_rows
+from tests.jobs.corpora import DOCUMENTS, request_of, stored, write_lines, write_rows
 
 
 def zstd(content: bytes) -> bytes:
@@ -37,7 +36,7 @@ def small_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens(folder: Path, *files: Path | str, executor: Executor = map) -> dict[str, list[str]]:
-    done = prepare(corpus_of(*files), output=folder, executor=executor)
+    done = prepare(request_of(*files), folder, executor)
     return {split: stored(done.output, split) for split in ("train", "validation")}
 
 
@@ -54,7 +53,7 @@ def test_compressed_files(tmp_path: Path, ending: str) -> None:
     packed = sorted(tmp_path.glob(f"b.*.{ending}"))
     plain = tokens(tmp_path / "plain", tmp_path / "a.*")
     assert tokens(tmp_path / "packed", *packed) == plain
-    assert len(cut(find_sources(corpus_of(packed[0])), "text")) == 1
+    assert len(cut(request_of(packed[0]).sources, "text")) == 1
     torn = tmp_path / f"torn.jsonl.{ending}"
     torn.write_bytes(pack(lines)[:-9])
     with pytest.raises(ValueError, match=r"^data.files: cannot read '.*torn.*' \(.+\); repair"):
@@ -83,20 +82,21 @@ def test_files_at_urls(memory: str, tmp_path: Path) -> None:
         files.pipe(f"/corpus/sub/{path.name}", path.read_bytes())
     here = tokens(tmp_path / "here", folder / "*")
     assert tokens(tmp_path / "there", f"{memory}/**/*.*") == here
-    request = Request.of(corpus_of(f"{memory}/sub/a.jsonl", f"{memory}/*/b.txt.gz"))
+    files_there = f"{memory}/sub/a.jsonl", f"{memory}/*/b.txt.gz"
+    request = request_of(*files_there)
     paths = [source.path for source in request.sources]
     assert paths == ["memory:///corpus/sub/b.txt.gz", "memory://corpus/sub/a.jsonl"]
     assert len(cut(request.sources, "text")) > 2, "cut where it can be"
     with pytest.raises(ValueError, match=r"^data.files: 'memory://corpus/sub' is a folder; write"):
-        find_sources(corpus_of(f"{memory}/sub"))
+        request_of(f"{memory}/sub")
     files.pipe("/corpus/sub/b.txt.gz", gzip.compress(b"two document"))
-    assert Request.of(request.corpus).digest != request.digest
+    assert request_of(*files_there).digest != request.digest
 
 
 def test_urls_of_files_here_are_paths(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for url in ((tmp_path / "a.txt").as_uri(), f"local://{tmp_path}/*.txt"):
-        (source,) = find_sources(corpus_of(url))
+        (source,) = request_of(url).sources
         assert source.path == str(tmp_path / "a.txt")
 
 
@@ -125,4 +125,4 @@ def test_files_of_the_web(web: str, tmp_path: Path) -> None:
     there = tokens(tmp_path / "there", f"{web}/a.jsonl", f"{web}/b.jsonl.zst", executor=local_map)
     assert there == tokens(tmp_path / "here", tmp_path / "a.jsonl", tmp_path / "b.jsonl.zst")
     with pytest.raises(ValueError, match=r"^data.files: 'http://.*none.txt' finds no file"):
-        find_sources(corpus_of(f"{web}/none.txt"))
+        request_of(f"{web}/none.txt")

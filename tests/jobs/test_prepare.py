@@ -15,17 +15,15 @@ import pytest
 
 import braid
 from braid.actors.stage.data import TokenShards
-from braid.jobs.data.corpus import Corpus
 from braid.jobs.data.executors import Executor, local_map
-from braid.jobs.data.prepare import Progress, prepare, prepare_if_needed
+from braid.jobs.data.prepare import Preparation, prepare
 from braid.jobs.data.tokenise import document_hash
-from braid.jobs.identity import Request
 from tests.jobs.corpora import (
     DOCUMENTS,
     contents,
-    corpus_of,
     hidden,
     prepared,
+    request_of,
     stored,
     stored_ids,
     train_tokenizer,
@@ -37,16 +35,15 @@ ROOT = Path(braid.__file__).parents[1]
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
-    updates: list[Progress] = []
-    corpus = Corpus(files=["python-stdlib"], exclude=["*/encodings/*"], validation_fraction=0.02)
-    done = prepare(corpus, output=tmp_path / "out", progress=updates.append)
+    updates: list[Preparation] = []
+    request = request_of("python-stdlib", exclude=["*/encodings/*"], validation_fraction=0.02)
+    done = prepare(request, tmp_path / "out", progress=updates.append)
     assert done.documents > 300
-    assert done.train_tokens > 20 * done.validation_tokens > 0
+    train, validation = (done.index.tokens(split) for split in ("train", "validation"))
+    assert train > 20 * validation > 0
     documents = stored(done.output, "train") + stored(done.output, "validation")
     assert Path(json.__file__).read_text() in documents
-    assert updates[-1] == Progress(
-        len(updates), len(updates), done.train_tokens + done.validation_tokens, done.bytes_of_text
-    )
+    assert updates[-1] == Preparation(len(updates), len(updates), train + validation)
 
 
 # Splits.
@@ -122,10 +119,10 @@ def backwards(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[
 
 @pytest.mark.usefixtures("small_items")
 def test_the_output_does_not_depend_on_the_executor(tmp_path: Path) -> None:
-    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
+    request = request_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     executors: list[Executor] = [map, backwards, local_map]
     first, *others = (
-        contents(prepare(corpus, output=tmp_path / f"out{number}", executor=executor).output)
+        contents(prepare(request, tmp_path / f"out{number}", executor).output)
         for number, executor in enumerate(executors)
     )
     assert len(first) > 10
@@ -160,7 +157,7 @@ def test_what_was_made_is_kept_until_something_changes(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(tmp_path / "t.json", ["<eos>"])
 
     def again(**options: Any) -> tuple[bool, str]:
-        done = prepare_if_needed(Request.of(corpus_of(source, **options)), output=tmp_path / "deep/out")
+        done = prepare(request_of(source, **options), tmp_path / "deep/out")
         assert not hidden(done.output.parent)
         return done.reused, done.index.fingerprint
 
@@ -198,9 +195,11 @@ def test_open_data_survives_its_replacement(tmp_path: Path) -> None:
 
 SCRIPT = """
 import multiprocessing, sys, time
+from pathlib import Path
+from braid.actors.config import parse_config
 from braid.jobs.data import corpus
-from braid.jobs.identity import Request
-from braid.jobs.data.prepare import prepare_if_needed
+from braid.jobs.identity import DataRequest
+from braid.jobs.data.prepare import prepare
 
 def stop(progress):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -208,8 +207,8 @@ def stop(progress):
 
 if __name__ == "__main__":
     corpus._SMALLEST_ITEM_BYTES = 2000
-    given = corpus.Corpus(files=[sys.argv[1]], validation_fraction=0.2)
-    print(prepare_if_needed(Request.of(given), output=sys.argv[2], progress=stop).reused)
+    request = DataRequest.of(parse_config({"data": {"files": [sys.argv[1]], "validation_fraction": 0.2}}))
+    print(prepare(request, Path(sys.argv[2]), progress=stop).reused)
 """
 
 
@@ -235,8 +234,7 @@ def test_a_killed_run_leaves_nothing_visible_and_no_process(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
     assert len(hidden(tmp_path)) == 1
     assert within(20, lambda: not any(map(alive, workers)))
-    request = Request.of(corpus_of(tmp_path / "a.jsonl"))
-    assert not prepare_if_needed(request, output=tmp_path / "out").reused
+    assert not prepare(request_of(tmp_path / "a.jsonl"), tmp_path / "out").reused
     assert not hidden(tmp_path)
 
 
@@ -250,12 +248,12 @@ def test_processes_wait_for_each_other(tmp_path: Path) -> None:
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", DOCUMENTS)
 
-    def fail(progress: Progress) -> None:
+    def fail(progress: Preparation) -> None:
         assert hidden(tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(corpus_of(tmp_path / "a.jsonl"), output=tmp_path / "out", progress=fail)
+        prepare(request_of(tmp_path / "a.jsonl"), tmp_path / "out", progress=fail)
     assert not (tmp_path / "out").exists()
     assert not hidden(tmp_path)
 
@@ -266,7 +264,7 @@ def test_a_crash_between_two_renames_loses_no_data_set(
     """The former data set takes its name again, also where the next run cannot make another."""
     output = tmp_path / "out"
     first = prepared(output, write_lines(tmp_path / "a.jsonl", DOCUMENTS))
-    before, request = contents(output), Request.of(corpus_of(tmp_path / "a.jsonl"))
+    before, request = contents(output), request_of(tmp_path / "a.jsonl")
     real = Path.rename
 
     def crashes(self: Path, target: Path) -> Path:
@@ -274,13 +272,13 @@ def test_a_crash_between_two_renames_loses_no_data_set(
             raise KeyboardInterrupt  # and nothing is undone, as after SIGKILL
         return real(self, target)
 
-    other = corpus_of(write_lines(tmp_path / "b.jsonl", DOCUMENTS[:9]))
+    other = request_of(write_lines(tmp_path / "b.jsonl", DOCUMENTS[:9]))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", crashes)
         with pytest.raises(KeyboardInterrupt):
-            prepare(other, output=output)
+            prepare(other, output)
     assert not output.exists()
-    again = prepare_if_needed(request, output=output)
+    again = prepare(request, output)
     assert again.reused
     assert again.index == first.index
     assert contents(output) == before

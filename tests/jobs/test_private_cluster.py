@@ -18,7 +18,7 @@ from braid.jobs import doors
 from braid.jobs.data.prepare import prepare
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
-from tests.jobs.corpora import DOCUMENTS, contents, corpus_of, hidden, write_lines
+from tests.jobs.corpora import DOCUMENTS, contents, hidden, request_of, write_lines
 from tests.waiting import within
 
 ray = pytest.importorskip("ray")
@@ -65,15 +65,15 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
 def test_tasks_prepare_the_same_bytes(tmp_path: Path) -> None:
     from braid.jobs.data.prepare_ray import ray_map
 
-    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
+    request = request_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     bad = tmp_path / "bad.jsonl"
     bad.write_text((tmp_path / "a.jsonl").read_text() + "{")
-    local = prepare(corpus, output=tmp_path / "local")
-    remote = prepare(corpus, output=tmp_path / "remote", executor=ray_map)
+    local = prepare(request, tmp_path / "local")
+    remote = prepare(request, tmp_path / "remote", ray_map)
     assert contents(remote.output) == contents(local.output)
     assert sorted(ray_map(abs, range(-20, 0), in_flight=3)) == list(range(1, 21))
     with pytest.raises(ValueError, match=r"^data.files: .*bad.jsonl:61 is not JSON") as fault:
-        prepare(corpus_of(bad), output=tmp_path / "bad", executor=ray_map)
+        prepare(request_of(bad), tmp_path / "bad", ray_map)
     assert "\n" not in str(fault.value)
     assert not (tmp_path / "bad").exists()
     assert not hidden(tmp_path)

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from braid.actors.config import ConfigError, parse_config
-from braid.jobs.data.data_sets import corpus_of as corpus_of_config
 from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_of
 from braid.jobs.display import Display
 from tests.foreign_models import random_model
-from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, train_tokenizer, write_lines
+from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, text_of, train_tokenizer, write_lines
 
 
 @given(st.text())
@@ -27,7 +26,7 @@ def test_bytes_round_trip(text: str) -> None:
     tokenizer = BytesTokenizer()
     ids = tokenizer.encode(text).ids
     assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode(np.append(ids.astype(np.int64), 256)) == text
+    assert text_of(tokenizer, np.append(ids.astype(np.int64), 256)) == text
 
 
 TEXT = f"{DOCUMENTS[0] * 3} </s> <|endoftext|> <stop> end"
@@ -77,7 +76,7 @@ def test_the_end_of_documents(
     # neither truncated nor padded, and a name of a special token in the text is text
     encoded = tokenizer.encode(TEXT)
     assert not set(encoded.ids.tolist()) & set(range(len(special)))
-    assert tokenizer.decode(encoded.ids) == TEXT
+    assert text_of(tokenizer, encoded.ids) == TEXT
     assert (encoded.lost, encoded.unknown) == (0, 0)
 
 
@@ -149,7 +148,7 @@ def test_text_makes_no_special_token(make: Callable[[Path], Path], tmp_path: Pat
     ids = tokenizer.encode(text).ids
     assert not special & set(ids.tolist())
     if make is not words:  # which has no spaces
-        assert tokenizer.decode(ids) == text
+        assert text_of(tokenizer, ids) == text
     documents = write_lines(tmp_path / "a.jsonl", [text] * 5)
     options = {"tokenizer": str(path), "end_token": "</s>", "validation_fraction": 0}
     done = prepared(tmp_path / "out", documents, **options)
@@ -195,7 +194,6 @@ def test_the_tokenizer_of_imported_weights_is_the_default(tmp_path: Path) -> Non
     beside(tmp_path / "tokenizer.json", tokenizer_config={"eos_token": "<eos>"})
     found = tokenizer_of(parse_config(given))
     assert (found.name, found.end_token) == (str(tmp_path / "tokenizer.json"), "<eos>")
-    assert corpus_of_config(parse_config(given)).tokenizer == str(tmp_path)
     assert tokenizer_of(parse_config({**given, "data": {"tokenizer": "bytes"}})).name == "bytes"
     assert tokenizer_of(parse_config({})).name == "bytes"
     missing = parse_config({"model": {"initial": str(tmp_path / "missing")}})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.scheduling.draw import draw, summary
+from braid.scheduling.draw import grid, summary
 from braid.scheduling.lowering.lower import training_schedule
 from braid.scheduling.partition import parse_partition
 from braid.scheduling.schedule import Schedule
@@ -50,7 +50,9 @@ GOLDEN: dict[str, Schedule] = {
 
 def as_file(schedule: Schedule) -> str:
     """The drawing as comments, then the schedule."""
-    picture = "\n".join(f"# {line}".rstrip() for line in [summary(schedule), *draw(schedule).splitlines()])
+    rows = ["".join(text for text, _ in cells) for cells in grid(schedule)]
+    lines = [summary(schedule), *(f"stage {number} |{row}|" for number, row in enumerate(rows))]
+    picture = "\n".join(f"# {line}".rstrip() for line in lines)
     return f"{picture}\n\n{write(schedule)}"
 
 

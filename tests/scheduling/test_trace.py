@@ -11,8 +11,8 @@ from braid.scheduling.compare_traces import compare_traces
 from braid.scheduling.operators import Stream
 from braid.scheduling.span_batches import batches_of
 from braid.scheduling.trace import Interval, OverlapNumbers, Span
-from braid.scheduling.trace_arrays import intervals, outside, overlap_numbers, union, without
-from tests.spans import merge
+from braid.scheduling.trace_arrays import outside, overlap_numbers, union, without
+from tests.spans import intervals, merge
 
 LONGEST = 40
 INTERVALS = st.lists(
