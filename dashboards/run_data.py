@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeVar
@@ -282,8 +282,8 @@ def _layout(parallel: Any) -> ParallelLayout | None:
     if not isinstance(parallel, dict):
         return None
     try:
-        pp, dp, cp, tp = (int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
-        return ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp)
+        pp, dp, cp, tp, ep = (int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp", "ep"))
+        return ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     except (TypeError, ValueError):
         return None
 
@@ -294,10 +294,11 @@ def _cluster(content: dict[str, Any], layout: ParallelLayout | None) -> dict[str
     if not isinstance(rows, list):
         places = zip(content.get("addresses") or (), content.get("processes") or (), strict=False)
         rows = [{"address": address, "process": process} for address, process in places]
+    mesh = None if layout is None else replace(layout, ep=1).mesh  # ep takes its ranks from dp and cp
     ranks = []
     for rank, row in enumerate(rows):
         row = row if isinstance(row, dict) else {}
-        place = layout.coordinate(rank) if layout is not None and layout.ranks == len(rows) else {}
+        place = mesh.position(rank) if mesh is not None and mesh.ranks == len(rows) else {}
         address = str(row.get("address") or "")
         node = str(row.get("node") or address or "this machine")
         ranks.append({"node": node, "address": address, "process": row.get("process"), "place": dict(place)})

@@ -18,9 +18,12 @@ from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
+from braid.actors.stage.link_times import _ALONG
 from braid.actors.stage.messages import COMPUTE, Samples, Together
 from braid.scheduling.operators import Operator, Part, Stream
 from braid.scheduling.profile import Profile, parse_profile
+from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.update_axes import gradient_axes, norm_axes
 
 VOCABULARY = 256
 
@@ -325,3 +328,12 @@ def test_rows_of_each_group_count_for_the_imbalance_of_a_profile() -> None:
     assert _imbalance(samples) == pytest.approx((1 + 1 + 1.5 + 1.1) / 4)
     nothing: Any = SimpleNamespace(expert_rows=[], experts_with=())
     assert _imbalance([nothing]) == 0.0
+
+
+def test_every_sum_has_a_link_that_is_measured() -> None:
+    """Of gradients, and of the squares of their norm; stages that share a table are stages."""
+    shape = replace(parse_config({}).check(256), family="moe", experts=4, top_k=2)
+    layouts = [ParallelLayout(pp=2, tp=2, dp=4, ep=2), ParallelLayout(dp=4, zero=3, shards=2)]
+    summed = {axis for layout in layouts for axis in norm_axes(layout)}
+    summed |= {axis for layout in layouts for axis in gradient_axes(shape, layout, 0)}
+    assert {"ep", "edp", "replica"} <= summed - {"ends"} <= {*_ALONG}

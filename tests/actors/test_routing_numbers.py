@@ -77,11 +77,13 @@ def test_the_fullest_rank_of_ep() -> None:
     assert (found.rank_imbalance, found.worst_rank_imbalance) == (1.25, 1.5)
     one, other = sums((10, 10, 0, 0), (5, 5, 5, 5)), sums((0, 0, 10, 10), (5, 5, 5, 5))
     layout = ParallelLayout(dp=4, ep=2)
-    first, _ = layout.mesh.groups(layout.mesh.factors_of("ep"))
+    first, second = layout.mesh.groups(layout.mesh.factors_of("ep"))
     found = numbers([one if rank in first else other for rank in range(4)], layout=layout)
     assert found.imbalance == 1.0
     assert (found.rank_imbalance, found.worst_rank_imbalance) == (1.5, 2.0)
     assert experts_line(asdict(found)).endswith(", fullest rank 1.50 x the average (last step)")
+    found = numbers([one if rank in (first[0], second[0]) else other for rank in range(4)], layout=layout)
+    assert (found.rank_imbalance, found.worst_rank_imbalance) == (1.0, 1.0), "ranks of a group exchange rows"
 
 
 def test_models_without_experts_leave_no_trace(tmp_path: Path) -> None:

@@ -164,6 +164,14 @@ def test_files_of_old_names_are_read_anew_and_lines_when_they_are_whole(tmp_path
     assert told(data, 1)[0]["ranks"] != before
 
 
+def test_the_layout_is_told_axis_by_axis(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("parallel: {pp: 2, dp: 4, tp: 3, ep: 4}\n")
+    (tmp_path / "cluster.json").write_text(json.dumps({"ranks": [{}] * 24}))
+    state = read(tmp_path).state()
+    assert state["layout"] == {"pp": 2, "dp": 4, "cp": 1, "tp": 3, "ep": 4}
+    assert state["cluster"]["ranks"][17]["place"] == {"pp": 1, "dp": 1, "cp": 0, "tp": 2}
+
+
 def test_damage_is_told_beside_what_is_there(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 2)
     path = run.path / "trace" / "rank-00001.0000.arrows"

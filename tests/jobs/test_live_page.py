@@ -71,6 +71,16 @@ def test_the_reason_is_told(run: Path) -> None:
         LivePage().open(run / "none")
 
 
+def test_a_page_that_is_closed_has_ended(run: Path) -> None:
+    page = LivePage()
+    page.open(run)
+    process = page._process
+    assert process is not None
+    page.close()
+    assert process.returncode is not None
+    page.close()
+
+
 def test_it_ends_with_its_parent(run: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(run)]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as parent:
