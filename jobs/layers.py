@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 
 from braid.actors.config import Config
-from braid.actors.config.overlap import AUTO
+from braid.actors.config.training import AUTO
 from braid.actors.controller.group import Launcher
 from braid.actors.controller.planning import in_memory, model_graphs, setting_of
 from braid.actors.controller.profiling import find_or_measure
