@@ -19,11 +19,11 @@ from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
-from braid.jobs.output import background, check_output, complain, surviving
+from braid.jobs.output import ExitCode, background, check_output, complain, surviving
 from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import profile
 from braid.jobs.submission_cli import jobs, submit
-from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
+from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, Overwrite, Resume, example, told
 from braid.jobs.viewing_cli import report, trace
 from braid.scheduling.json_text import json_text
 
@@ -37,8 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_ERROR_EXIT, _FAILURE_EXIT, _INTERRUPT_EXIT = 2, 1, 130
-
 
 def _config(
     path: Path,
@@ -50,12 +48,10 @@ def _config(
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     extra += [f"cluster.address={json.dumps(address)}"] if address else []
     config = load_config(path, [*(overrides or []), *extra])
-    if plan is None and config.overlap.plan is None:
+    if (file := plan or config.overlap.plan) is None:
         return config
     from braid.jobs.planning.work import with_plan
 
-    file = plan or config.overlap.plan
-    assert file is not None
     return with_plan(config, file)
 
 
@@ -65,10 +61,8 @@ def train(
     overrides: Overrides = None,
     launcher: Launcher = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray cluster, HOST:PORT or auto.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     resume_if_begun: Annotated[
         bool, typer.Option("--resume-if-begun", help="Go on if there is a checkpoint, else begin anew.")
     ] = False,
@@ -92,7 +86,6 @@ def train(
     check_output("--report", report)
     from braid.actors.controller.controller import RunOptions
     from braid.jobs.display import Display
-    from braid.jobs.stopping import SecondSignalError
     from braid.jobs.train import train as run
 
     options = RunOptions(
@@ -102,17 +95,13 @@ def train(
         background(sys.stdout) as output,
         Display(Console(file=output), live=resolved.telemetry.progress).running() as display,
     ):
-        try:
-            result = run(resolved, options, surviving(display.show))
-        except SecondSignalError as error:
-            complain(str(error))
-            raise typer.Exit(_INTERRUPT_EXIT) from None
+        result = run(resolved, options, surviving(display.show))
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
         write_durably(report, json_text(result, indent=1))
     if not result["complete"] and len(result["steps"]) != until:
-        raise typer.Exit(_INTERRUPT_EXIT)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
@@ -150,7 +139,7 @@ def demo(overrides: Overrides = None) -> None:
     )
     show_demo(console, found)
     if found.alike != found.compared:
-        raise typer.Exit(_FAILURE_EXIT)
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 @app.command(epilog=example("prepare first.yaml"))
@@ -250,12 +239,12 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
         sys.exit(app(args=arguments, prog_name="braid", standalone_mode=False))
-    except (KeyboardInterrupt, typer.Abort):
-        complain("interrupted")
-        sys.exit(_INTERRUPT_EXIT)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        complain(str(error) or "interrupted")
+        sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # whoever read this command's output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_FAILURE_EXIT)
+        sys.exit(ExitCode.FAILURE)
     except Exception as error:
         sys.exit(_report(error))
 
@@ -267,28 +256,29 @@ def _report(error: Exception) -> int:
             error.show()
         else:
             complain(told(error))
-        return _ERROR_EXIT
+        return ExitCode.MISTAKE
     if isinstance(error, ValueError):
         complain(str(error))
-        return _ERROR_EXIT
+        return ExitCode.MISTAKE
     from braid.actors.controller.group import StoppedError, WorkerError
     from braid.jobs.submission import JobError
 
-    if isinstance(error, StoppedError):
-        complain("stopped before the first step; nothing is lost")
-        return _INTERRUPT_EXIT
-    if isinstance(error, JobError | OSError):
-        complain(str(error))
-        return _FAILURE_EXIT
-    if isinstance(error, WorkerError):
-        if error.user_error:
+    match error:
+        case StoppedError():
+            complain("stopped before the first step; nothing is lost")
+            return ExitCode.INTERRUPTED
+        case JobError() | OSError():
+            complain(str(error))
+            return ExitCode.FAILURE
+        case WorkerError(user_error=True):
             complain(error.user_message)
-            return _ERROR_EXIT
-        if error.trace:
-            with contextlib.suppress(OSError, ValueError):
-                print(error.trace, file=sys.stderr)
-        complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        return _FAILURE_EXIT
+            return ExitCode.MISTAKE
+        case WorkerError():
+            if error.trace:
+                with contextlib.suppress(OSError, ValueError):
+                    print(error.trace, file=sys.stderr)
+            complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
+            return ExitCode.FAILURE
     raise error
 
 

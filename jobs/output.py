@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,15 @@ _MOST_BYTES = 1 << 20
 """Output that waits for its reader; what comes beyond that is left out."""
 _LAST_SECONDS = 5.0
 """At the end, for a reader that does not read."""
+
+
+class ExitCode(IntEnum):
+    """What a command ends with where it has not done what it was asked."""
+
+    FAILURE = 1
+    MISTAKE = 2
+    """The user can mend it."""
+    INTERRUPTED = 130
 
 
 def complain(text: str) -> None:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,13 +93,14 @@ class JobServer:
         stop_seconds  between SIGTERM and SIGKILL, for the last checkpoint
         """
         config = _prepared(config)
+        name = config.name
         check_job_server(self._address, self._host, config.cluster.allow_unauthenticated)
         jobs = self.jobs()
-        _check_new(config.name, jobs, bool(options))
+        _check_new(name, jobs, bool(options))
         taken = {job.id for job in jobs}  # Ray never takes an id twice
-        new = next(name for name in _ids(config.name) if name not in taken)
+        new = next(id for id in chain([name], (f"{name}-{n}" for n in count(2))) if id not in taken)
         facts = {
-            "run": config.name,
+            "run": name,
             "layout": "auto" if config.parallel.auto else config.layout().describe(),
             "directory": str(config.run_directory),
             "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
@@ -123,14 +124,14 @@ class JobServer:
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
         with _answers():
-            found = [_job(one) for one in self._client.list_jobs() if one.type.value == "SUBMISSION"]
+            found = [_job(job) for job in self._client.list_jobs() if job.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def find(self, name: str, *, by_run: bool = True) -> Job:
         """The job of a run (the active one, else the newest), or the job with this id."""
         jobs = self.jobs()
-        of_run = [job for job in jobs if by_run and job.run == name]
-        if found := sorted(of_run, key=lambda job: not job.active) or [job for job in jobs if job.id == name]:
+        found = _of_run(name, jobs) if by_run else []
+        if found := found or [job for job in jobs if job.id == name]:
             return found[0]
         known = ", ".join(dict.fromkeys(job.run or job.id for job in jobs)) or "none"
         raise ConfigError(f"there is no run or job named {name!r} at {self._address}; there are: {known}")
@@ -199,23 +200,22 @@ def environment_of(settings: list[str]) -> dict[str, str]:
 
 def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
     """Refuse a run that is active, or that ended and is neither to go on nor to be replaced."""
-    same = sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
-    if same and same[0].active:
-        raise ConfigError(
-            f"run {name!r} is active: job {same[0].id} is {same[0].status}; wait for it, stop it with "
-            f"'braid jobs stop {name}', or choose another with --set name=..."
-        )
-    if same and not goes_on:
-        raise ConfigError(
-            f"run {name!r} was here before: job {same[0].id} is {same[0].status}; continue it with "
-            f"--resume, replace it with --overwrite, or choose another with --set name=..."
-        )
+    for job in _of_run(name, jobs)[:1]:
+        if job.active:
+            raise ConfigError(
+                f"run {name!r} is active: job {job.id} is {job.status}; wait for it, stop it with "
+                f"'braid jobs stop {name}', or choose another with --set name=..."
+            )
+        if not goes_on:
+            raise ConfigError(
+                f"run {name!r} was here before: job {job.id} is {job.status}; continue it with "
+                f"--resume, replace it with --overwrite, or choose another with --set name=..."
+            )
 
 
-def _ids(name: str) -> Iterator[str]:
-    """NAME, NAME-2, NAME-3, ..."""
-    yield name
-    yield from (f"{name}-{number}" for number in count(2))
+def _of_run(name: str, jobs: list[Job]) -> list[Job]:
+    """The jobs of a run, active ones first, then the newest."""
+    return sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
 
 
 def _job(details: Any) -> Job:

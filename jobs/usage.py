@@ -21,6 +21,8 @@ Launcher = Annotated[
     Literal["ray", "processes"] | None,
     typer.Option(help="Short for --set cluster.launcher=...: Ray actors, or plain processes."),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
