@@ -49,7 +49,7 @@ def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
                 "path": str(path),
                 "size_bytes": saved.size_bytes,
                 "layout": saved.layout,
-                "verified": saved.manifest is not None,
+                "verified": not saved.problem,
                 "problem": saved.problem or None,
             }
         )
@@ -90,30 +90,28 @@ def export_checkpoint(
 
     Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
     """
-    from braid.jobs.beside_weights import copy_beside, kept_by, token_ids
+    from braid.jobs.beside_weights import copy_kept
     from braid.jobs.checkpoints import best_checkpoint, check_built_in, new_directory
 
     if not max_file_gb > 0:
         raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
-    found, complaints = best_checkpoint(source)
+    found, problems = best_checkpoint(source)
+    assert found.shape is not None
     check_built_in(found.path)
-    for complaint in complaints:
-        complain(f"{complaint}; falling back to step {found.step}")
+    for problem in problems:
+        complain(f"{problem}; falling back to step {found.step}")
     if found.shape.capacity_factor:
         complain(
             f"experts were trained to drop tokens beyond model.capacity_factor="
             f"{found.shape.capacity_factor}; the exported model drops none"
         )
-    beside = kept_by(found.path)
-    if beside is None:
-        complain(f"{source} has kept no tokenizer; the export has weights and config.json only")
     with new_directory(directory) as partial:
         from braid.actors.stage.exchange import export_model
 
-        tokens = {} if beside is None else token_ids(beside)
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens)
-        if beside is not None:
-            copy_beside(beside, partial)
+        tokens = copy_kept(found.path, partial)
+        if tokens is None:
+            complain(f"{source} has kept no tokenizer; the export has weights and config.json only")
+        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens or {})
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")

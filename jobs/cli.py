@@ -105,22 +105,11 @@ def train(
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
-    from braid.actors.controller.mirror import check_url
-    from braid.actors.stage.hub_files import check_initial
-    from braid.jobs.data.data_sets import check_data
-    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_dry_run
+    from braid.jobs.refusals import check_inputs
     from braid.jobs.remarks import on_learning_rate
-    from braid.scheduling.profile import read_profile
 
-    shape = config.check(tokenizer_of(config).vocabulary)
-    check_initial(config.model.initial, shape)
-    check_data(config)
-    if config.checkpoint.mirror is not None:
-        check_url(config.checkpoint.mirror)
-    if config.overlap.profile is not None:
-        read_profile(config.overlap.profile)
-    show_dry_run(console, config, shape)
+    show_dry_run(console, config, check_inputs(config))
     for text in on_learning_rate(config, resume=resume):
         console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
 

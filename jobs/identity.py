@@ -38,15 +38,10 @@ class Request:
         return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer, corpus.end_token))
 
     @property
-    def parameters(self) -> dict[str, Any]:
-        """What the output depends on besides the files and the tokenizer."""
-        return parameters_of(self.corpus)
-
-    @property
     def digest(self) -> str:
         """Of paths, sizes and times: known without reading anything."""
         sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
-        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, parameters_of(self.corpus)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -63,10 +58,15 @@ class Request:
         """Whether a data set was made from this request, or from copies of its files."""
         if index.request == self.digest:
             return True
-        if not self._comparable(index):
-            return False
-        moved = [s for s, place in zip(self.sources, index.sources, strict=True) if self._place(s) != place]
-        self._read(moved, executor)
+        sizes = [size for _, size, _ in index.sources]
+        if not (
+            made_with(index, self.tokenizer, self.corpus)
+            and len(index.contents) == len(sizes)
+            and [source.size_bytes for source in self.sources] == sizes
+        ):
+            return False  # whatever the contents are
+        places = zip(self.sources, self.places, index.sources, strict=True)
+        self._read([source for source, place, known in places if place != known], executor)
         return all(
             self._contents.get(source.path, known) == known and known.startswith(f"{source.format}:")
             for source, known in zip(self.sources, index.contents, strict=True)
@@ -75,21 +75,8 @@ class Request:
     def changed(self, index: DataIndex) -> list[str]:
         """Paths that are new, or of another size or time than those that a data set was made from."""
         known = set(index.sources)
-        gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
-        return [s.path for s in self.sources if self._place(s) not in known] + sorted(gone)
-
-    def _comparable(self, index: DataIndex) -> bool:
-        """Whether it is worth reading: all but paths, times and contents is the same."""
-        sizes = [size for _, size, _ in index.sources]
-        return (
-            made_with(index, self.tokenizer, self.corpus)
-            and len(index.contents) == len(sizes)
-            and [source.size_bytes for source in self.sources] == sizes
-        )
-
-    @staticmethod
-    def _place(source: Source) -> tuple[str, int, int]:
-        return source.path, source.size_bytes, source.modified_ns
+        gone = {path for path, *_ in known} - {path for path, *_ in self.places}
+        return [place[0] for place in self.places if place not in known] + sorted(gone)
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = [source for source in sources if source.path not in self._contents]
@@ -98,8 +85,8 @@ class Request:
                 self._contents[source.path] = f"{source.format}:{source.size_bytes}@{source.modified_ns}"
         unread = [source for source in new if not is_url(source.path)]
         digests: dict[tuple[str, int], bytes] = {}
-        for found in executor(_hash_pieces, list(_batches(unread))):
-            digests.update(found)
+        for hashed in executor(_hash_pieces, list(_batches(unread))):
+            digests |= hashed
         for source in unread:
             whole = b"".join(digests[source.path, start] for start in _starts(source))
             self._contents[source.path] = f"{source.format}:{hashlib.sha256(whole).hexdigest()}"

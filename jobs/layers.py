@@ -4,7 +4,7 @@ A run measures layers of every degree that they may have, side by side in one mo
 (`braid.scheduling.planner.layer_choices`); the run then is as if that had been given.
 """
 
-from collections.abc import Sequence
+import contextlib
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -56,9 +56,12 @@ def with_layers(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
-    fitting = _fitting(setting_of(config, shape), layer_search(config))
-    tell(f"layers of degree {' and '.join(map(str, fitting))}")
-    probe = as_chosen(config, with_choices(setting_of(config, shape), _side_by_side(fitting, shape.layers)))
+    setting = setting_of(config, shape)
+    degrees = _fitting(setting, layer_search(config))
+    tell(f"layers of degree {' and '.join(map(str, degrees))}")
+    side_by_side = islice(cycle(reversed(degrees)), shape.layers)  # so that one profile has all of them
+    choices = tuple(LayerChoice(degree, "none") for degree in side_by_side)
+    probe = as_chosen(config, with_choices(setting, choices))
     return layers_chosen(config, shape, find_or_measure(probe, shape, launcher, data=data).profile)
 
 
@@ -66,8 +69,9 @@ def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[
     """The same with a profile that has layers of every degree that the micro-batch allows."""
     setting, search = setting_of(config, shape), layer_search(config)
 
-    def bench_of(one: Setting) -> Bench:
-        return measured(model_graphs(as_chosen(config, one), shape, profile.streams), profile)(one)
+    def bench_of(candidate: Setting) -> Bench:
+        graphs = model_graphs(as_chosen(config, candidate), shape, profile.streams)
+        return measured(graphs, profile)(candidate)
 
     search = replace(search, degrees=_fitting(setting, search))
     found = choose_layers(setting, search, bench_of, in_memory(config), schedules_of(config))
@@ -91,19 +95,12 @@ def schedules_of(config: Config) -> Schedules:
 
 def _fitting(setting: Setting, search: LayerSearch) -> tuple[int, ...]:
     """Degrees that the micro-batch allows, the largest ones where there are more than layers."""
-    layers, found = setting.model.layers, []
+    layers, allowed = setting.model.layers, []
     for degree in search.degrees:
-        try:
+        with contextlib.suppress(ValueError):
             with_choices(setting, (LayerChoice(degree, "none"),) * layers)
-        except ValueError:
-            continue
-        found.append(degree)
-    return tuple(found[-layers:])
-
-
-def _side_by_side(degrees: Sequence[int], layers: int) -> tuple[LayerChoice, ...]:
-    """Layers of all of them, which one profile then has."""
-    return tuple(LayerChoice(degree, "none") for degree in islice(cycle(reversed(degrees)), layers))
+            allowed.append(degree)
+    return tuple(allowed[-layers:])
 
 
 def _row(outcome: Outcome) -> MeasuredLayout:

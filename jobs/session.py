@@ -109,11 +109,9 @@ def ray_session(config: Config) -> Iterator[None]:
 def session_folder() -> Iterator[Path]:
     """A private folder for Ray clusters. However this process ends, the processes that it starts within the
     block end with it, and the folder is removed."""
-    with (
-        private_folder(_SESSION_ROOM) as folder,
-        environment({MARK: str(folder)}),
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(private_folder(_SESSION_ROOM))
+        stack.enter_context(environment({MARK: str(folder)}))
         with signals_held():
             stack.enter_context(guarded(folder))
         yield folder

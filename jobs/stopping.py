@@ -42,18 +42,16 @@ class StopSignals:
             yield self
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        ours = {
-            number: handler
-            for number, handler in before.items()
-            if handler is not None  # else it is not Python's, and could not be put back
-            and not (number == signal.SIGHUP and handler == signal.SIG_IGN)
-        }
-        for number in ours:
+        if before[signal.SIGHUP] == signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        # What is None is not Python's, and could not be put back.
+        before = {number: handler for number, handler in before.items() if handler is not None}
+        for number in before:
             signal.signal(number, self._handle)
         try:
             yield self
         finally:
-            for number, handler in ours.items():
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
