@@ -1,6 +1,6 @@
-"""Who may talk to a Ray cluster: one that listens beyond loopback and answers strangers is refused.
+"""Who may talk to a Ray cluster: a cluster that listens beyond loopback and answers strangers is refused.
 
-Asked is the cluster itself, with a request that carries no token: what the environment here says about
+The cluster itself is asked, with a request that carries no token: what the environment here says about
 authentication proves nothing about the other side. Whoever reaches an open Ray head runs code on its nodes.
 """
 
@@ -68,13 +68,14 @@ def _status(address: str) -> str:
     """The name of gRPC's status of the answer to a question of Ray's own protocol that changes nothing."""
     import grpc  # comes with ray[default]
 
-    place = address.removeprefix(_CLIENT)
-    question = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-    if place != address:
-        question = "/ray.rpc.RayletDriver/ClusterInfo"
-    with grpc.insecure_channel(place, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    method = "NodeInfoGcsService/GetAllNodeInfo"
+    if address.startswith(_CLIENT):
+        method = "RayletDriver/ClusterInfo"
+    with grpc.insecure_channel(
+        address.removeprefix(_CLIENT), options=[("grpc.enable_http_proxy", 0)]
+    ) as channel:
         try:
-            channel.unary_unary(question, bytes, bytes)(b"", timeout=_SECONDS)
+            channel.unary_unary(f"/ray.rpc.{method}", bytes, bytes)(b"", timeout=_SECONDS)
         except grpc.RpcError as error:
             return str(error.code().name)
     return "OK"

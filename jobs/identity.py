@@ -1,8 +1,8 @@
-"""What a data set was made from, and whether something else is still the same.
+"""What a data set was made from, and whether files are still the same.
 
-The same are, without reading anything, files of the same path, size and time. Those that were copied or
-touched are read and compared by their content, which costs a small part of tokenising them; but of files at
-URLs what the server tells of their version is believed.
+Files of the same path, size and time are taken for the same without a look inside. Files that were copied or
+touched are read and compared by their content, which costs a small part of tokenising them; of files at URLs,
+what the server tells of their version is believed.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Request:
         return tuple((s.path, s.size_bytes, s.modified_ns) for s in self.sources)
 
     def contents(self, executor: Executor) -> tuple[str, ...]:
-        """What every source holds, as a short text; its format belongs to it."""
+        """What every source holds, as a short text ``FORMAT:DIGEST``."""
         self._read(self.sources, executor)
         return tuple(self._contents[source.path] for source in self.sources)
 

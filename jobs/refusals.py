@@ -78,12 +78,12 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
     if config.cluster.device == "cuda" or (config.cluster.device == "auto" and gpus_here(os.environ)):
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
-    needed, there = shape.parameters() * _STATE_BYTES * copies, memory_here()
-    if there is not None and needed > there:
+    needed, memory = shape.parameters() * _STATE_BYTES * copies, memory_here()
+    if memory is not None and needed > memory:
         raise ConfigError(
             f"model: weights, gradients and optimizer of {shape.parameters() / 1e9:.2f} B parameters need "
             f"{needed / 2**30:,.0f} GiB{f' on {copies} replicas' if copies > 1 else ''}, this machine has "
-            f"{there / 2**30:,.0f} GiB; take a smaller model, or plan it for a cluster with `braid plan`"
+            f"{memory / 2**30:,.0f} GiB; take a smaller model, or plan it for a cluster with `braid plan`"
         )
 
 

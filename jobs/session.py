@@ -1,4 +1,4 @@
-"""The Ray cluster a command works on: one that exists, or a private one of this machine that ends with it."""
+"""The Ray cluster that a command works on: an existing one, or a private one that ends with the command."""
 
 import contextlib
 import importlib.util
@@ -229,10 +229,10 @@ def check_lasting(config: Config) -> None:
     """Refuse homes of checkpoints in a job's working directory, a copy that Ray removes with the job."""
     if "working_dir" not in job_environment():
         return
-    for key, place in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
-        if "working_dir_files" in place.split("/"):
+    for key, path in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
+        if "working_dir_files" in path.split("/"):
             raise ConfigError(
-                f"{key}={place!r} lies in this job's working directory, which Ray removes with the job; "
+                f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
                 f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
             )
 

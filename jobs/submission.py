@@ -1,7 +1,7 @@
 """Runs as Ray jobs: shipped to a cluster's job server, found again by the run's name, followed, stopped.
 
-A job carries the package and one folder with the resolved configuration. What a run reads and writes stays
-where it is: relative paths are made absolute here, and must mean the same on all nodes.
+A job carries the package and a folder with the resolved configuration. Data and run directories are not
+shipped: relative paths are made absolute here, and must mean the same on all nodes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from braid.jobs.doors import check_job_server, is_loopback
 from braid.jobs.session import package
 
 STOP_SECONDS = 120
-"""For so long a job that is told to stop may take to save a checkpoint; Ray's own default is 3."""
+"""Time for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
 
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
@@ -62,13 +62,12 @@ class Job:
 
     @property
     def stop_seconds(self) -> float:
-        """How long it may take to stop."""
         given = self.metadata.get("braid_stop_seconds", "")
         return float(given) if given.isdecimal() else STOP_SECONDS
 
 
 class JobServer:
-    """A cluster's job server, ``http://HOST:8265``: the one that also serves Ray's dashboard."""
+    """A cluster's job server, ``http://HOST:8265``, which also serves Ray's dashboard."""
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
@@ -85,7 +84,7 @@ class JobServer:
         python: str,
         stop_seconds: int,
     ) -> Job:
-        """Start a run as a job; `ConfigError` if it is active already, or was there and is not to go on.
+        """Start a run as a job. `ConfigError` if the run has an active job, or, without ``options``, any job.
 
         options       of ``braid train``: ``--resume`` or ``--overwrite``
         environment   variables of the driver and all ranks; kept by Ray for everybody to read
@@ -137,7 +136,7 @@ class JobServer:
         raise ConfigError(f"there is no run or job named {name!r} at {self._address}; there are: {known}")
 
     def logs(self, job: Job) -> str:
-        """All that the job has printed."""
+        """All that the job has printed so far."""
         with _answers():
             return str(self._client.get_job_logs(job.id))
 
@@ -151,13 +150,13 @@ class JobServer:
         """Tell a job to stop, and wait until it has; `JobError` after ``seconds``."""
         with _answers():
             self._client.stop_job(job.id)
-        now = self.ended(job, seconds)
-        if now.active:
+        stopped = self.ended(job, seconds)
+        if stopped.active:
             raise JobError(
-                f"job {job.id} is still {now.status} {seconds:g} s after it was told to stop; "
+                f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
                 f"it is killed {job.stop_seconds:g} s after it was told"
             )
-        return now
+        return stopped
 
     def ended(self, job: Job, seconds: float = _STATUS_SECONDS) -> Job:
         """The job when it has ended, or as it is after ``seconds``; its log may end a little earlier."""
@@ -174,7 +173,7 @@ def _prepared(config: Config) -> Config:
     """
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
-    config = anchored(expanded(config), Path.cwd())  # what stands beside the file is absolute already
+    config = anchored(expanded(config), Path.cwd())
     if not config.parallel.auto:
         config.layout()
     if config.tokenizer == BYTES or Path(config.tokenizer).exists():
@@ -184,7 +183,7 @@ def _prepared(config: Config) -> Config:
 
 def environment_of(settings: list[str]) -> dict[str, str]:
     """``NAME=VALUE`` words as a mapping; `ConfigError` for secrets, which Ray would show to everybody."""
-    found = {}
+    variables = {}
     for setting in settings:
         name, separator, value = setting.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -194,8 +193,8 @@ def environment_of(settings: list[str]) -> dict[str, str]:
                 f"--env {name} looks like a secret, and Ray shows a job's environment to whoever may list "
                 f"jobs; set it on the nodes instead, or let the program read it from a file"
             )
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
@@ -234,7 +233,7 @@ def _job(details: Any) -> Job:
 
 
 def _client(address: str, local: bool) -> Any:
-    """Ray's client for exactly this address, whatever the environment says."""
+    """Ray's client for exactly this address, whatever the environment says. ``local``: on this machine."""
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
@@ -243,7 +242,7 @@ def _client(address: str, local: bool) -> Any:
     direct: dict[str, Any] = {"proxies": {"no_proxy": urlsplit(address).hostname}} if local else {}
 
     class Client(JobSubmissionClient):
-        """Waits for an answer for so long and no longer; asks this machine itself and no proxy."""
+        """Has time limits, and asks this machine without a proxy."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             read = _CONNECT_SECONDS if endpoint == "/api/version" else _READ_SECONDS

@@ -79,14 +79,14 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show all submitted jobs, the newest first."""
     from braid.jobs.submission import JobServer
 
-    found = JobServer(address).jobs()
+    all_jobs = JobServer(address).jobs()
     if as_json:
-        typer.echo(json_text([asdict(job) for job in found]))
+        typer.echo(json_text([asdict(job) for job in all_jobs]))
         return
     table = Table(box=None, pad_edge=False)
     for name in _LISTED:
         table.add_column(name, overflow="fold")
-    for job in found:
+    for job in all_jobs:
         table.add_row(*map(_cells(job).__getitem__, _LISTED))
     Console().print(table, highlight=False)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, ConfigError, TelemetryConfig
+from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import anchored, expanded
 from braid.actors.controller.budget import RestartBudget
 from braid.actors.controller.controller import Controller, RunOptions
@@ -90,8 +90,8 @@ def training(
 ) -> Generator[Event, None, None]:
     """As `train`, event by event: ranks wait while nobody asks for the next one. `Finished` has the report.
 
-    Where it is not followed to its end, close it: that ends what it has started. Several may run by turns in
-    one thread, if those that began later end earlier.
+    Close the generator where it is not followed to its end: that ends what it has started. Several may run
+    by turns in a thread, if the run that began last ends first.
     """
     # ranks do not share the command's folder
     config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
@@ -113,7 +113,10 @@ def training(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_tidied(run))
         signals = stack.enter_context(StopSignals().heard())
-        sinks = _sinks(telemetry, lambda text: show(_warning("telemetry", text)))
+        tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
+        if telemetry.wandb.mode != "off":
+            tools["wandb"] = telemetry.wandb.model_dump()
+        sinks = Sinks(tools, lambda text: show(_warning("telemetry", text)))
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
@@ -126,9 +129,7 @@ def training(
         for event in events:
             show(event)
             match event:
-                case Started() if begun:
-                    pass  # again, after a failure
-                case Started():
+                case Started() if not begun:  # else again, after a failure
                     begun = True
                     _keep_tokenizer(config, tokenizer, show)
                     if telemetry.page:
@@ -171,13 +172,6 @@ def _pointing_to_logs(run: Path) -> Iterator[None]:
         if not error.user_error and log_file(run, error.rank).exists():
             error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
         raise
-
-
-def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
-    wanted: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
-    if telemetry.wandb.mode != "off":
-        wanted["wandb"] = telemetry.wandb.model_dump()
-    return Sinks(wanted, tell)
 
 
 def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
