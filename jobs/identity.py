@@ -1,8 +1,8 @@
-"""What a data set was made from, and whether files are still the same.
+"""What a data set was made from, and whether something else is still the same.
 
-Files of the same path, size and time are taken for the same without a look inside. Files that were copied or
-touched are read and compared by their content, which costs a small part of tokenising them; of files at URLs,
-what the server tells of their version is believed.
+The same are, without reading anything, files of the same path, size and time. Those that were copied or
+touched are read and compared by their content, which costs a small part of tokenising them; but of files at
+URLs what the server tells of their version is believed.
 """
 
 import hashlib
@@ -38,10 +38,15 @@ class Request:
         return cls(corpus, find_sources(corpus), load_tokenizer(corpus.tokenizer, corpus.end_token))
 
     @property
+    def parameters(self) -> dict[str, Any]:
+        """What the output depends on besides the files and the tokenizer."""
+        return parameters_of(self.corpus)
+
+    @property
     def digest(self) -> str:
         """Of paths, sizes and times: known without reading anything."""
         sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
-        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, parameters_of(self.corpus)]
+        content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -50,7 +55,7 @@ class Request:
         return tuple((s.path, s.size_bytes, s.modified_ns) for s in self.sources)
 
     def contents(self, executor: Executor) -> tuple[str, ...]:
-        """What every source holds, as a short text ``FORMAT:DIGEST``."""
+        """What every source holds, as a short text; its format belongs to it."""
         self._read(self.sources, executor)
         return tuple(self._contents[source.path] for source in self.sources)
 
@@ -58,15 +63,10 @@ class Request:
         """Whether a data set was made from this request, or from copies of its files."""
         if index.request == self.digest:
             return True
-        sizes = [size for _, size, _ in index.sources]
-        if not (
-            made_with(index, self.tokenizer, self.corpus)
-            and len(index.contents) == len(sizes)
-            and [source.size_bytes for source in self.sources] == sizes
-        ):
-            return False  # whatever the contents are
-        places = zip(self.sources, self.places, index.sources, strict=True)
-        self._read([source for source, place, known in places if place != known], executor)
+        if not self._comparable(index):
+            return False
+        moved = [s for s, place in zip(self.sources, index.sources, strict=True) if self._place(s) != place]
+        self._read(moved, executor)
         return all(
             self._contents.get(source.path, known) == known and known.startswith(f"{source.format}:")
             for source, known in zip(self.sources, index.contents, strict=True)
@@ -75,8 +75,21 @@ class Request:
     def changed(self, index: DataIndex) -> list[str]:
         """Paths that are new, or of another size or time than those that a data set was made from."""
         known = set(index.sources)
-        gone = {path for path, *_ in known} - {path for path, *_ in self.places}
-        return [place[0] for place in self.places if place not in known] + sorted(gone)
+        gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
+        return [s.path for s in self.sources if self._place(s) not in known] + sorted(gone)
+
+    def _comparable(self, index: DataIndex) -> bool:
+        """Whether it is worth reading: all but paths, times and contents is the same."""
+        sizes = [size for _, size, _ in index.sources]
+        return (
+            made_with(index, self.tokenizer, self.corpus)
+            and len(index.contents) == len(sizes)
+            and [source.size_bytes for source in self.sources] == sizes
+        )
+
+    @staticmethod
+    def _place(source: Source) -> tuple[str, int, int]:
+        return source.path, source.size_bytes, source.modified_ns
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = [source for source in sources if source.path not in self._contents]
@@ -85,8 +98,8 @@ class Request:
                 self._contents[source.path] = f"{source.format}:{source.size_bytes}@{source.modified_ns}"
         unread = [source for source in new if not is_url(source.path)]
         digests: dict[tuple[str, int], bytes] = {}
-        for hashed in executor(_hash_pieces, list(_batches(unread))):
-            digests |= hashed
+        for found in executor(_hash_pieces, list(_batches(unread))):
+            digests.update(found)
         for source in unread:
             whole = b"".join(digests[source.path, start] for start in _starts(source))
             self._contents[source.path] = f"{source.format}:{hashlib.sha256(whole).hexdigest()}"

@@ -67,11 +67,13 @@ def ray_session(config: Config) -> Iterator[None]:
         options: dict[str, Any]
         if address:
             given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
-            _check_reachable(address, given)
             if address not in _FOUND_BY_RAY:
+                _check_reachable(address, given)
                 check_cluster(address, config.cluster.allow_unauthenticated)
             quiet: contextlib.AbstractContextManager[None] = _native_messages_dropped()
-            options = {"address": address, "runtime_env": _environment()}
+            # Ray refuses the package where a submitted job has brought it already.
+            brought = "py_modules" in job_environment()
+            options = {"address": address, "runtime_env": {} if brought else {"py_modules": [package()]}}
             trouble = f"{given}: cannot join this Ray cluster"
             remedy = "see `ray status` on a node of it, or leave it out to use this machine"
         else:
@@ -198,8 +200,6 @@ def _native_messages_dropped() -> Iterator[None]:
 
 def _check_reachable(address: str, given: str) -> None:
     """Refuse an address that nobody answers at, before Ray spends a minute on it; ``given``: in words."""
-    if address in _FOUND_BY_RAY:
-        return
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdecimal():
         raise ConfigError(f"{given} must be HOST:PORT, such as 10.0.0.1:6379 or [fd00::1]:6379, or auto")
@@ -220,13 +220,12 @@ def package() -> str:
 
 
 def job_environment() -> dict[str, Any]:
-    """The runtime environment of the Ray job that this process is the driver of; empty if of none."""
-    environment = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
-    return dict(environment or {})
+    """The runtime environment of the Ray job that this process is the driver of; empty outside of jobs."""
+    return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
 
 
 def check_lasting(config: Config) -> None:
-    """Refuse homes of checkpoints in a job's working directory, a copy that Ray removes with the job."""
+    """Refuse folders of checkpoints in a job's working directory, a copy that Ray removes with the job."""
     if "working_dir" not in job_environment():
         return
     for key, path in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
@@ -235,11 +234,6 @@ def check_lasting(config: Config) -> None:
                 f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
                 f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
             )
-
-
-def _environment() -> dict[str, Any]:
-    """What workers need beside what a submitted job has brought: Ray refuses the same key twice."""
-    return {} if "py_modules" in job_environment() else {"py_modules": [package()]}
 
 
 def _first_line(error: BaseException) -> str:

@@ -62,9 +62,9 @@ def submit(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
     resolved = load_config(config, overrides or ())
-    from braid.jobs.submission import JobServer, environment_of
+    from braid.jobs.submission import environment_of
 
-    server = JobServer(address)
+    server = _server(address)
     options = ["--resume"] * resume + ["--overwrite"] * overwrite
     job = server.submit(resolved, options, environment_of(env or []), python, stop_seconds)
     typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.metadata['braid_directory']}")
@@ -77,9 +77,7 @@ def submit(
 @jobs.command("list", epilog=example("jobs list --address http://10.0.0.1:8265"))
 def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show all submitted jobs, the newest first."""
-    from braid.jobs.submission import JobServer
-
-    all_jobs = JobServer(address).jobs()
+    all_jobs = _server(address).jobs()
     if as_json:
         typer.echo(json_text([asdict(job) for job in all_jobs]))
         return
@@ -94,9 +92,7 @@ def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
 @jobs.command(epilog=example("jobs status first"))
 def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show a job: what became of it, where its records are."""
-    from braid.jobs.submission import JobServer
-
-    job = JobServer(address).find(name)
+    job = _server(address).find(name)
     if as_json:
         typer.echo(json_text(asdict(job)))
         return
@@ -115,9 +111,7 @@ def logs(
     follow: Follow = False,
 ) -> None:
     """Show what a job has printed."""
-    from braid.jobs.submission import JobServer
-
-    server = JobServer(address)
+    server = _server(address)
     job = server.find(name)
     if follow:
         _follow(server, job)
@@ -134,15 +128,19 @@ def stop(
     ] = None,
 ) -> None:
     """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
-    from braid.jobs.submission import JobServer
-
-    server = JobServer(address)
+    server = _server(address)
     job = server.find(name)
     if not job.active:
         typer.echo(f"job {job.id} is {job.status} already")
         return
     stopped = server.stop(job, job.stop_seconds + 10 if timeout is None else timeout)
     typer.echo(f"job {stopped.id} is {stopped.status}")
+
+
+def _server(address: str) -> "JobServer":
+    from braid.jobs.submission import JobServer  # here: no help needs it
+
+    return JobServer(address)
 
 
 def _follow(server: "JobServer", job: "Job") -> None:

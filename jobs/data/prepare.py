@@ -35,7 +35,7 @@ from braid.jobs.data.corpus import Corpus, WorkItem, cut
 from braid.jobs.data.coverage import check_known, known_bytes
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, Task, tokenise
-from braid.jobs.identity import Request, parameters_of
+from braid.jobs.identity import Request
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _assemble(
         documents_skipped=sum(result.skipped for result in results),
         documents_empty=sum(result.empty for result in results),
         request=request.digest,
-        parameters=parameters_of(request.corpus),
+        parameters=request.parameters,
         sources=request.places,
         contents=contents,
         end_token=request.tokenizer.end_token,
