@@ -86,6 +86,7 @@ def train(
     check_output("--report", report)
     from braid.actors.controller.controller import RunOptions
     from braid.jobs.display import Display
+    from braid.jobs.stopping import SecondSignalError
     from braid.jobs.train import train as run
 
     options = RunOptions(
@@ -95,7 +96,11 @@ def train(
         background(sys.stdout) as output,
         Display(Console(file=output), live=resolved.telemetry.progress).running() as display,
     ):
-        result = run(resolved, options, surviving(display.show))
+        try:
+            result = run(resolved, options, surviving(display.show))
+        except SecondSignalError as error:  # of which typer would say nothing
+            complain(str(error))
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
@@ -228,8 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
         sys.exit(app(args=arguments, prog_name="braid", standalone_mode=False))
-    except (KeyboardInterrupt, typer.Abort) as error:
-        complain(str(error) or "interrupted")
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # whoever read this command's output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

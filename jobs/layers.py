@@ -44,12 +44,7 @@ def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearc
 def as_chosen(config: Config, setting: Setting) -> Config:
     """The configuration with what was chosen for its layers."""
     degrees = setting.layout.tensor_degrees or None
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"tensor_degrees": degrees}),
-            "train": config.train.model_copy(update={"recompute": setting.recompute}),
-        }
-    )
+    return config.changed(parallel={"tensor_degrees": degrees}, train={"recompute": setting.recompute})
 
 
 def with_layers(
@@ -82,10 +77,9 @@ def left_open(config: Config, shape: ModelShape) -> Config:
     """With degrees of layers to be chosen, where none were given and the micro-batch allows several."""
     if config.parallel.tensor_degrees is not None or config.parallel.tp == 1:
         return config
-    parallel = config.parallel.model_copy(update={"tensor_degrees": AUTO})
-    open_ = config.model_copy(update={"parallel": parallel})
-    several = len(_fitting(setting_of(open_, shape), layer_search(open_))) > 1
-    return open_ if several else config
+    opened = config.changed(parallel={"tensor_degrees": AUTO})
+    several = len(_fitting(setting_of(opened, shape), layer_search(opened))) > 1
+    return opened if several else config
 
 
 def schedules_of(config: Config) -> Schedules:

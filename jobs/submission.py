@@ -178,7 +178,7 @@ def _prepared(config: Config) -> Config:
         config.layout()
     if config.tokenizer == BYTES or Path(config.tokenizer).exists():
         config.check(tokenizer_of(config).vocabulary)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
+    return config.changed(cluster={"address": None})
 
 
 def environment_of(settings: list[str]) -> dict[str, str]:

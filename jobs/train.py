@@ -111,7 +111,7 @@ def training(
         return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_tidied(run))
+        stack.enter_context(_explained(run))
         signals = stack.enter_context(StopSignals().heard())
         tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
         if telemetry.wandb.mode != "off":
@@ -120,7 +120,6 @@ def training(
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
-        stack.enter_context(_pointing_to_logs(run))
         if config.cluster.launcher == "processes":
             events = _in_processes(config, options, plan, signals, places)
         else:
@@ -147,10 +146,14 @@ def _warning(kind: str, text: str) -> Incident:
 
 
 @contextlib.contextmanager
-def _tidied(run: Path) -> Iterator[None]:
-    """After a second signal: remove what the save under way has left, once the run's processes are gone."""
+def _explained(run: Path) -> Iterator[None]:
+    """Say how to go on after a second signal, which leaves no half of a checkpoint, and after a failure."""
     try:
         yield
+    except WorkerError as error:
+        if not error.user_error and log_file(run, error.rank).exists():
+            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
+        raise
     except SecondSignalError:
         store, lock = CheckpointStore(run / "checkpoints"), FileHold(run / ".lock")
         newest = "there is no checkpoint"
@@ -161,17 +164,6 @@ def _tidied(run: Path) -> Iterator[None]:
         if steps := store.steps():
             newest = f"the newest checkpoint is of step {steps[-1]}; go on with --resume"
         raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
-
-
-@contextlib.contextmanager
-def _pointing_to_logs(run: Path) -> Iterator[None]:
-    """Say, where a rank fails, how to read what it had to say itself."""
-    try:
-        yield
-    except WorkerError as error:
-        if not error.user_error and log_file(run, error.rank).exists():
-            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
-        raise
 
 
 def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:

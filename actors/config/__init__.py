@@ -125,8 +125,12 @@ class Config(Section):
     def with_schedule(self, name: str) -> "Config":
         """The same with another schedule, by its text (`ScheduleName`)."""
         schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
-        named = {"schedule": schedule, "pipeline": pipeline or None}
-        return self.model_copy(update={"overlap": self.overlap.model_copy(update=named)})
+        return self.changed(overlap={"schedule": schedule, "pipeline": pipeline or None})
+
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """The same with other values, which are not checked: ``config.changed(train={"steps": 5})``."""
+        copies = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=copies)
 
     @as_config_error()
     def layout(self) -> ParallelLayout:

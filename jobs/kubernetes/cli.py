@@ -74,7 +74,7 @@ def kubernetes(
         "device": "cuda" if gpus else "cpu",
         "placement_timeout_s": max(patience, _NODE_SECONDS) if min_nodes < needed else patience,
     }
-    run = anchored(run, mount).model_copy(update={"cluster": run.cluster.model_copy(update=cluster)})
+    run = anchored(run, mount).changed(cluster=cluster)
     cpus = max(1.0, run.cluster.cpus_per_rank * ranks)
     text = _filled(
         kind,
