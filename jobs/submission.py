@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from braid.actors.config.paths import BYTES, anchored, expanded
 from braid.actors.config.variables import looks_secret
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.doors import check_job_server, is_loopback
-from braid.jobs.session import package
+from braid.jobs.session import environment, package
 
 STOP_SECONDS = 120
 """Time for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
@@ -97,7 +97,8 @@ class JobServer:
         jobs = self.jobs()
         _check_new(name, jobs, bool(options))
         taken = {job.id for job in jobs}  # Ray never takes an id twice
-        new = next(id for id in chain([name], (f"{name}-{n}" for n in count(2))) if id not in taken)
+        ids = (name if number == 1 else f"{name}-{number}" for number in count(1))
+        new = next(id for id in ids if id not in taken)
         facts = {
             "run": name,
             "layout": "auto" if config.parallel.auto else config.layout().describe(),
@@ -250,9 +251,9 @@ def _client(address: str, local: bool) -> Any:
 
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
-    names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    with _answers():
+    with _answers(), environment({}):
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            os.environ.pop(name, None)
         try:
             return Client(address)
         except OSError:
@@ -260,8 +261,6 @@ def _client(address: str, local: bool) -> Any:
                 f"--address {address!r} does not answer; check that a Ray head with its dashboard "
                 f"(ray start --head --dashboard-host=...) runs there, and that no proxy stands between"
             ) from None
-        finally:
-            os.environ.update(saved)
 
 
 @contextlib.contextmanager
