@@ -13,8 +13,9 @@ from braid.actors.config.training import AUTO
 from braid.actors.controller.group import Launcher
 from braid.actors.controller.planning import in_memory, model_graphs, setting_of
 from braid.actors.controller.profiling import find_or_measure
-from braid.jobs.layouts import MeasuredLayout, Tell
+from braid.jobs.layouts import MeasuredLayout
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.planner.cluster import Tell
 from braid.scheduling.planner.decide import Outcome, measured
 from braid.scheduling.planner.degree_problem import LayerChoice
 from braid.scheduling.planner.layer_choices import (

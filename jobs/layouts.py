@@ -6,7 +6,7 @@ profiled as a run in it would be (profiles are kept), decided and simulated; the
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.profiling import find_or_measure
 from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.planner.candidates import Search, candidates
+from braid.scheduling.planner.cluster import Tell
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.spec import ModelShape
 
@@ -38,14 +39,11 @@ class MeasuredLayout:
     trouble: str = ""
 
 
-Tell = Callable[[str], None]
-"""Told of the layout that is measured next."""
-
-
 def with_layout(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
+    ``tell`` is called before each measurement.
 
     `ConfigError` where no layout suits model and batch; `WorkerError` where none could be measured.
     """
