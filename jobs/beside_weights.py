@@ -6,6 +6,7 @@ beside imported weights may have gone when somebody exports.
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,65 +36,50 @@ _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
     """Write into a run's directory what its exports will have beside their weights. Raises `OSError`."""
-    folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
-    for name, content in _beside(config, tokenizer).items():
-        (folder / name).write_bytes(content)
-
-
-def kept_by(checkpoint: Path) -> Path | None:
-    """The folder that the run of a checkpoint has kept; None if there is none."""
-    folder = checkpoint.resolve().parent.parent / FOLDER
-    return folder if (folder / GENERATION).is_file() else None
-
-
-def token_ids(folder: Path) -> dict[str, Any]:
-    """What `CONFIG` says of tokens."""
-    content = content_of(folder / GENERATION)
-    return {key: content[key] for key in _TOKEN_IDS if key in content}
-
-
-def copy_beside(folder: Path, export: Path) -> None:
-    """Put what a run has kept into a directory of its weights."""
-    for file in folder.iterdir():
-        shutil.copyfile(file, export / file.name)
-
-
-def _beside(config: Config, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """All files by name."""
     if tokenizer.name == BYTES:
         files = {TOKENIZER_FILE: _bytes_tokenizer(tokenizer).encode()}
     else:
         path = Path(tokenizer.name)
-        files = {name: path.with_name(name).read_bytes() for name in _FILES if path.with_name(name).is_file()}
+        beside = {name: path.with_name(name) for name in _FILES}
+        files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
         files[TOKENIZER_FILE] = path.read_bytes()
     made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
     files.setdefault(TOKENIZER_CONFIG, json.dumps(made, indent=2).encode())
     initial = config.model.initial
-    given = {} if initial is None else _settings(initial, files[TOKENIZER_FILE])
-    settings = _ending(given, tokenizer.end_of_document)
+    settings = {} if initial is None else _settings(initial, files[TOKENIZER_FILE])
+    ends = settings.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    end = tokenizer.end_of_document
+    if end not in known:  # the end of a document ends a generated text, too
+        settings = {**settings, "eos_token_id": [*known, end] if known else end}
     files[GENERATION] = f"{json.dumps(settings, indent=2)}\n".encode()
-    return files
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
+    """Put what the run of a checkpoint has kept into a directory of its weights; returns what `CONFIG` says
+    of tokens. None if the run has kept nothing."""
+    folder = checkpoint.resolve().parent.parent / FOLDER
+    if not (folder / GENERATION).is_file():
+        return None
+    for file in folder.iterdir():
+        shutil.copyfile(file, export / file.name)
+    settings = content_of(folder / GENERATION)
+    return {key: settings[key] for key in _TOKEN_IDS if key in settings}
 
 
 def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
     """How text is generated with imported weights; ids of tokens only if they are those of ``tokenizer``."""
     config = content_of(initial / CONFIG)
     ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
-    found = content_of(initial / GENERATION) or ids
+    settings = content_of(initial / GENERATION) or ids
     file = initial / TOKENIZER_FILE
     if file.is_file() and file.read_bytes() == tokenizer:
-        return found
-    return {key: value for key, value in found.items() if "token_id" not in key}
-
-
-def _ending(settings: dict[str, Any], end: int) -> dict[str, Any]:
-    """The same settings, where the end of documents is among the tokens that end a text."""
-    ends = settings.get("eos_token_id")
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if end in known:
         return settings
-    return {**settings, "eos_token_id": [*known, end] if known else end}
+    return {key: value for key, value in settings.items() if "token_id" not in key}
 
 
 def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
@@ -110,9 +96,6 @@ def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
 
 def _letters() -> dict[str, int]:
     """The letter that the library writes for each byte: printable ones stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + number) for number, byte in enumerate(others)
-    }
-    return {letters[byte]: byte for byte in range(256)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(256)
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

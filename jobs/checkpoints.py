@@ -5,11 +5,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from braid.actors.config import ConfigError, read_content
-from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
+from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
 from braid.scheduling.records import from_mapping
 from braid.scheduling.spec import ModelShape, ParallelLayout
 
@@ -21,51 +21,38 @@ class Examined:
     """A checkpoint that was read from end to end."""
 
     path: Path
-    size_bytes: int
-    manifest: Manifest | None
-    """None unless every file has the size and the checksum that the manifest gives it."""
+    step: int | None
+    """As the directory's name says, else the manifest."""
+    size_bytes: int = 0
     problem: str = ""
-    """What is wrong, with the name of the file; empty if nothing is."""
-
-    @property
-    def step(self) -> int | None:
-        """As the directory's name says, else the manifest."""
-        named = _STEP.fullmatch(self.path.name)
-        if named:
-            return int(named.group(1))
-        return self.manifest.step if self.manifest else None
-
-    @property
-    def layout(self) -> str | None:
-        """The layout that wrote it, such as ``tp 2 x pp 2``; None if it is not verified."""
-        if self.manifest is None:
-            return None
-        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more
-        layout = {key: value for key, value in self.manifest.layout.items() if key in known}
-        return from_mapping(ParallelLayout, layout, f"{self.path / MANIFEST}: layout").describe()
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model's; `CheckpointError` if it is not verified."""
-        if self.manifest is None:
-            raise CheckpointError(self.problem)
-        return from_mapping(ModelShape, self.manifest.shape, f"{self.path / MANIFEST}: shape")
+    """What is wrong, with the name of the file; empty if every file is what the manifest says."""
+    layout: str | None = None
+    """The layout that wrote it, such as ``tp 2 x pp 2``; None where there is a problem."""
+    shape: ModelShape | None = None
+    """The model's; None where there is a problem."""
 
 
 def examine(path: Path) -> Examined:
     """Check every file of a checkpoint against its manifest."""
-    size = 0
+    named = _STEP.fullmatch(path.name)
+    found = Examined(path=path, step=int(named[1]) if named else None)
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        found = replace(found, size_bytes=size)
         manifest = verify(path)
-        found = Examined(path=path, size_bytes=size, manifest=manifest)
-        _ = found.layout, found.shape
+        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more
+        layout = {key: value for key, value in manifest.layout.items() if key in known}
+        return replace(
+            found,
+            step=manifest.step if found.step is None else found.step,
+            layout=from_mapping(ParallelLayout, layout, f"{path / MANIFEST}: layout").describe(),
+            shape=from_mapping(ModelShape, manifest.shape, f"{path / MANIFEST}: shape"),
+        )
     except OSError as error:  # the run that it belongs to may remove it while it is read
         problem = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
-        return Examined(path=path, size_bytes=size, manifest=None, problem=problem)
+        return replace(found, problem=problem)
     except ValueError as error:
-        return Examined(path=path, size_bytes=size, manifest=None, problem=str(error))
-    return found
+        return replace(found, problem=str(error))
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -87,17 +74,17 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def best_checkpoint(path: Path) -> tuple[Examined, list[str]]:
-    """The newest verified checkpoint at ``path``, and what is wrong with those newer than it.
+    """The newest checkpoint at ``path`` without a problem, and the problems of newer ones.
 
-    `CheckpointError` if none is verified.
+    `CheckpointError` if all have problems.
     """
-    complaints: list[str] = []
+    problems: list[str] = []
     for candidate in reversed(checkpoints_at(path)):
         found = examine(candidate)
-        if found.manifest is not None:
-            return found, complaints
-        complaints.append(found.problem)
-    raise CheckpointError("; ".join(complaints))
+        if not found.problem:
+            return found, problems
+        problems.append(found.problem)
+    raise CheckpointError("; ".join(problems))
 
 
 def check_built_in(checkpoint: Path) -> None:

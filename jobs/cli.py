@@ -18,11 +18,11 @@ from braid.jobs.drill.cli import drill
 from braid.jobs.grafana_cli import grafana
 from braid.jobs.kubernetes.cli import kubernetes
 from braid.jobs.logs_cli import logs
-from braid.jobs.output import background, check_output, complain, surviving
+from braid.jobs.output import ExitCode, background, check_output, complain, surviving
 from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import known_schedule, profile
 from braid.jobs.submission_cli import jobs, submit
-from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, example, told
+from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, Overwrite, Resume, example, told
 from braid.jobs.viewing_cli import dashboard, report, trace
 from braid.scheduling.json_text import json_text
 
@@ -36,8 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_ERROR_EXIT, _FAILURE_EXIT, _INTERRUPT_EXIT = 2, 1, 130
-
 
 def _config(
     path: Path,
@@ -49,12 +47,10 @@ def _config(
     extra = [f"cluster.launcher={launcher}"] if launcher else []
     extra += [f"cluster.address={json.dumps(address)}"] if address else []
     config = load_config(path, [*(overrides or []), *extra])
-    if plan is None and config.overlap.plan is None:
+    if (file := plan or config.overlap.plan) is None:
         return config
     from braid.jobs.planning.work import with_plan
 
-    file = plan or config.overlap.plan
-    assert file is not None
     return with_plan(config, file)
 
 
@@ -64,10 +60,8 @@ def train(
     overrides: Overrides = None,
     launcher: Launcher = None,
     address: Annotated[str | None, typer.Option(help="Join this Ray cluster, HOST:PORT or auto.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     resume_if_begun: Annotated[
         bool, typer.Option("--resume-if-begun", help="Go on if there is a checkpoint, else begin anew.")
     ] = False,
@@ -103,34 +97,23 @@ def train(
     ):
         try:
             result = run(resolved, options, surviving(display.show))
-        except SecondSignalError as error:
+        except SecondSignalError as error:  # of which typer would say nothing
             complain(str(error))
-            raise typer.Exit(_INTERRUPT_EXIT) from None
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:
         from braid.actors.controller.manifest import write_durably
 
         write_durably(report, json_text(result, indent=1))
     if not result["complete"] and len(result["steps"]) != until:
-        raise typer.Exit(_INTERRUPT_EXIT)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
-    from braid.actors.controller.mirror import check_url
-    from braid.actors.stage.hub_files import check_initial
-    from braid.jobs.data.data_sets import check_data
-    from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_dry_run
+    from braid.jobs.refusals import check_inputs
     from braid.jobs.remarks import on_learning_rate
-    from braid.scheduling.profile import read_profile
 
-    shape = config.check(tokenizer_of(config).vocabulary)
-    check_initial(config.model.initial, shape)
-    check_data(config)
-    if config.checkpoint.mirror is not None:
-        check_url(config.checkpoint.mirror)
-    if config.overlap.profile is not None:
-        read_profile(config.overlap.profile)
-    show_dry_run(console, config, shape)
+    show_dry_run(console, config, check_inputs(config))
     for text in on_learning_rate(config, resume=resume):
         console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
 
@@ -149,7 +132,7 @@ def demo(overrides: Overrides = None) -> None:
     )
     show_demo(console, found)
     if found.alike != found.compared:
-        raise typer.Exit(_FAILURE_EXIT)
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 @app.command(epilog=example("prepare first.yaml"))
@@ -251,10 +234,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(app(args=arguments, prog_name="braid", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
-        sys.exit(_INTERRUPT_EXIT)
+        sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # whoever read this command's output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_FAILURE_EXIT)
+        sys.exit(ExitCode.FAILURE)
     except Exception as error:
         sys.exit(_report(error))
 
@@ -266,28 +249,29 @@ def _report(error: Exception) -> int:
             error.show()
         else:
             complain(told(error))
-        return _ERROR_EXIT
+        return ExitCode.MISTAKE
     if isinstance(error, ValueError):
         complain(str(error))
-        return _ERROR_EXIT
+        return ExitCode.MISTAKE
     from braid.actors.controller.group import StoppedError, WorkerError
     from braid.jobs.submission import JobError
 
-    if isinstance(error, StoppedError):
-        complain("stopped before the first step; nothing is lost")
-        return _INTERRUPT_EXIT
-    if isinstance(error, JobError | OSError):
-        complain(str(error))
-        return _FAILURE_EXIT
-    if isinstance(error, WorkerError):
-        if error.user_error:
+    match error:
+        case StoppedError():
+            complain("stopped before the first step; nothing is lost")
+            return ExitCode.INTERRUPTED
+        case JobError() | OSError():
+            complain(str(error))
+            return ExitCode.FAILURE
+        case WorkerError(user_error=True):
             complain(error.user_message)
-            return _ERROR_EXIT
-        if error.trace:
-            with contextlib.suppress(OSError, ValueError):
-                print(error.trace, file=sys.stderr)
-        complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        return _FAILURE_EXIT
+            return ExitCode.MISTAKE
+        case WorkerError():
+            if error.trace:
+                with contextlib.suppress(OSError, ValueError):
+                    print(error.trace, file=sys.stderr)
+            complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
+            return ExitCode.FAILURE
     raise error
 
 

@@ -30,20 +30,14 @@ class Controllers:
 
     def start(self) -> None:
         """Start the first controller, or another one in place of a dead one."""
-        options = self._options if self._actor is None else self._next_options()
-        self._actor = start_controller(self._plan, options, self._replan)
-
-    def _next_options(self) -> RunOptions:
-        """Go on with the run, once it is written down; else begin it as its user asked: what lies in the
-        directory until then is another run's."""
+        options = self._options
         here = read_identity(self._plan.config.run_directory)
+        # Until the run is written down, another run may lie in its directory: begin as the user asked.
         begun = here is not None and (self._before is None or here.mark != self._before.mark)
-        if not begun and not self._options.resume:
-            return self._options
-        again = self._options.again or begun
-        return replace(
-            self._options, resume=True, overwrite=False, again=again and not self._saved, takes_over=True
-        )
+        if self._actor is not None and (begun or options.resume):
+            again = (options.again or begun) and not self._saved
+            options = replace(options, resume=True, overwrite=False, again=again, takes_over=True)
+        self._actor = start_controller(self._plan, options, self._replan)
 
     def events(self) -> Iterator[Event]:
         """What the present controller tells. Raises its errors, and `RayActorError` if it dies."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,7 +23,7 @@ from braid.actors.controller.step_record import StepRecord
 from braid.actors.stage.data import TRAIN, VALIDATION, DataIndex
 from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.layouts import MeasuredLayout
-from braid.jobs.train import Chosen, LayoutsMeasured, PageOpened, Profiling
+from braid.jobs.train import Compared
 from braid.scheduling import figures
 
 _CURVE = "▁▂▃▄▅▆▇█"
@@ -30,7 +31,7 @@ _LINE_SECONDS = 2.0
 _FAR_OFF = 1.5
 """A simulated step that is so many times the measured one, or the other way round, is remarked on."""
 _ETA_STEPS = 20
-"""Steps whose time says how long those that are left will take."""
+"""Steps whose time says how long the remaining steps will take."""
 
 
 def si(value: float) -> str:
@@ -47,13 +48,8 @@ class Display:
     def __init__(self, console: Console, *, live: bool) -> None:
         self._console = console
         self._live = live and console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console)
         self._task: Any = None
         self._losses: list[float] = []
         self._validation: str = "-"
@@ -72,12 +68,11 @@ class Display:
             self._screen = screen
             yield self
 
-    def show(
-        self,
-        event: Event | Prepared | Preparation | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened,
-    ) -> None:
+    def show(self, event: Event | Prepared | Preparation | Profiled | Compared | str) -> None:
         """Take note of an event."""
         match event:
+            case str():
+                self._say(event)
             case Preparation():
                 if self._screen:
                     self._screen.update(
@@ -89,34 +84,30 @@ class Display:
                     f"data    {train} training and {validation} validation tokens of {event.documents} "
                     f"documents in {event.output}" + (" (prepared before)" if event.reused else "")
                 )
-                for line in _of_text(event.index):
+                for line in _about_tokens(event.index):
                     self._say(line)
                 if self._screen:
                     self._screen.update(Text("starting ranks"))
-            case Profiling():
-                what = event.layout or "operators alone and beside communication"
-                self._say(f"profile measuring {what} (once, under a minute)")
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
                 self._say(f"profile {event.path} ({how}; {event.profile.told})")
                 self._say("plan    searching what runs beside what (up to a minute)")
-            case LayoutsMeasured():
-                self._console.print(layouts_table(event.layouts))
-            case Chosen():
-                self._console.print(candidates_table(event.candidates))
+            case Compared():
+                self._console.print(comparison_table(event.rows))
             case Started():
                 self._begin(event)
             case StepDone():
                 self._step(event.record)
-            case PageOpened():
-                self._say(f"page    {event.url} shows the run live")
             case Incident():
                 self._say(f"warning {event.text}")
             case Saved():
                 waited = f", training waited {event.stalled_seconds:.2f} s"
                 self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s{waited}")
             case Finished():
-                self._finish(event)
+                if self._screen:
+                    self._screen.update(Text(""))
+                self._console.print(report_table(event.report, self._losses))
+                self._say("done" if event.complete else "stopped early; go on with --resume")
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -128,9 +119,9 @@ class Display:
         if event.first_step > event.last_step:
             work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
         self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
-        if event.at_risk and self._task is None:
-            self._say(f"safety  {event.at_risk}")
         if self._task is None:
+            if event.at_risk:
+                self._say(f"safety  {event.at_risk}")
             self._task = self._progress.add_task("training", total=event.last_step)
         self._progress.update(self._task, completed=event.first_step - 1)
         self._last_step = event.last_step
@@ -145,68 +136,49 @@ class Display:
         self._progress.update(self._task, completed=record.step)
         if self._screen:
             self._screen.update(Group(self._numbers(record), self._progress))
-        elif self._due(record):
+            return
+        important = record.step == self._last_step or record.validation_loss is not None
+        if important or time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
             self._say(self._line(record))
 
-    def _due(self, record: StepRecord) -> bool:
-        """Plain lines at most every two seconds, but always for the last step and for validations."""
-        now = time.monotonic()
-        important = record.step == self._last_step or record.validation_loss is not None
-        if not important and now - self._last_line < _LINE_SECONDS:
-            return False
-        self._last_line = now
-        return True
-
-    def _facts(self, record: StepRecord) -> list[tuple[str, str]]:
+    def _facts(self, record: StepRecord) -> dict[str, str]:
         share = record.communication_seconds / record.seconds if record.seconds else 0.0
-        return [
-            ("step", f"{record.step}/{self._last_step}"),
-            ("loss", f"{record.loss:.4f}"),
-            ("validation", self._validation),
-            ("tokens/s", si(record.tokens_per_s)),
-            ("step time", f"{record.seconds * 1e3:.0f} ms"),
-            ("communication", f"{share:.0%}"),
-            ("hidden", f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-"),
-            ("memory", f"{max(record.peak_bytes) / 2**30:.2f} GiB"),
-        ]
+        return {
+            "step": f"{record.step}/{self._last_step}",
+            "loss": f"{record.loss:.4f}",
+            "validation": self._validation,
+            "tokens/s": si(record.tokens_per_s),
+            "step time": f"{record.seconds * 1e3:.0f} ms",
+            "communication": f"{share:.0%}",
+            "hidden": f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-",
+            "memory": f"{max(record.peak_bytes) / 2**30:.2f} GiB",
+        }
 
     def _line(self, record: StepRecord) -> str:
         """A step in one line of at most 100 columns."""
-        facts = [f"step {record.step}/{self._last_step}", f"loss {record.loss:.4f}"]
-        share = record.communication_seconds
+        facts = self._facts(record)
+        words = [f"step {facts['step']}", f"loss {facts['loss']}"]
         if record.validation_loss is not None:
-            facts.append(f"validation {self._validation}")
+            words.append(f"validation {facts['validation']}")
         else:
-            facts += [f"{si(record.tokens_per_s)} tokens/s", f"{record.seconds * 1e3:.0f} ms"]
-            if share and record.seconds:
-                facts.append(f"comm {share / record.seconds:.0%}, {record.hidden_fraction:.0%} hidden")
-        left = (self._last_step - record.step) * sum(self._seconds) / len(self._seconds)
-        return "  ".join([*facts, f"ETA {duration(left)}"])
+            words += [f"{facts['tokens/s']} tokens/s", facts["step time"]]
+            if record.communication_seconds and record.seconds:
+                words.append(f"comm {facts['communication']}, {facts['hidden']} hidden")
+        left = (self._last_step - record.step) * fmean(self._seconds)
+        return "  ".join([*words, f"ETA {duration(left)}"])
 
-    def _numbers(self, record: StepRecord) -> Group:
+    def _numbers(self, record: StepRecord) -> Columns:
         """Names above values, in as many rows as the terminal's width needs."""
-        facts = [(name, Text(value, style="bold")) for name, value in self._facts(record)]
-        facts.append(("loss curve", Text(curve(self._losses), style="cyan")))
-        rows: list[list[tuple[str, Text]]] = [[]]
-        room = self._console.width
-        for name, value in facts:
-            width = max(len(name), value.cell_len) + 2
-            if rows[-1] and width > room:
-                rows.append([])
-                room = self._console.width
-            room -= width
-            rows[-1].append((name, value))
-        return Group(*map(_grid, rows))
-
-    def _finish(self, event: Finished) -> None:
-        report = event.report
-        if self._screen:
-            self._screen.update(Text(""))
-        self._console.print(report_table(report, self._losses))
-        self._say("done" if event.complete else "stopped early; go on with --resume")
+        facts = [(name, value, "bold") for name, value in self._facts(record).items()]
+        facts.append(("loss curve", curve(self._losses), "cyan"))
+        return Columns(
+            [Text.assemble((name, "dim"), "\n", (value, style)) for name, value, style in facts],
+            padding=(0, 2),
+        )
 
 
-def _of_text(index: DataIndex) -> Iterator[str]:
+def _about_tokens(index: DataIndex) -> Iterator[str]:
     """Which token ends documents, and what of the text is not in the tokens."""
     if index.end_token:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
@@ -216,15 +188,6 @@ def _of_text(index: DataIndex) -> Iterator[str]:
     if index.tokens_unknown:
         share = index.tokens_unknown / sum(index.tokens(split) for split in index.splits)
         yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
-
-
-def _grid(facts: Sequence[tuple[str, Text]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for _ in facts:
-        table.add_column(no_wrap=True)
-    table.add_row(*(Text(name, style="dim") for name, _ in facts))
-    table.add_row(*(value for _, value in facts))
-    return table
 
 
 def duration(seconds: float) -> str:
@@ -259,46 +222,46 @@ def validation_line(validation: Mapping[str, float | None]) -> str:
 
 def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     """The end of a run in one table."""
-    table = Table(title="report", show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
     steps, layout, communication = report["steps"], report["layout"], report["communication"]
     seconds = sum(step["seconds"] for step in steps)
     wall = sum(step["wall_seconds"] or step["seconds"] for step in steps)
     ranks = f"{layout['ranks']} ranks ({layout['described']})" if layout["ranks"] > 1 else "one rank"
-    table.add_row("layout", f"{ranks}, schedule {layout['schedule']}")
-    if steps:
-        table.add_row("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}")
-    table.add_row("validation", validation_line(report["validation"]))
     between = f"{wall:.1f} s for {len(steps)} steps, {wall - seconds:.1f} of them between steps"
-    table.add_row("speed", f"{si(report['tokens_per_s'])} tokens/s, {between}")
-    if seconds:
-        exposed = communication["exposed_seconds"]
-        table.add_row(
-            "communication",
-            f"{communication['seconds'] / seconds:.0%} of the time, "
-            f"{exposed / communication['seconds'] if communication['seconds'] else 0:.0%} of it exposed",
-        )
-    if (overlap := report["overlap"]) and overlap["communication_seconds"]:
-        table.add_row("overlap", overlap_line(overlap))
-    if prediction := report.get("prediction"):
-        table.add_row("prediction", prediction_line(prediction))
-    if experts := report.get("experts"):
-        table.add_row("experts", experts_line(experts["last"]))
     peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
-    table.add_row("peak memory", f"{peaks} GiB (by rank)")
+    exposed = communication["exposed_seconds"] / (communication["seconds"] or 1)
+    rows = {"layout": f"{ranks}, schedule {layout['schedule']}"}
+    if steps:
+        rows["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}"
+    rows["validation"] = validation_line(report["validation"])
+    rows["speed"] = f"{si(report['tokens_per_s'])} tokens/s, {between}"
+    if seconds:
+        share = f"{communication['seconds'] / seconds:.0%} of the time"
+        rows["communication"] = f"{share}, {exposed:.0%} of it exposed"
+    if (overlap := report["overlap"]) and overlap["communication_seconds"]:
+        rows["overlap"] = overlap_line(overlap)
+    if prediction := report.get("prediction"):
+        rows["prediction"] = prediction_line(prediction)
+    if experts := report.get("experts"):
+        rows["experts"] = experts_line(experts["last"])
+    rows["peak memory"] = f"{peaks} GiB (by rank)"
+    table = Table(title="report", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    for row in rows.items():
+        table.add_row(*row)
     return table
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:
     """What overlap came to, per step, in one line."""
     facts = [f"{figures.share(overlap['hidden_fraction'])} of communication hidden"]
-    names = {"waiting": "waiting for a peer", "slowdown": "slowdown", "launch_gap": "launch gap"}
-    for name, told in {**names, "bubble": "bubble"}.items():
-        if (seconds := overlap[f"{name}_seconds"]) is not None:
-            facts.append(f"{told} {seconds * 1e3:.1f} ms")
-            if name == "slowdown" and figures.lost(seconds, lambda s: f"{s * 1e3:.1f}") == "none":
-                facts[-1] = "no slowdown that can be told"
+    for name in ("waiting", "slowdown", "launch_gap", "bubble"):
+        if (seconds := overlap[f"{name}_seconds"]) is None:
+            continue
+        words = "waiting for a peer" if name == "waiting" else name.replace("_", " ")
+        facts.append(f"{words} {seconds * 1e3:.1f} ms")
+        if name == "slowdown" and figures.lost(seconds, lambda s: f"{s * 1e3:.1f}") == "none":
+            facts[-1] = "no slowdown that can be told"
     if overlap["alpha"] is not None:
         facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
     won = figures.recovered(overlap["recovered"])
@@ -340,40 +303,26 @@ def experts_line(numbers: dict[str, Any]) -> str:
     return f"{', '.join(facts)} (last step)"
 
 
-def layouts_table(layouts: Sequence[MeasuredLayout]) -> Table:
-    """What ``parallel: auto`` decided by: each layout with its best schedule, the fastest first."""
-    table = Table(title="layouts, simulated as measured; the first runs", title_justify="left")
-    for name in ("layout", "schedule"):
-        table.add_column(name, min_width=14)
-    for name in ("s/step", "ratio"):
+def comparison_table(rows: Sequence[Candidate] | Sequence[MeasuredLayout]) -> Table:
+    """What an ``auto`` of the configuration decided by: simulated steps, the fastest first."""
+    schedules = isinstance(rows[0], Candidate)
+    how = "schedules, simulated with the measured profile" if schedules else "layouts, simulated as measured"
+    table = Table(title=f"{how}; the first runs", title_justify="left")
+    for name in ("schedule",) if schedules else ("layout", "schedule"):
+        table.add_column(name, no_wrap=schedules, min_width=14)
+    for name in ("s/step", "ratio", *(("hidden", "bubble", "GiB", "unit") if schedules else ())):
         table.add_column(name, justify="right", no_wrap=True)
-    first = layouts[0].seconds
-    assert first is not None
-    for one in layouts:
-        if one.seconds is None:
-            table.add_row(one.layout, one.trouble, "-", "-")
+    fastest = rows[0].seconds
+    assert fastest is not None
+    for row in rows:
+        seconds = ("-", "-")
+        if row.seconds is not None:
+            seconds = f"{row.seconds:.4f}", f"{row.seconds / fastest:.3f}"
+        if isinstance(row, Candidate):
+            shares = figures.share(row.hidden_fraction), figures.share(row.bubble_fraction)
+            memory = f"{row.peak_bytes / 2**30:.2f}"
+            table.add_row(row.schedule, *seconds, *shares, memory, str(row.unit_layers or "-"))
         else:
-            schedule = f"{one.schedule} ({one.trouble})" if one.trouble else one.schedule
-            table.add_row(one.layout, schedule, f"{one.seconds:.4f}", f"{one.seconds / first:.3f}")
-    return table
-
-
-def candidates_table(candidates: Sequence[Candidate]) -> Table:
-    """What ``overlap.schedule: auto`` decided by: simulated with the measured profile, the fastest first."""
-    table = Table(
-        title="schedules, simulated with the measured profile; the first runs", title_justify="left"
-    )
-    table.add_column("schedule", no_wrap=True)
-    for name in ("s/step", "ratio", "hidden", "bubble", "GiB", "unit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in candidates:
-        table.add_row(
-            one.schedule,
-            f"{one.seconds:.4f}",
-            f"{one.seconds / candidates[0].seconds:.3f}",
-            figures.share(one.hidden_fraction),
-            figures.share(one.bubble_fraction),
-            f"{one.peak_bytes / 2**30:.2f}",
-            str(one.unit_layers or "-"),
-        )
+            trouble = f"({row.trouble})" if row.schedule and row.trouble else row.trouble
+            table.add_row(row.layout, f"{row.schedule} {trouble}".strip(), *seconds)
     return table

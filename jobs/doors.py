@@ -1,6 +1,6 @@
-"""Who may talk to a Ray cluster: one that listens beyond loopback and answers strangers is refused.
+"""Who may talk to a Ray cluster: a cluster that listens beyond loopback and answers strangers is refused.
 
-Asked is the cluster itself, with a request that carries no token: what the environment here says about
+The cluster itself is asked, with a request that carries no token: what the environment here says about
 authentication proves nothing about the other side. Whoever reaches an open Ray head runs code on its nodes.
 """
 
@@ -12,11 +12,10 @@ import urllib.request
 from braid.actors.config import ConfigError
 
 _SECONDS = 10.0
-_QUESTIONS = {
-    "ray://": "/ray.rpc.RayletDriver/ClusterInfo",
-    "": "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
-}
-"""By the address' beginning: questions of Ray's own protocol that change nothing and may be empty."""
+_CLIENT = "ray://"
+"""Begins addresses of Ray's client server, which has a protocol of its own."""
+_ANSWERED = ("OK", "UNIMPLEMENTED")
+"""gRPC's status where a stranger gets in: no token is wanted, and the question is understood (no TLS)."""
 
 
 def is_loopback(host: str) -> bool:
@@ -34,9 +33,8 @@ def check_cluster(address: str, allowed: bool) -> None:
 
     ``allowed`` (``cluster.allow_unauthenticated``) makes it a warning. Raises `ConfigError`.
     """
-    scheme = "ray://" if address.startswith("ray://") else ""
-    place = address.removeprefix(scheme)
-    if not is_loopback(place.rpartition(":")[0]) and _head_answers(place, _QUESTIONS[scheme]):
+    host = address.removeprefix(_CLIENT).rpartition(":")[0]
+    if not is_loopback(host) and _status(address) in _ANSWERED:
         _complain(f"the Ray cluster at {address}", allowed)
 
 
@@ -44,6 +42,11 @@ def check_job_server(url: str, host: str, allowed: bool) -> None:
     """The same for a job server, ``http://HOST:PORT``."""
     if not is_loopback(host) and _http_answers(f"{url.rstrip('/')}/api/jobs/"):
         _complain(f"the Ray job server at {url}", allowed)
+
+
+def head_is_silent(address: str) -> bool:
+    """Whether what listens at a Ray head's address takes a question and never answers."""
+    return _status(address) == "DEADLINE_EXCEEDED"
 
 
 def _complain(what: str, allowed: bool) -> None:
@@ -61,28 +64,18 @@ def _complain(what: str, allowed: bool) -> None:
     )
 
 
-def head_is_silent(address: str) -> bool:
-    """Whether what listens at a Ray head's address takes a question and never answers."""
-    scheme = "ray://" if address.startswith("ray://") else ""
-    return _asked(address.removeprefix(scheme), _QUESTIONS[scheme]) == "DEADLINE_EXCEEDED"
-
-
-def _head_answers(address: str, question: str) -> bool:
-    # Refused for want of a token, or not understood at all (TLS): no stranger gets in this way.
-    return _asked(address, question) in ("OK", "UNIMPLEMENTED")
-
-
-def _asked(address: str, question: str) -> str:
-    """The name of gRPC's status of an answer."""
+def _status(address: str) -> str:
+    """The name of gRPC's status of the answer to a question of Ray's own protocol that changes nothing."""
     import grpc  # comes with ray[default]
 
-    def as_it_is(message: bytes) -> bytes:
-        return message
-
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        ask = channel.unary_unary(question, request_serializer=as_it_is, response_deserializer=as_it_is)
+    method = "NodeInfoGcsService/GetAllNodeInfo"
+    if address.startswith(_CLIENT):
+        method = "RayletDriver/ClusterInfo"
+    with grpc.insecure_channel(
+        address.removeprefix(_CLIENT), options=[("grpc.enable_http_proxy", 0)]
+    ) as channel:
         try:
-            ask(b"", timeout=_SECONDS)
+            channel.unary_unary(f"/ray.rpc.{method}", bytes, bytes)(b"", timeout=_SECONDS)
         except grpc.RpcError as error:
             return str(error.code().name)
     return "OK"

@@ -35,23 +35,19 @@ def guarded(folder: Path) -> Iterator[None]:
 
 def members(folder: str, command: int) -> list[int]:
     """Ids of the processes of the cluster in ``folder``: processes that have the variable `MARK` or, since a
-    title may overwrite a process' variables, write to its log files. The command, which also writes there, is
-    left out."""
+    title may overwrite a process' variables, write to the cluster's log files. The command, which also writes
+    there, is left out."""
     mark = f"{MARK}={folder}".encode()
-    found = []
+    ids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes().split(b"\0") or _writes(process, f"{folder}/"):
-                found.append(int(process.name))
-    return [process for process in found if process not in (os.getpid(), command)]
-
-
-def _writes(process: Path, below: str) -> bool:
-    """Whether a process has a file below a folder open for writing; reading logs does not count."""
-    return any(
-        os.readlink(handle).startswith(below) and handle.lstat().st_mode & stat.S_IWUSR
-        for handle in (process / "fd").iterdir()
-    )
+            marked = mark in (process / "environ").read_bytes().split(b"\0")
+            if marked or any(
+                os.readlink(handle).startswith(f"{folder}/") and handle.lstat().st_mode & stat.S_IWUSR
+                for handle in (process / "fd").iterdir()
+            ):
+                ids.append(int(process.name))
+    return [process for process in ids if process not in (os.getpid(), command)]
 
 
 def end(folder: str, command: int) -> None:

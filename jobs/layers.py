@@ -4,17 +4,18 @@ A run measures layers of every degree that they may have, side by side in one mo
 (`braid.scheduling.planner.layer_choices`); the run then is as if that had been given.
 """
 
-from collections.abc import Sequence
+import contextlib
 from dataclasses import replace
 from itertools import cycle, islice
 
 from braid.actors.config import Config
-from braid.actors.config.overlap import AUTO
+from braid.actors.config.training import AUTO
 from braid.actors.controller.group import Launcher
 from braid.actors.controller.planning import in_memory, model_graphs, setting_of
 from braid.actors.controller.profiling import find_or_measure
-from braid.jobs.layouts import MeasuredLayout, Tell
+from braid.jobs.layouts import MeasuredLayout
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.planner.cluster import Tell
 from braid.scheduling.planner.decide import Outcome, measured
 from braid.scheduling.planner.layer_choices import (
     LayerSearch,
@@ -44,21 +45,19 @@ def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearc
 def as_chosen(config: Config, setting: Setting) -> Config:
     """The configuration with what was chosen for its layers."""
     degrees = setting.layout.tensor_degrees or None
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"tensor_degrees": degrees}),
-            "train": config.train.model_copy(update={"recompute": setting.recompute}),
-        }
-    )
+    return config.changed(parallel={"tensor_degrees": degrees}, train={"recompute": setting.recompute})
 
 
 def with_layers(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
-    fitting = _fitting(setting_of(config, shape), layer_search(config))
-    tell(f"layers of degree {' and '.join(map(str, fitting))}")
-    probe = as_chosen(config, with_choices(setting_of(config, shape), _side_by_side(fitting, shape.layers)))
+    setting = setting_of(config, shape)
+    degrees = _fitting(setting, layer_search(config))
+    tell(f"layers of degree {' and '.join(map(str, degrees))}")
+    side_by_side = islice(cycle(reversed(degrees)), shape.layers)  # so that one profile has all of them
+    choices = tuple(LayerChoice(degree, "none") for degree in side_by_side)
+    probe = as_chosen(config, with_choices(setting, choices))
     return layers_chosen(config, shape, find_or_measure(probe, shape, launcher, data=data).profile)
 
 
@@ -66,8 +65,9 @@ def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[
     """The same with a profile that has layers of every degree that the micro-batch allows."""
     setting, search = setting_of(config, shape), layer_search(config)
 
-    def bench_of(one: Setting) -> Bench:
-        return measured(model_graphs(as_chosen(config, one), shape, profile.streams), profile)(one)
+    def bench_of(candidate: Setting) -> Bench:
+        graphs = model_graphs(as_chosen(config, candidate), shape, profile.streams)
+        return measured(graphs, profile)(candidate)
 
     search = replace(search, degrees=_fitting(setting, search))
     found = choose_layers(setting, search, bench_of, in_memory(config), schedules_of(config))
@@ -78,10 +78,9 @@ def left_open(config: Config, shape: ModelShape) -> Config:
     """With degrees of layers to be chosen, where none were given and the micro-batch allows several."""
     if config.parallel.tensor_degrees is not None or config.parallel.tp == 1:
         return config
-    parallel = config.parallel.model_copy(update={"tensor_degrees": AUTO})
-    open_ = config.model_copy(update={"parallel": parallel})
-    several = len(_fitting(setting_of(open_, shape), layer_search(open_))) > 1
-    return open_ if several else config
+    opened = config.changed(parallel={"tensor_degrees": AUTO})
+    several = len(_fitting(setting_of(opened, shape), layer_search(opened))) > 1
+    return opened if several else config
 
 
 def schedules_of(config: Config) -> Schedules:
@@ -91,19 +90,12 @@ def schedules_of(config: Config) -> Schedules:
 
 def _fitting(setting: Setting, search: LayerSearch) -> tuple[int, ...]:
     """Degrees that the micro-batch allows, the largest ones where there are more than layers."""
-    layers, found = setting.model.layers, []
+    layers, allowed = setting.model.layers, []
     for degree in search.degrees:
-        try:
+        with contextlib.suppress(ValueError):
             with_choices(setting, (LayerChoice(degree, "none"),) * layers)
-        except ValueError:
-            continue
-        found.append(degree)
-    return tuple(found[-layers:])
-
-
-def _side_by_side(degrees: Sequence[int], layers: int) -> tuple[LayerChoice, ...]:
-    """Layers of all of them, which one profile then has."""
-    return tuple(LayerChoice(degree, "none") for degree in islice(cycle(reversed(degrees)), layers))
+            allowed.append(degree)
+    return tuple(allowed[-layers:])
 
 
 def _row(outcome: Outcome) -> MeasuredLayout:

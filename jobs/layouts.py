@@ -6,16 +6,18 @@ profiled as a run in it would be (profiles are kept), decided and simulated; the
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from braid.actors.config import Config, ConfigError, ParallelConfig
 from braid.actors.controller.decisions import find_or_decide
-from braid.actors.controller.elastic import Degrees, degrees_up_to
+from braid.actors.controller.elastic import degrees_up_to
 from braid.actors.controller.group import Launcher, WorkerError
 from braid.actors.controller.profiling import find_or_measure
 from braid.scheduling.pattern import UNIFORM
 from braid.scheduling.planner.candidates import Search, candidates
+from braid.scheduling.planner.cluster import Tell
 from braid.scheduling.presets.library import cluster_preset
 from braid.scheduling.spec import ModelShape
 
@@ -23,7 +25,7 @@ MEASURED = 6
 """Layouts that are measured at most: a profile takes seconds to a minute."""
 _SETTLED_SECONDS = 2.0
 LIKE = "h100"
-"""The preset whose model says which, where there are more."""
+"""The cluster preset whose simulation says which layouts are measured, where there are more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,40 +39,36 @@ class MeasuredLayout:
     trouble: str = ""
 
 
-Tell = Callable[[str], None]
-"""Told of the layout that is measured next."""
-
-
 def with_layout(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
     """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
+    ``tell`` is called before each measurement.
 
     `ConfigError` where no layout suits model and batch; `WorkerError` where none could be measured.
     """
-    room = _room(launcher)
-    known: dict[str, Config] = {}
-    found: list[MeasuredLayout] = []
+    measured: list[tuple[MeasuredLayout, Config]] = []
     failure: WorkerError | None = None
-    fitting = fitting_layouts(config, shape, room)
-    for number, one in enumerate(fitting, 1):
-        layout = one.layout().describe()
+    fitting = fitting_layouts(config, shape, _room(launcher))
+    for number, candidate in enumerate(fitting, 1):
+        layout = candidate.layout().describe()
         tell(f"layout {layout} ({number} of {len(fitting)})")
         try:
-            profile = find_or_measure(one, shape, launcher, data=data).profile
+            profile = find_or_measure(candidate, shape, launcher, data=data).profile
         except WorkerError as error:  # such as a model that does not fit
             failure = error
-            found.append(MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0]))
+            failed = MeasuredLayout(layout=layout, trouble=str(error).partition("\n")[0])
+            measured.append((failed, candidate))
             continue
-        made = find_or_decide(one, shape, profile)
+        made = find_or_decide(candidate, shape, profile)
         seconds = json.loads(made.texts["predicted.json"])["step_seconds"]
-        known[layout] = one
-        found.append(MeasuredLayout(layout=layout, schedule=made.name, seconds=seconds))
-    found.sort(key=lambda one: float("inf") if one.seconds is None else one.seconds)
-    if not known:
+        measured.append((MeasuredLayout(layout=layout, schedule=made.name, seconds=seconds), candidate))
+    measured.sort(key=lambda pair: float("inf") if pair[0].seconds is None else pair[0].seconds)
+    (best, chosen), *_ = measured
+    if best.seconds is None:
         assert failure is not None
         raise failure
-    return known[found[0].layout], found
+    return chosen, [layout for layout, _ in measured]
 
 
 def _room(launcher: Launcher) -> int:
@@ -93,13 +91,15 @@ def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config
     for degrees in degrees_up_to(room, fixed.get("cp", 1), shape.experts or 1):
         if any(fixed.get(axis, degree) != degree for axis, degree in vars(degrees).items()):
             continue
-        one = _in_layout(config, degrees)
+        given = config.parallel.model_dump(exclude={"auto", *vars(degrees)}, exclude_unset=True)
+        parallel = ParallelConfig.model_validate({**given, **vars(degrees)})
+        candidate = config.model_copy(update={"parallel": parallel})
         try:
-            one.check(shape.vocabulary)
+            candidate.check(shape.vocabulary)
         except ConfigError as error:
             refused = error
             continue
-        by_ranks.setdefault(degrees.ranks, []).append(one)
+        by_ranks.setdefault(degrees.ranks, []).append(candidate)
     if not by_ranks:
         raise ConfigError(f"parallel: auto finds no layout of up to {room} ranks: {refused}")
     ranks = max(by_ranks)
@@ -107,14 +107,8 @@ def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config
     return fitting if len(fitting) <= MEASURED else _promising(config, shape, ranks, fitting)
 
 
-def _in_layout(config: Config, degrees: Degrees) -> Config:
-    given = config.parallel.model_dump(exclude={"auto", *vars(degrees)}, exclude_unset=True)
-    parallel = ParallelConfig.model_validate({**given, **vars(degrees)})
-    return config.model_copy(update={"parallel": parallel})
-
-
 def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[Config]) -> list[Config]:
-    """Those that are fastest on a cluster that is known; only their order is of interest.
+    """The fastest layouts on the known cluster `LIKE`; only their order is of interest.
 
     Layers of the user's own are taken for the family's.
     """
@@ -131,13 +125,6 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
         fixed={"cp": config.parallel.cp},
         zero=config.parallel.zero if "zero" in config.parallel.model_fields_set else None,
     )
-    steps: dict[tuple[int, ...], float] = {}
-    for candidate in candidates(search, spec):
-        layout = candidate.setting.layout
-        steps[layout.dp, layout.tp, layout.pp, layout.ep] = candidate.step_ns
-
-    def step(one: Config) -> float:
-        parallel = one.parallel
-        return steps.get((parallel.dp, parallel.tp, parallel.pp, parallel.ep), float("inf"))
-
-    return sorted(fitting, key=step)[:MEASURED]
+    degrees = attrgetter("dp", "tp", "pp", "ep")
+    steps = {degrees(found.setting.layout): found.step_ns for found in candidates(search, spec)}
+    return sorted(fitting, key=lambda fit: steps.get(degrees(fit.parallel), float("inf")))[:MEASURED]

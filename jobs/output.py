@@ -1,4 +1,5 @@
-"""A command's standard output, written by a thread of its own: whoever reads it cannot hold training up."""
+"""What commands write: mistakes on standard error, and standard output by a thread, so that a reader that
+does not read cannot hold training up."""
 
 import contextlib
 import io
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +18,15 @@ _MOST_BYTES = 1 << 20
 """Output that waits for its reader; what comes beyond that is left out."""
 _LAST_SECONDS = 5.0
 """At the end, for a reader that does not read."""
+
+
+class ExitCode(IntEnum):
+    """What a command ends with where it has not done what it was asked."""
+
+    FAILURE = 1
+    MISTAKE = 2
+    """The user can mend it."""
+    INTERRUPTED = 130
 
 
 def complain(text: str) -> None:
@@ -37,11 +48,11 @@ def check_output(option: str, file: Path | None) -> None:
 
 
 class BackgroundOutput(io.TextIOBase):
-    """A text stream over the file of another one. Writing to it never waits and never fails: where the file
-    cannot be written to any more, that is told once on standard error, and further output is dropped."""
+    """A text stream over the file of another stream. Writing never waits and never fails: where the file
+    cannot be written to any more, a line on standard error says so once, and further output is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
-        """``stream``: what has a file descriptor, such as ``sys.stdout``."""
+        """``stream``: has a file descriptor, such as ``sys.stdout``."""
         stream.flush()
         self._stream, self._file = stream, stream.fileno()
         self._waiting = bytearray()
@@ -65,19 +76,18 @@ class BackgroundOutput(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Take text; returns its length."""
         data = text.encode(self.encoding, self._stream.errors or "strict")
         with self._changed:
             if self._broken:
-                pass
-            elif len(self._waiting) + len(data) > _MOST_BYTES:
+                return len(text)
+            if len(self._waiting) + len(data) > _MOST_BYTES:
                 self._left_out += len(data)
-            else:
-                if self._left_out:
-                    note = f"\n... {self._left_out} bytes were left out, as nobody read them ...\n"
-                    self._waiting += note.encode()
-                    self._left_out = 0
-                self._waiting += data
+                return len(text)
+            if self._left_out:
+                note = f"\n... {self._left_out} bytes were left out, as nobody read them ...\n"
+                self._waiting += note.encode()
+                self._left_out = 0
+            self._waiting += data
             self._changed.notify_all()
         return len(text)
 

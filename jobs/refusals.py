@@ -1,6 +1,7 @@
 """What a run is refused for before anything starts: no rank, no Ray; torch for layers of the user's alone."""
 
 import ast
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -32,18 +33,25 @@ def check_run(config: Config, options: RunOptions, places: Sequence[Place] | Non
     """
     check_lasting(config)
     inherited(config.cluster.env, os.environ)
-    shape = config.check(tokenizer_of(config).vocabulary)
-    if config.checkpoint.mirror is not None:
-        check_url(config.checkpoint.mirror)
+    shape = check_inputs(config, begins=not options.resume or options.again)
     check_begin(config, options, shape)
-    if not options.resume or options.again:
-        check_initial(config.model.initial, shape)
     check_place_of_ranks(config, shape, places)
-    check_data(config)
-    if config.overlap.profile is not None:
-        read_profile(config.overlap.profile)
     if not config.overlap.needs_profile and not config.parallel.auto:
         build_schedule(config, shape)
+    return shape
+
+
+def check_inputs(config: Config, *, begins: bool = True) -> ModelShape:
+    """The model's shape, after a look at all that the run reads. ``begins``: with weights of
+    ``model.initial``, not of a checkpoint."""
+    shape = config.check(tokenizer_of(config).vocabulary)
+    if begins:
+        check_initial(config.model.initial, shape)
+    check_data(config)
+    if config.checkpoint.mirror is not None:
+        check_url(config.checkpoint.mirror)
+    if config.overlap.profile is not None:
+        read_profile(config.overlap.profile)
     return shape
 
 
@@ -70,12 +78,12 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
     if config.cluster.device == "cuda" or (config.cluster.device == "auto" and gpus_here(os.environ)):
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
-    needed, there = shape.parameters() * _STATE_BYTES * copies, memory_here()
-    if there is not None and needed > there:
+    needed, memory = shape.parameters() * _STATE_BYTES * copies, memory_here()
+    if memory is not None and needed > memory:
         raise ConfigError(
             f"model: weights, gradients and optimizer of {shape.parameters() / 1e9:.2f} B parameters need "
             f"{needed / 2**30:,.0f} GiB{f' on {copies} replicas' if copies > 1 else ''}, this machine has "
-            f"{there / 2**30:,.0f} GiB; take a smaller model, or plan it for a cluster with `braid plan`"
+            f"{memory / 2**30:,.0f} GiB; take a smaller model, or plan it for a cluster with `braid plan`"
         )
 
 
@@ -85,28 +93,24 @@ def check_script() -> None:
     That is so if the call comes from the top level of the script that Python runs, outside of
     ``if __name__ == "__main__":``. What has no file, as in a notebook, is not imported again.
     """
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    frame = sys._getframe()
-    while frame.f_back is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
-    ):
-        frame = frame.f_back
-    if file is None or frame.f_code.co_filename != file or frame.f_code.co_name != "<module>":
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    calls = [
+        call
+        for call in inspect.stack(0)
+        if call.frame.f_code.co_filename == file and call.function == "<module>"
+    ]
+    if file is None or not calls:
         return
+    line = calls[0].lineno
     try:
-        content = ast.parse(Path(file).read_text(encoding="utf-8"))
+        statements = ast.parse(Path(file).read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
         return
-    if not any(_guards(one, frame.f_lineno) for one in content.body):
-        raise ConfigError(
-            f"{file}, line {frame.f_lineno}: with cluster.launcher=processes every rank imports this script; "
-            f'put this line below `if __name__ == "__main__":`, or set cluster.launcher to ray'
-        )
-
-
-def _guards(statement: ast.stmt, line: int) -> bool:
-    """Whether this statement asks for ``__name__``, with the line in it."""
-    if not isinstance(statement, ast.If) or not statement.lineno <= line <= (statement.end_lineno or 0):
-        return False
-    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(statement.test))
+    for statement in statements:
+        inside = statement.lineno <= line <= (statement.end_lineno or 0)
+        if inside and isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            return
+    raise ConfigError(
+        f"{file}, line {line}: with cluster.launcher=processes every rank imports this script; "
+        f'put this line below `if __name__ == "__main__":`, or set cluster.launcher to ray'
+    )

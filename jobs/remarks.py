@@ -1,6 +1,7 @@
 """What to know of a run before it begins, though nothing is wrong: a line each, with what can be done."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from braid.actors.config import Config
 from braid.actors.controller.json_lines import last_line
@@ -49,12 +50,7 @@ def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
     step, rate = before.get("step"), before.get("lr")
     if not step or not rate or step >= train.steps:
         return
-    curve = LearningRate(
-        lr=train.lr,
-        min_lr_fraction=train.min_lr_fraction,
-        warmup_steps=train.warmup_steps,
-        steps=train.steps,
-    )
+    curve = LearningRate(**{field.name: getattr(train, field.name) for field in fields(LearningRate)})
     if abs(curve.learning_rate(step - 1) - rate) > _MOVED * rate:
         yield (
             f"the learning rate goes from {rate:.3g} in step {step} to {curve.learning_rate(step):.3g} in "

@@ -1,8 +1,9 @@
-"""The Ray cluster a command works on: one that exists, or a private one of this machine that ends with it."""
+"""The Ray cluster that a command works on: an existing one, or a private one that ends with the command."""
 
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import signal
@@ -23,23 +24,23 @@ from braid.jobs.doors import check_cluster, head_is_silent
 from braid.jobs.guardian import MARK, guarded
 
 _CONNECT_SECONDS = 20.0
+_FOUND_BY_RAY = ("auto", "local")
+"""Addresses that name no host."""
 _SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
 """Bytes of the longest path of a socket below the folder of a Ray cluster."""
-
-
 WORKERS = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
 """How clusters that are started here start their workers. Ray itself does so at nice 15, which costs them the
 CPU as soon as anything else runs here, and some in advance, which ranks, with variables of their own, cannot
 use."""
 
 
+_INSTALL_RAY = "install it (pip install 'ray[default]') or use --launcher processes"
+
+
 def check_installed() -> None:
     """`ConfigError` where Ray is not there, without loading it."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "cluster.launcher='ray' needs Ray, which is not installed; "
-            "install it (pip install 'ray[default]') or use --launcher processes"
-        )
+        raise ConfigError(f"cluster.launcher='ray' needs Ray, which is not installed; {_INSTALL_RAY}")
 
 
 def is_private(config: Config) -> bool:
@@ -58,28 +59,23 @@ def ray_session(config: Config) -> Iterator[None]:
         import ray
     except Exception as error:  # it is not installed, or not wholly
         raise ConfigError(
-            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); "
-            f"install it (pip install 'ray[default]') or use --launcher processes"
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); {_INSTALL_RAY}"
         ) from None
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with contextlib.ExitStack() as stack:
+        options: dict[str, Any]
         if address:
-            _check_reachable(address, given)
-            if named := address not in ("auto", "local"):
+            given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
+            if address not in _FOUND_BY_RAY:
+                _check_reachable(address, given)
                 check_cluster(address, config.cluster.allow_unauthenticated)
-            try:
-                with _native_messages_dropped(), _handlers_kept():
-                    ray.init(address=address, runtime_env=_environment(), **quiet)
-            except StoppedError:
-                raise
-            except Exception as error:  # Ray raises bare ones, and others than it says
-                raise ConfigError(
-                    f"{given}: cannot join this Ray cluster ({_first_line(error)}); see `ray status` on a "
-                    f"node of it, or leave it out to use this machine"
-                ) from None
+            quiet: contextlib.AbstractContextManager[None] = _native_messages_dropped()
+            # Ray refuses the package where a submitted job has brought it already.
+            brought = "py_modules" in job_environment()
+            options = {"address": address, "runtime_env": {} if brought else {"py_modules": [package()]}}
+            trouble = f"{given}: cannot join this Ray cluster"
+            remedy = "see `ray status` on a node of it, or leave it out to use this machine"
         else:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))
@@ -87,26 +83,26 @@ def ray_session(config: Config) -> Iterator[None]:
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
                 stack.enter_context(own_token(directory))
             stack.enter_context(_loopback_kept())
-            try:
-                with signals_held(), _handlers_kept():
-                    ray.init(
-                        address="local",
-                        num_cpus=whole_cpus(),
-                        include_dashboard=False,
-                        _node_ip_address=LOOPBACK,
-                        _temp_dir=f"{directory}/ray",  # open to everybody, who do not get there
-                        **quiet,
-                    )
-            except StoppedError:
-                raise
-            except Exception as error:  # that is what Ray raises for a node that does not start
-                raise ConfigError(
-                    f"cluster.launcher='ray': Ray does not start on this machine ({_first_line(error)}); see "
-                    f"that /dev/shm can be written and memory is free, or use --launcher processes"
-                ) from None
+            quiet = signals_held()
+            options = {
+                "address": "local",
+                "num_cpus": whole_cpus(),
+                "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
+                "_temp_dir": f"{directory}/ray",  # open to everybody, who do not get there
+            }
+            trouble = "cluster.launcher='ray': Ray does not start on this machine"
+            remedy = "see that /dev/shm can be written and memory is free, or use --launcher processes"
+        try:
+            with quiet, _handlers_kept():
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+        except StoppedError:
+            raise
+        except Exception as error:  # Ray raises bare ones, and others than it says
+            raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
         os.environ.pop(MARK, None)  # Ray's processes have it; trackers and the page are not the cluster's
         stack.callback(ray.shutdown)
-        if address and not named:
+        if address in _FOUND_BY_RAY:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
         yield
 
@@ -115,11 +111,9 @@ def ray_session(config: Config) -> Iterator[None]:
 def session_folder() -> Iterator[Path]:
     """A private folder for Ray clusters. However this process ends, the processes that it starts within the
     block end with it, and the folder is removed."""
-    with (
-        private_folder(_SESSION_ROOM) as folder,
-        environment({MARK: str(folder)}),
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(private_folder(_SESSION_ROOM))
+        stack.enter_context(environment({MARK: str(folder)}))
         with signals_held():
             stack.enter_context(guarded(folder))
         yield folder
@@ -206,8 +200,6 @@ def _native_messages_dropped() -> Iterator[None]:
 
 def _check_reachable(address: str, given: str) -> None:
     """Refuse an address that nobody answers at, before Ray spends a minute on it; ``given``: in words."""
-    if address in ("auto", "local"):
-        return
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdecimal():
         raise ConfigError(f"{given} must be HOST:PORT, such as 10.0.0.1:6379 or [fd00::1]:6379, or auto")
@@ -228,26 +220,20 @@ def package() -> str:
 
 
 def job_environment() -> dict[str, Any]:
-    """The runtime environment of the Ray job that this process is the driver of; empty if of none."""
-    environment = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
-    return dict(environment or {})
+    """The runtime environment of the Ray job that this process is the driver of; empty outside of jobs."""
+    return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
 
 
 def check_lasting(config: Config) -> None:
-    """Refuse homes of checkpoints in a job's working directory, a copy that Ray removes with the job."""
+    """Refuse folders of checkpoints in a job's working directory, a copy that Ray removes with the job."""
     if "working_dir" not in job_environment():
         return
-    for key, place in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
-        if "working_dir_files" in place.split("/"):
+    for key, path in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
+        if "working_dir_files" in path.split("/"):
             raise ConfigError(
-                f"{key}={place!r} lies in this job's working directory, which Ray removes with the job; "
+                f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
                 f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
             )
-
-
-def _environment() -> dict[str, Any]:
-    """What workers need beside what a submitted job has brought: Ray refuses the same key twice."""
-    return {} if "py_modules" in job_environment() else {"py_modules": [package()]}
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,11 +28,10 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        """Set by the first signal."""
+        self.asked_at: float | None = None
+        """When the first signal came; `time.monotonic`, in seconds."""
         self._stop: Callable[[], None] | None = None
         self._begun = False
-        self._asked_at = 0.0
 
     @contextlib.contextmanager
     def heard(self) -> Iterator["StopSignals"]:
@@ -42,18 +41,16 @@ class StopSignals:
             yield self
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        ours = {
-            number: handler
-            for number, handler in before.items()
-            if handler is not None  # else it is not Python's, and could not be put back
-            and not (number == signal.SIGHUP and handler == signal.SIG_IGN)
-        }
-        for number in ours:
+        if before[signal.SIGHUP] == signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        # What is None is not Python's, and could not be put back.
+        before = {number: handler for number, handler in before.items() if handler is not None}
+        for number in before:
             signal.signal(number, self._handle)
         try:
             yield self
         finally:
-            for number, handler in ours.items():
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
@@ -61,7 +58,7 @@ class StopSignals:
         """Within the block the first signal calls ``stop``. If it came before, ``stop`` is called at once."""
         self._stop, self._begun = stop, True
         try:
-            if self.asked.is_set():
+            if self.asked_at is not None:
                 self._call()
             yield
         finally:
@@ -69,18 +66,16 @@ class StopSignals:
 
     def _handle(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if self.asked.is_set():
-            if now - self._asked_at > _SAME_SECONDS:
+        if self.asked_at is not None:
+            if now - self.asked_at > _SAME_SECONDS:
                 raise SecondSignalError
             return
-        self._asked_at = now
-        self.asked.set()
+        self.asked_at = now
         if not self._begun:
             raise StoppedError
-        if self._stop is not None:
-            self._call()
+        self._call()
 
     def _call(self) -> None:
         """In a thread: a signal may have come anywhere, also while a lock is held."""
-        assert self._stop is not None
-        threading.Thread(target=self._stop, name="stopping", daemon=True).start()
+        if self._stop is not None:
+            threading.Thread(target=self._stop, name="stopping", daemon=True).start()

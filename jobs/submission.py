@@ -1,7 +1,7 @@
 """Runs as Ray jobs: shipped to a cluster's job server, found again by the run's name, followed, stopped.
 
-A job carries the package and one folder with the resolved configuration. What a run reads and writes stays
-where it is: relative paths are made absolute here, and must mean the same on all nodes.
+A job carries the package and a folder with the resolved configuration. Data and run directories are not
+shipped: relative paths are made absolute here, and must mean the same on all nodes.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from braid.actors.config.paths import BYTES, anchored, expanded
 from braid.actors.config.variables import looks_secret
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.doors import check_job_server, is_loopback
-from braid.jobs.session import package
+from braid.jobs.session import environment, package
 
 STOP_SECONDS = 120
-"""For so long a job that is told to stop may take to save a checkpoint; Ray's own default is 3."""
+"""Time for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
 
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
@@ -62,13 +62,12 @@ class Job:
 
     @property
     def stop_seconds(self) -> float:
-        """How long it may take to stop."""
         given = self.metadata.get("braid_stop_seconds", "")
         return float(given) if given.isdecimal() else STOP_SECONDS
 
 
 class JobServer:
-    """A cluster's job server, ``http://HOST:8265``: the one that also serves Ray's dashboard."""
+    """A cluster's job server, ``http://HOST:8265``, which also serves Ray's dashboard."""
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
@@ -85,7 +84,7 @@ class JobServer:
         python: str,
         stop_seconds: int,
     ) -> Job:
-        """Start a run as a job; `ConfigError` if it is active already, or was there and is not to go on.
+        """Start a run as a job. `ConfigError` if the run has an active job, or, without ``options``, any job.
 
         options       of ``braid train``: ``--resume`` or ``--overwrite``
         environment   variables of the driver and all ranks; kept by Ray for everybody to read
@@ -93,13 +92,15 @@ class JobServer:
         stop_seconds  between SIGTERM and SIGKILL, for the last checkpoint
         """
         config = _prepared(config)
+        name = config.name
         check_job_server(self._address, self._host, config.cluster.allow_unauthenticated)
         jobs = self.jobs()
-        _check_new(config.name, jobs, bool(options))
+        _check_new(name, jobs, bool(options))
         taken = {job.id for job in jobs}  # Ray never takes an id twice
-        new = next(name for name in _ids(config.name) if name not in taken)
+        ids = (name if number == 1 else f"{name}-{number}" for number in count(1))
+        new = next(id for id in ids if id not in taken)
         facts = {
-            "run": config.name,
+            "run": name,
             "layout": "auto" if config.parallel.auto else config.layout().describe(),
             "directory": str(config.run_directory),
             "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
@@ -123,20 +124,20 @@ class JobServer:
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
         with _answers():
-            found = [_job(one) for one in self._client.list_jobs() if one.type.value == "SUBMISSION"]
+            found = [_job(job) for job in self._client.list_jobs() if job.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def find(self, name: str, *, by_run: bool = True) -> Job:
         """The job of a run (the active one, else the newest), or the job with this id."""
         jobs = self.jobs()
-        of_run = [job for job in jobs if by_run and job.run == name]
-        if found := sorted(of_run, key=lambda job: not job.active) or [job for job in jobs if job.id == name]:
+        found = _of_run(name, jobs) if by_run else []
+        if found := found or [job for job in jobs if job.id == name]:
             return found[0]
         known = ", ".join(dict.fromkeys(job.run or job.id for job in jobs)) or "none"
         raise ConfigError(f"there is no run or job named {name!r} at {self._address}; there are: {known}")
 
     def logs(self, job: Job) -> str:
-        """All that the job has printed."""
+        """All that the job has printed so far."""
         with _answers():
             return str(self._client.get_job_logs(job.id))
 
@@ -150,13 +151,13 @@ class JobServer:
         """Tell a job to stop, and wait until it has; `JobError` after ``seconds``."""
         with _answers():
             self._client.stop_job(job.id)
-        now = self.ended(job, seconds)
-        if now.active:
+        stopped = self.ended(job, seconds)
+        if stopped.active:
             raise JobError(
-                f"job {job.id} is still {now.status} {seconds:g} s after it was told to stop; "
+                f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
                 f"it is killed {job.stop_seconds:g} s after it was told"
             )
-        return now
+        return stopped
 
     def ended(self, job: Job, seconds: float = _STATUS_SECONDS) -> Job:
         """The job when it has ended, or as it is after ``seconds``; its log may end a little earlier."""
@@ -173,17 +174,17 @@ def _prepared(config: Config) -> Config:
     """
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
-    config = anchored(expanded(config), Path.cwd())  # what stands beside the file is absolute already
+    config = anchored(expanded(config), Path.cwd())
     if not config.parallel.auto:
         config.layout()
     if config.tokenizer == BYTES or Path(config.tokenizer).exists():
         config.check(tokenizer_of(config).vocabulary)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
+    return config.changed(cluster={"address": None})
 
 
 def environment_of(settings: list[str]) -> dict[str, str]:
     """``NAME=VALUE`` words as a mapping; `ConfigError` for secrets, which Ray would show to everybody."""
-    found = {}
+    variables = {}
     for setting in settings:
         name, separator, value = setting.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -193,29 +194,28 @@ def environment_of(settings: list[str]) -> dict[str, str]:
                 f"--env {name} looks like a secret, and Ray shows a job's environment to whoever may list "
                 f"jobs; set it on the nodes instead, or let the program read it from a file"
             )
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
     """Refuse a run that is active, or that ended and is neither to go on nor to be replaced."""
-    same = sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
-    if same and same[0].active:
-        raise ConfigError(
-            f"run {name!r} is active: job {same[0].id} is {same[0].status}; wait for it, stop it with "
-            f"'braid jobs stop {name}', or choose another with --set name=..."
-        )
-    if same and not goes_on:
-        raise ConfigError(
-            f"run {name!r} was here before: job {same[0].id} is {same[0].status}; continue it with "
-            f"--resume, replace it with --overwrite, or choose another with --set name=..."
-        )
+    for job in _of_run(name, jobs)[:1]:
+        if job.active:
+            raise ConfigError(
+                f"run {name!r} is active: job {job.id} is {job.status}; wait for it, stop it with "
+                f"'braid jobs stop {name}', or choose another with --set name=..."
+            )
+        if not goes_on:
+            raise ConfigError(
+                f"run {name!r} was here before: job {job.id} is {job.status}; continue it with "
+                f"--resume, replace it with --overwrite, or choose another with --set name=..."
+            )
 
 
-def _ids(name: str) -> Iterator[str]:
-    """NAME, NAME-2, NAME-3, ..."""
-    yield name
-    yield from (f"{name}-{number}" for number in count(2))
+def _of_run(name: str, jobs: list[Job]) -> list[Job]:
+    """The jobs of a run, active ones first, then the newest."""
+    return sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
 
 
 def _job(details: Any) -> Job:
@@ -234,7 +234,7 @@ def _job(details: Any) -> Job:
 
 
 def _client(address: str, local: bool) -> Any:
-    """Ray's client for exactly this address, whatever the environment says."""
+    """Ray's client for exactly this address, whatever the environment says. ``local``: on this machine."""
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
@@ -243,7 +243,7 @@ def _client(address: str, local: bool) -> Any:
     direct: dict[str, Any] = {"proxies": {"no_proxy": urlsplit(address).hostname}} if local else {}
 
     class Client(JobSubmissionClient):
-        """Waits for an answer for so long and no longer; asks this machine itself and no proxy."""
+        """Has time limits, and asks this machine without a proxy."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             read = _CONNECT_SECONDS if endpoint == "/api/version" else _READ_SECONDS
@@ -251,9 +251,9 @@ def _client(address: str, local: bool) -> Any:
 
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
-    names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    with _answers():
+    with _answers(), environment({}):
+        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            os.environ.pop(name, None)
         try:
             return Client(address)
         except OSError:
@@ -261,8 +261,6 @@ def _client(address: str, local: bool) -> Any:
                 f"--address {address!r} does not answer; check that a Ray head with its dashboard "
                 f"(ray start --head --dashboard-host=...) runs there, and that no proxy stands between"
             ) from None
-        finally:
-            os.environ.update(saved)
 
 
 @contextlib.contextmanager

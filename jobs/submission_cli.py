@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.actors.config import ConfigError, load_config
-from braid.jobs.usage import AsJson, Commands, ConfigFile, Overrides, example
+from braid.jobs.output import ExitCode, complain
+from braid.jobs.usage import AsJson, Commands, ConfigFile, Overrides, Overwrite, Resume, example
 from braid.scheduling.json_text import json_text
 
 if TYPE_CHECKING:
@@ -31,20 +32,19 @@ Address = Annotated[
 ]
 Name = Annotated[str, typer.Argument(help="A run's name (its newest job), or a job's id.", metavar="NAME")]
 _HERE = "http://127.0.0.1:8265"
-_FAILURE_EXIT, _INTERRUPT_EXIT = 1, 130
+_SUBMITTED = ("layout", "directory", "submitted by")
+"""What `braid submit` notes of a job."""
+_LISTED = ("run", "job", "status", "layout", "started", "took", "submitted by")
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show what the job prints, to its end.")]
 
 
 def submit(
     config: ConfigFile,
     address: Address = _HERE,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show what the job prints, to its end.")
-    ] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    follow: Follow = False,
     env: Annotated[
         list[str] | None,
         typer.Option(help="A variable for the job; no secrets; may be repeated.", metavar="NAME=VALUE"),
@@ -62,9 +62,9 @@ def submit(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
     resolved = load_config(config, overrides or ())
-    from braid.jobs.submission import JobServer, environment_of
+    from braid.jobs.submission import environment_of
 
-    server = JobServer(address)
+    server = _server(address)
     options = ["--resume"] * resume + ["--overwrite"] * overwrite
     job = server.submit(resolved, options, environment_of(env or []), python, stop_seconds)
     typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.metadata['braid_directory']}")
@@ -77,40 +77,30 @@ def submit(
 @jobs.command("list", epilog=example("jobs list --address http://10.0.0.1:8265"))
 def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show all submitted jobs, the newest first."""
-    from braid.jobs.submission import JobServer
-
-    found = JobServer(address).jobs()
+    all_jobs = _server(address).jobs()
     if as_json:
-        typer.echo(json_text([asdict(job) for job in found]))
+        typer.echo(json_text([asdict(job) for job in all_jobs]))
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "job", "status", "layout", "started", "took", "submitted by"):
+    for name in _LISTED:
         table.add_column(name, overflow="fold")
-    for job in found:
-        layout, by = (job.metadata.get(f"braid_{key}") for key in ("layout", "submitted_by"))
-        words = (job.run, job.id, job.status, layout, _clock(job.started), _took(job), by)
-        table.add_row(*(Text(word or "-") for word in words))  # names of others are not rich's markup
+    for job in all_jobs:
+        table.add_row(*map(_cells(job).__getitem__, _LISTED))
     Console().print(table, highlight=False)
 
 
 @jobs.command(epilog=example("jobs status first"))
 def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
     """Show a job: what became of it, where its records are."""
-    from braid.jobs.submission import JobServer
-
-    job = JobServer(address).find(name)
+    job = _server(address).find(name)
     if as_json:
         typer.echo(json_text(asdict(job)))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    rows = {"run": job.run, "job": job.id, "status": job.status, "message": job.message}
-    for key in ("layout", "directory", "submitted_by"):
-        rows[key.replace("_", " ")] = job.metadata.get(f"braid_{key}")
-    rows |= {"started": _clock(job.started), "took": _took(job), "command": job.entrypoint}
-    for key, value in rows.items():
-        table.add_row(key, Text(value or "-"))
+    for row in _cells(job).items():
+        table.add_row(*row)
     Console().print(table, highlight=False)
 
 
@@ -118,12 +108,10 @@ def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> Non
 def logs(
     name: Name,
     address: Address = _HERE,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the job's end.")] = False,
+    follow: Follow = False,
 ) -> None:
     """Show what a job has printed."""
-    from braid.jobs.submission import JobServer
-
-    server = JobServer(address)
+    server = _server(address)
     job = server.find(name)
     if follow:
         _follow(server, job)
@@ -140,15 +128,19 @@ def stop(
     ] = None,
 ) -> None:
     """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
-    from braid.jobs.submission import JobServer
-
-    server = JobServer(address)
+    server = _server(address)
     job = server.find(name)
     if not job.active:
         typer.echo(f"job {job.id} is {job.status} already")
         return
     stopped = server.stop(job, job.stop_seconds + 10 if timeout is None else timeout)
     typer.echo(f"job {stopped.id} is {stopped.status}")
+
+
+def _server(address: str) -> "JobServer":
+    from braid.jobs.submission import JobServer  # here: no help needs it
+
+    return JobServer(address)
 
 
 def _follow(server: "JobServer", job: "Job") -> None:
@@ -162,21 +154,22 @@ def _follow(server: "JobServer", job: "Job") -> None:
     try:
         asyncio.run(show())
     except KeyboardInterrupt:
-        typer.echo(f"braid: job {job.id} goes on; stop it with: braid jobs stop {job.id}", err=True)
+        complain(f"job {job.id} goes on; stop it with: braid jobs stop {job.id}")
         raise
     ended = server.ended(job)
     typer.echo(f"job {ended.id} is {ended.status}")
     if ended.status != "SUCCEEDED":
-        raise typer.Exit(_INTERRUPT_EXIT if ended.status == "STOPPED" else _FAILURE_EXIT)
+        raise typer.Exit(ExitCode.INTERRUPTED if ended.status == "STOPPED" else ExitCode.FAILURE)
 
 
-def _clock(seconds: float | None) -> str | None:
-    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _took(job: Any) -> str | None:
-    """From start to end, or to now."""
-    if job.started is None:
-        return None
-    seconds = round((job.ended or time.time()) - job.started)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+def _cells(job: "Job") -> dict[str, Text]:
+    """What tables tell of a job, by column; as `Text`, since names of others are not rich's markup."""
+    started = took = None
+    if job.started is not None:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))
+        seconds = round((job.ended or time.time()) - job.started)
+        took = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    words = {"run": job.run, "job": job.id, "status": job.status, "message": job.message}
+    words |= {name: job.metadata.get(f"braid_{name.replace(' ', '_')}") for name in _SUBMITTED}
+    words |= {"started": started, "took": took, "command": job.entrypoint}
+    return {name: Text(word or "-") for name, word in words.items()}

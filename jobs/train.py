@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config, ConfigError, TelemetryConfig
+from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import anchored, expanded
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import Candidate, find_or_decide
@@ -26,7 +26,7 @@ from braid.actors.stage.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks
 from braid.jobs.beside_weights import keep
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
-from braid.jobs.data.executors import local_map
+from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 from braid.jobs.layers import left_open, with_layers
@@ -45,37 +45,16 @@ _TIDY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Profiling:
-    """The run is about to be profiled, or a ``layout`` that it may take."""
+class Compared:
+    """What an ``auto`` of the configuration compared, the fastest first, which the run takes: schedules
+    (``overlap.schedule``), or layouts (``parallel``, and what is chosen for every layer)."""
 
-    layout: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageOpened:
-    """The run can be watched in a browser."""
-
-    url: str
+    rows: Sequence[Candidate] | Sequence[MeasuredLayout]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """What ``overlap.schedule: auto`` compared, the fastest first; it takes that one."""
-
-    candidates: tuple[Candidate, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutsMeasured:
-    """What ``parallel: auto``, or auto for layers, compared, the fastest first; the run takes that one."""
-
-    layouts: tuple[MeasuredLayout, ...]
-
-
-Show = Callable[
-    [Event | Prepared | Preparation | Profiling | Profiled | Chosen | LayoutsMeasured | PageOpened], None
-]
-MakePlan = Callable[[Config, Prepared, Launcher], RunPlan]
+Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | str], None]
+"""Takes what there is to tell of a run; a string is a line for people."""
+StartPlan = Callable[[Launcher, Executor], RunPlan]
 
 
 def train(
@@ -111,46 +90,49 @@ def training(
 ) -> Generator[Event, None, None]:
     """As `train`, event by event: ranks wait while nobody asks for the next one. `Finished` has the report.
 
-    Where it is not followed to its end, close it: that ends what it has started. Several may run by turns in
-    one thread, if those that began later end earlier.
+    Close the generator where it is not followed to its end: that ends what it has started. Several may run
+    by turns in a thread, if the run that began last ends first.
     """
     # ranks do not share the command's folder
     config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
+    run, telemetry = config.run_directory, config.telemetry
     allow_open_files()
     if config.overlap.plan is not None:
         config = with_plan(config, config.overlap.plan)
     shape = check_run(config, options, places)
     tokenizer = tokenizer_of(config)
-
     for text in on_learning_rate(config, resume=options.resume):
-        show(Incident(kind="learning-rate", text=text, step=0))
+        show(_warning("learning-rate", text))
 
-    def plan(config: Config, prepared: Prepared, launcher: Launcher) -> RunPlan:
-        made = plan_run(config, shape, str(prepared.output), launcher, show)
+    def plan(launcher: Launcher, executor: Executor) -> RunPlan:
+        prepared = prepare_data(config, executor, show, resume=options.resume)
+        data = str(prepared.output)
+        made = plan_run(_laid_out(config, shape, launcher, data, show), shape, data, launcher, show)
         return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
 
-    events = partial(_in_processes, places) if config.cluster.launcher == "processes" else _on_ray
-    telemetry = config.telemetry
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_tidied(config.run_directory))
+        stack.enter_context(_explained(run))
         signals = stack.enter_context(StopSignals().heard())
-        sinks = _sinks(telemetry, lambda text: show(Incident(kind="telemetry", text=text, step=0)))
+        tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
+        if telemetry.wandb.mode != "off":
+            tools["wandb"] = telemetry.wandb.model_dump()
+        sinks = Sinks(tools, lambda text: show(_warning("telemetry", text)))
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
-        stack.enter_context(_pointing_to_logs(config.run_directory))
+        if config.cluster.launcher == "processes":
+            events = _in_processes(config, options, plan, signals, places)
+        else:
+            events = _on_ray(config, options, plan, signals)
         begun = False
-        for event in events(config, options, plan, show, signals):
+        for event in events:
             show(event)
             match event:
-                case Started() if begun:
-                    pass  # again, after a failure
-                case Started():
+                case Started() if not begun:  # else again, after a failure
                     begun = True
                     _keep_tokenizer(config, tokenizer, show)
                     if telemetry.page:
-                        _open_page(page, config, show)
-                    run = config.run_directory
+                        _open_page(page, run, show)
                     identity = read_identity(run)
                     mark = identity.mark if identity is not None else ""
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
@@ -159,11 +141,19 @@ def training(
             yield event
 
 
+def _warning(kind: str, text: str) -> Incident:
+    return Incident(kind=kind, text=text, step=0)
+
+
 @contextlib.contextmanager
-def _tidied(run: Path) -> Iterator[None]:
-    """After a second signal: remove what the save under way has left, once the run's processes are gone."""
+def _explained(run: Path) -> Iterator[None]:
+    """Say how to go on after a second signal, which leaves no half of a checkpoint, and after a failure."""
     try:
         yield
+    except WorkerError as error:
+        if not error.user_error and log_file(run, error.rank).exists():
+            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
+        raise
     except SecondSignalError:
         store, lock = CheckpointStore(run / "checkpoints"), FileHold(run / ".lock")
         newest = "there is no checkpoint"
@@ -176,54 +166,35 @@ def _tidied(run: Path) -> Iterator[None]:
         raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
 
 
-@contextlib.contextmanager
-def _pointing_to_logs(run: Path) -> Iterator[None]:
-    """Say, where a rank fails, how to read what it had to say itself."""
-    try:
-        yield
-    except WorkerError as error:
-        if not error.user_error and log_file(run, error.rank).exists():
-            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
-        raise
-
-
-def _sinks(telemetry: TelemetryConfig, tell: Callable[[str], None]) -> Sinks:
-    wanted: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
-    if telemetry.wandb.mode != "off":
-        wanted["wandb"] = telemetry.wandb.model_dump()
-    return Sinks(wanted, tell)
-
-
 def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
     try:
         keep(config, tokenizer, config.run_directory)
     except OSError as error:
-        show(Incident(kind="data", text=f"exports will have no tokenizer: {error}", step=0))
+        show(_warning("data", f"exports will have no tokenizer: {error}"))
 
 
-def _open_page(page: LivePage, config: Config, show: Show) -> None:
+def _open_page(page: LivePage, run: Path, show: Show) -> None:
     try:
-        show(PageOpened(url=page.open(config.run_directory)))
+        show(f"page    {page.open(run)} shows the run live")
     except (OSError, ValueError) as error:
-        show(Incident(kind="telemetry", text=str(error), step=0))
+        show(_warning("telemetry", str(error)))
 
 
 def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, show: Show) -> RunPlan:
     """What the ranks are told; where decisions need measured costs, the run is profiled first."""
-    if not config.overlap.needs_profile:
-        known = known_profile(config, shape, launcher)
-    else:
-        if known_profile(config, shape, launcher) is None:
-            show(Profiling())
+    known = known_profile(config, shape, launcher)
+    if config.overlap.needs_profile:
+        if known is None:
+            show("profile measuring operators alone and beside communication (once, under a minute)")
         known = find_or_measure(config, shape, launcher, data=data)
         show(known)
         if known.trouble:
-            show(Incident(kind="telemetry", text=known.trouble, step=0))
+            show(_warning("telemetry", known.trouble))
     if known is None:
         return RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
     decided = find_or_decide(config, shape, known.profile)
     if decided.candidates:
-        show(Chosen(candidates=decided.candidates))
+        show(Compared(decided.candidates))
     return RunPlan(
         config=config.with_schedule(decided.name),
         shape=shape,
@@ -243,61 +214,49 @@ def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
     return replace(made, faults=before.faults)
 
 
-def _laid_out(config: Config, launcher: Launcher, prepared: Prepared, show: Show) -> Config:
+def _laid_out(config: Config, shape: ModelShape, launcher: Launcher, data: str, show: Show) -> Config:
     """The configuration with a layout and what is best for every layer, where they are to be searched for."""
-    if not config.parallel.auto and not config.chooses_layers:
-        return config
-    shape, data = config.check(tokenizer_of(config).vocabulary), str(prepared.output)
 
-    def tell(layout: str) -> None:
-        show(Profiling(layout=layout))
+    def tell(what: str) -> None:
+        show(f"profile measuring {what} (once, under a minute)")
 
     if config.parallel.auto:
         config, layouts = with_layout(config, shape, launcher, tell, data)
-        show(LayoutsMeasured(layouts=tuple(layouts)))
+        show(Compared(layouts))
         config = left_open(config, shape)
     if config.chooses_layers and config.overlap.plan is None:
         config, layouts = with_layers(config, shape, launcher, tell, data)
-        show(LayoutsMeasured(layouts=tuple(layouts)))
+        show(Compared(layouts))
     return config
 
 
 def _in_processes(
-    places: Sequence[Place] | None,
     config: Config,
     options: RunOptions,
-    plan: MakePlan,
-    show: Show,
+    plan: StartPlan,
     signals: StopSignals,
+    places: Sequence[Place] | None,
 ) -> Iterator[Event]:
     launcher = ProcessLauncher(config, places)
-    prepared = prepare_data(config, local_map, show, resume=options.resume)
-    config = _laid_out(config, launcher, prepared, show)
-    controller = Controller(plan(config, prepared, launcher), launcher, options)
+    controller = Controller(plan(launcher, local_map), launcher, options)
     with signals.calling(controller.stop):
         yield from controller.run()
 
 
-def _on_ray(
-    config: Config, options: RunOptions, plan: MakePlan, show: Show, signals: StopSignals
-) -> Iterator[Event]:
+def _on_ray(config: Config, options: RunOptions, plan: StartPlan, signals: StopSignals) -> Iterator[Event]:
     with ray_session(config):
         import ray.util.metrics
         from ray.exceptions import RayActorError
 
         from braid.actors.controller.placement import RayLauncher
-        from braid.dashboards.metrics_feed import (
-            told_to_ray,
-        )  # a run of processes starts without a web server
+        from braid.dashboards.metrics_feed import told_to_ray  # loads a web server
         from braid.jobs.controllers import Controllers
         from braid.jobs.data.prepare_ray import ray_map
 
         launcher = RayLauncher(config)
         if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
             launcher.check(config.layout().ranks)
-        prepared = prepare_data(config, ray_map, show, resume=options.resume)
-        config = _laid_out(config, launcher, prepared, show)
-        made = plan(config, prepared, launcher)
+        made = plan(launcher, ray_map)
         controllers = Controllers(made, options, partial(replan, made))
         budget = RestartBudget(config.failure.max_restarts)
         with told_to_ray(config.run_directory, ray.util.metrics):

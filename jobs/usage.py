@@ -21,6 +21,8 @@ Launcher = Annotated[
     Literal["ray", "processes"] | None,
     typer.Option(help="Short for --set cluster.launcher=...: Ray actors, or plain processes."),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's newest good checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run of the same name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -33,7 +35,7 @@ class Commands(TyperGroup):
     """A group that says of an unknown command which one was meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As of typer, whose own suggestions know no other systems' words."""
+        """As typer's, whose suggestions do not know the words of other systems."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
@@ -47,12 +49,11 @@ def told(error: Any) -> str:
     """One line on a call that typer refuses: what is wrong, and the remedy."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "braid"
-    kind = type(error).__name__
-    text = (
-        str(error.format_message()).rstrip(".").replace("Value error, ", "").replace("Input should", "must")
-    )
+    kind, text = type(error).__name__, str(error.format_message()).rstrip(".")
+    text = text.replace("Value error, ", "").replace("Input should", "must")
     if kind == "NoSuchOption" and context is not None:
-        options = [name for one in context.command.params for name in one.opts if name.startswith("--")]
+        params = context.command.params
+        options = [name for param in params for name in param.opts if name.startswith("--")]
         meant = hint(error.option_name, options)
         return f"{path} has no option {error.option_name}; {meant or f'see {path} --help'}"
     if kind == "MissingParameter":
@@ -60,6 +61,6 @@ def told(error: Any) -> str:
         name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
         return f"{path} needs {name}: {(parameter.help or '').rstrip('.')}; see {path} --help"
     if wrong := re.search(r"'([^']*)' is not one of (.*)", text):
-        choices = [one.strip(" '") for one in wrong[2].split(",")]
+        choices = [choice.strip(" '") for choice in wrong[2].split(",")]
         return f"{text[: wrong.start()]}{wrong[1]!r} {must_be_one_of(wrong[1], choices)}"
     return text if ";" in text else f"{text}; see {path} --help"

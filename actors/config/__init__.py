@@ -13,31 +13,23 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
-from braid.actors.config.model import ConfigError, ModelConfig, Section
-from braid.actors.config.overlap import AUTO, OverlapConfig
-from braid.actors.config.parallel import ParallelConfig
+from braid.actors.config.model import ConfigError, ModelConfig, Section, as_config_error
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
-from braid.actors.config.train import TrainConfig
+from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
 from braid.actors.config.wording import problems_in, section_of
 from braid.scheduling.fit import check_fit, check_runnable
 from braid.scheduling.lowering.named import ScheduleName
 from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
 from braid.scheduling.operators import Stream
 from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import (
-    AXES,
-    ModelShape,
-    ParallelLayout,
-    Workload,
-)
+from braid.scheduling.spec import AXES, ModelShape, ParallelLayout, Workload
 from braid.scheduling.suggestions import nearest
 from braid.scheduling.yaml_text import parse_yaml, write_yaml
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
-
-_OF_PLANS: Mapping[str, Iterable[str]] = {
+_GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "parallel": ParallelConfig.model_fields,
     "train": ("micro_batch", "recompute"),
     "overlap": ("schedule", "pipeline"),
@@ -80,8 +72,9 @@ class Config(Section):
     elastic: ElasticConfig = ElasticConfig()
 
     @model_validator(mode="after")
-    def _shares(self) -> "Config":
-        parallel = self.parallel
+    def _sections_fit_each_other(self) -> "Config":
+        parallel, train, data = self.parallel, self.train, self.data
+        degrees = parallel.tensor_degrees
         if parallel.zero and parallel.replicas == 1 and not parallel.auto and not self.elastic.max_ranks:
             raise ValueError(
                 f"parallel.zero={parallel.zero} cuts states over the ranks that share parameters, and with "
@@ -92,44 +85,27 @@ class Config(Section):
                 f"parallel.shards={parallel.shards} does not go with elastic.max_ranks, which changes the "
                 f"number of replicas; set parallel.shards to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sums(self) -> "Config":
-        train = self.train
-        if train.reduce_dtype is None:
-            return self
-        if train.dtype == "fp64":
+        if train.reduce_dtype is not None and train.dtype == "fp64":
             raise ValueError(
                 f"train.reduce_dtype={train.reduce_dtype} would round sums of train.dtype=fp64; set "
                 f"train.reduce_dtype to null, or train.dtype to fp32 or bf16"
             )
-        if train.deterministic_reduction:
+        if train.reduce_dtype is not None and train.deterministic_reduction:
             raise ValueError(
                 f"train.reduce_dtype={train.reduce_dtype} rounds what train.deterministic_reduction=true "
                 f"sums exactly; set train.reduce_dtype to null, or train.deterministic_reduction to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _of_layers(self) -> "Config":
-        """What is chosen for layers is chosen together."""
-        degrees, recompute = self.parallel.tensor_degrees, self.train.recompute
-        if recompute == AUTO and degrees not in (None, AUTO):
+        if train.recompute == AUTO and degrees not in (None, AUTO):
             raise ValueError(
                 f"parallel.tensor_degrees={degrees} is given layer by layer, and train.recompute=auto; set "
                 f"both to auto, or give both"
             )
-        if degrees == AUTO and recompute not in (AUTO, *RECOMPUTE_POLICIES):
+        if degrees == AUTO and train.recompute not in (AUTO, *RECOMPUTE_POLICIES):
             raise ValueError(
-                f"train.recompute={recompute!r} is given layer by layer, and parallel.tensor_degrees=auto; "
-                f"set both to auto, or give both"
+                f"train.recompute={train.recompute!r} is given layer by layer, and "
+                f"parallel.tensor_degrees=auto; set both to auto, or give both"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _documents(self) -> "Config":
-        if self.data.restart_positions and not self.data.document_mask:
+        if data.restart_positions and not data.document_mask:
             raise ValueError(
                 "data.restart_positions=true counts positions by documents that see each other; set "
                 "data.document_mask to true, too"
@@ -149,32 +125,33 @@ class Config(Section):
     def with_schedule(self, name: str) -> "Config":
         """The same with another schedule, by its text (`ScheduleName`)."""
         schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
-        named = {"schedule": schedule, "pipeline": pipeline or None}
-        return self.model_copy(update={"overlap": self.overlap.model_copy(update=named)})
+        return self.changed(overlap={"schedule": schedule, "pipeline": pipeline or None})
 
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """The same with other values, which are not checked: ``config.changed(train={"steps": 5})``."""
+        copies = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=copies)
+
+    @as_config_error()
     def layout(self) -> ParallelLayout:
         """The mesh, with the model's chunks where the schedule wants them."""
-        if self.parallel.auto:
+        parallel = self.parallel
+        if parallel.auto:
             raise ConfigError(
                 "parallel: auto is decided when a run starts, or by `braid plan`; set the degrees here"
             )
-        degrees = {axis: getattr(self.parallel, axis) for axis in (*AXES, "ep")}
-        degrees |= {"zero": self.parallel.zero, "shards": self.parallel.shards}
-        own = self.parallel.tensor_degrees
-        degrees["tensor_degrees"] = () if own is None or own == AUTO else own
-        placement = self.overlap.name.placement_on(self.parallel.pp)
-        try:
-            return ParallelLayout(**degrees, placement=placement)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        degrees = parallel.tensor_degrees
+        return ParallelLayout(
+            **{key: getattr(parallel, key) for key in (*AXES, "ep", "zero", "shards")},
+            tensor_degrees=() if degrees is None or degrees == AUTO else degrees,
+            placement=self.overlap.name.placement_on(parallel.pp),
+        )
 
+    @as_config_error()
     def sizes(self, shape: ModelShape, streams: Mapping[str, Stream] | None = None) -> PartSizes:
         """Sizes of the model's parts on one rank; ``streams``: where axes lie, by default inside the node."""
         train, context = self.train, self.parallel.context
-        try:
-            return part_sizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        return part_sizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
 
     @property
     def chooses_layers(self) -> bool:
@@ -194,44 +171,34 @@ class Config(Section):
         """The model's sizes, with what the data says of attention; ``vocabulary`` is the tokenizer's."""
         return replace(self.model.shape(vocabulary), documents=self.data.document_mask)
 
+    @as_config_error()
     def check(self, vocabulary: int) -> ModelShape:
         """The model's shape, after checking that model, layout and batch fit each other."""
-        try:
-            shape = self.shape(vocabulary)
-            policies_of(self.recompute, shape.layers)
-            if self.parallel.auto:  # layouts are checked as they are tried
-                return shape
-            check_runnable(shape, self.layout())
-            check_fit(shape, self.layout(), self.workload())
-            self._check_kernels()
-            if self.overlap.cuda_graphs is True and shape.documents:
-                raise ConfigError(
-                    "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "
-                    "other documents; set one of both to false"
-                )
-            if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":
-                raise ConfigError(
-                    "overlap.cuda_graphs=true needs GPUs, and cluster.device is cpu; set it to auto"
-                )
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        return shape
-
-    def _check_kernels(self) -> None:
-        """What is known before any rank has started; a rank checks that it has a device for them."""
-        train = self.train
-        if train.kernels != "triton":
-            return
-        if train.dtype == "fp64":
+        shape = self.shape(vocabulary)
+        policies_of(self.recompute, shape.layers)
+        if self.parallel.auto:  # layouts are checked as they are tried
+            return shape
+        check_runnable(shape, self.layout())
+        check_fit(shape, self.layout(), self.workload())
+        # Whether a rank has a device for Triton's kernels, the rank checks.
+        if self.train.kernels == "triton" and self.train.dtype == "fp64":
             raise ConfigError(
                 "train.kernels='triton' computes in fp32 and bf16, not in train.dtype='fp64'; use torch"
             )
-        if importlib.util.find_spec("triton") is None:
+        if self.train.kernels == "triton" and importlib.util.find_spec("triton") is None:
             raise ConfigError(
                 "train.kernels='triton': Triton is not installed (the extra braid[gpu]); use auto or torch"
             )
+        if self.overlap.cuda_graphs is True and shape.documents:
+            raise ConfigError(
+                "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "
+                "other documents; set one of both to false"
+            )
+        if self.overlap.cuda_graphs is True and self.cluster.device == "cpu":
+            raise ConfigError(
+                "overlap.cuda_graphs=true needs GPUs, and cluster.device is cpu; set it to auto"
+            )
+        return shape
 
     def to_yaml(self) -> str:
         """The resolved configuration; `load_config` reads it back."""
@@ -239,7 +206,7 @@ class Config(Section):
         if self.model.preset is not None or self.model.initial is not None:
             # Defaults written out would be sizes that the configuration gives, against the preset's.
             content["model"] = self.model.model_dump(mode="json", exclude_unset=True)
-        for name, keys in _OF_PLANS.items() if self.overlap.plan is not None else ():
+        for name, keys in _GIVEN_BY_PLANS.items() if self.overlap.plan is not None else ():
             for key in set(keys) - getattr(self, name).model_fields_set:
                 del content[name][key]  # written out, it would be said against the plan's
         return write_yaml(content)
@@ -249,8 +216,8 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides.
 
     ``~`` and ``$NAME`` in paths are replaced. Relative paths of `BESIDE_THE_FILE`, in the file and in
-    overrides, are taken from the file's folder. The others stay as they are, and are taken from the folder in
-    which a run is started.
+    overrides, are taken from the file's folder. Other relative paths stay as they are: they begin in the
+    folder in which a run is started.
     """
     config = expanded(parse_config(read_content(Path(path)), overrides, source=str(path)))
     return anchored(config, Path(path).parent.absolute(), BESIDE_THE_FILE)
@@ -260,7 +227,8 @@ def parse_config(
     content: Mapping[str, Any], overrides: Iterable[str] = (), source: str = "configuration"
 ) -> Config:
     """Check a configuration that is already in memory; its paths stay as they are."""
-    merged = _plain(content)
+    sections = {name for name, info in Config.model_fields.items() if section_of(info.annotation)}
+    merged = {key: value for key, value in content.items() if value is not None or key not in sections}
     for override in overrides:
         _override(merged, override)
     try:
@@ -270,50 +238,33 @@ def parse_config(
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
+@as_config_error()
 def read_content(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; `ConfigError` where there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
-        there = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = nearest(path.name, there)
+        files = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = nearest(path.name, files)
         remedy = f"did you mean {path.parent / near}?" if near else "give the path of a run's YAML file"
         raise ConfigError(f"configuration file {path} does not exist; {remedy}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
-    try:
-        content = parse_yaml(text, str(path))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise ConfigError(f"{path} must hold keys and values, found a {type(content).__name__}")
-    return content
+    return content or {}
 
 
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy in which an empty section (``data:`` and nothing below) stands for its defaults."""
-    sections = {name for name, info in Config.model_fields.items() if section_of(info.annotation)}
-    return {
-        key: dict(value) if isinstance(value, Mapping) else {} if value is None and key in sections else value
-        for key, value in content.items()
-    }
-
-
+@as_config_error()
 def _override(content: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {override!r} must be written key=value, such as --set train.lr=3e-4")
     *sections, last = key.split(".")
-    place = content
     for section in sections:
-        inner = place.setdefault(section, {})
-        if not isinstance(inner, dict):
+        inner = content.get(section)
+        if not isinstance(inner, dict | None):
             whole = f"--set '{section}={{{last}: {text}}}'"
             raise ConfigError(f"--set {override!r}: {section} is {inner!r}, without keys; give {whole}")
-        place[section] = place = dict(inner)
-    try:
-        place[last] = parse_yaml(text, f"--set {override!r}: the value")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        content[section] = content = dict(inner or {})
+    content[last] = parse_yaml(text, f"--set {override!r}: the value")

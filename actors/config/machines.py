@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from braid.actors.config.model import Positive, Section
+from braid.actors.config.model import Above0, Positive, Section
 from braid.actors.config.variables import check_variables
 
 
@@ -37,26 +37,23 @@ class ClusterConfig(Section):
     allow_unauthenticated: bool = False  # join a cluster beyond loopback that takes orders without a token
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # of process groups; auto: NCCL on GPUs, else gloo
-    cpus_per_rank: Annotated[float, Field(gt=0)] = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
+    cpus_per_rank: Above0 = 1.0  # CPUs reserved for a rank; less than 1 to crowd ranks
     threads_per_rank: Positive = 1  # CPU threads that a rank computes with
-    memory_gb: Annotated[float, Field(gt=0)] | None = (
-        None  # that plans may fill of a rank; null: whatever it takes
-    )
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None  # of a rank; with it MFU is reported
+    memory_gb: Above0 | None = None  # that plans may fill of a rank; null: whatever it takes
+    peak_tflops: Above0 | None = None  # of a rank; with it MFU is reported
     spread: bool = False  # a rank of each node in turn, rather than as many as fit on one
     nccl: NcclConfig = NcclConfig()
     # environment variables of the ranks' processes, such as NCCL_SOCKET_IFNAME; null, for secrets: the value
     # in the environment of the run's command
     env: Annotated[dict[str, str | None], BeforeValidator(check_variables)] = Field(default_factory=dict)
-    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # for room for all ranks
-    group_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # for ranks to meet, and for one collective
+    placement_timeout_s: Above0 = 30.0  # for room for all ranks
+    group_timeout_s: Above0 = 120.0  # for ranks to meet, and for one collective
     # each connection between ranks sends at this rate at most, as if hosts were joined by a slow link: to see
     # on one machine what hiding communication is worth (Linux, CPU)
     emulated_link_mbit: Annotated[float, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _paced(self) -> "ClusterConfig":
-        """Only sockets can be paced."""
         if self.emulated_link_mbit is not None and self.device == "cuda":
             raise ValueError(
                 f"emulated_link_mbit={self.emulated_link_mbit:g} paces sockets between CPU ranks; set "
@@ -76,8 +73,8 @@ class WandbConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _word(cls, content: Any) -> Any:
-        """The mode as a word; ``false`` is ``off``, which YAML 1.1 does not tell apart."""
+    def _from_word(cls, content: Any) -> Any:
+        """The mode as a word; YAML 1.1 reads ``off`` as ``false``."""
         if content is False:
             return {}
         return {"mode": content} if isinstance(content, str) else content

@@ -1,5 +1,8 @@
 """The model's section of the configuration: sizes, a preset, or somebody else's weights."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,10 +15,24 @@ from braid.scheduling.rotary import RotaryScaling
 from braid.scheduling.spec import FAMILIES, ModelShape
 
 Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names key, value and remedy."""
+
+
+@contextlib.contextmanager
+def as_config_error() -> Iterator[None]:
+    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 class Section(BaseModel):
@@ -25,29 +42,25 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_for_a_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Nor the other way round: ``lr: true`` is a slip, and pydantic would take it for 1."""
-        kinds = _scalars(cls.model_fields[info.field_name or ""].annotation)
+    def _numbers_are_no_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse ``lr: true`` and ``page: 1``, which pydantic would convert."""
+        types = _scalar_types(cls.model_fields[info.field_name or ""].annotation)
         entries = value if isinstance(value, list | tuple) else [value]
-        if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in entries):
+        if types & {int, float} and bool not in types and any(isinstance(entry, bool) for entry in entries):
             raise PydanticCustomError("number_type", "must be a number")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and bool in kinds and not kinds & {int, float}:
+        if bool in types and not types & {int, float} and type(value) in (int, float):
             raise PydanticCustomError("truth_value_type", "must be true or false")
         return value
 
 
-def _scalars(kind: Any) -> set[Any]:
-    """The types that a type is made of."""
-    return {one for inner in get_args(kind) for one in _scalars(inner)} or {kind}
+def _scalar_types(annotation: Any) -> set[Any]:
+    """The types inside unions, tuples and `Annotated`."""
+    return {kind for inner in get_args(annotation) for kind in _scalar_types(inner)} or {annotation}
 
 
 def _layers(value: Any) -> Any:
-    if isinstance(value, dict) and value:
-        fits = all(isinstance(text, str) for text in (*value, *value.values()))
-    else:
-        fits = value is None or isinstance(value, str)
-    if not fits:
+    texts = (*value, *value.values()) if isinstance(value, dict) and value else (value,)
+    if value is not None and not all(isinstance(text, str) for text in texts):
         raise ValueError("must be text, 'package.module:Class' or 'file.py:Class', or such texts by name")
     return value
 
@@ -79,8 +92,8 @@ class ModelConfig(Section):
     vocabulary: Positive | None = None  # default: the tokenizer's, rounded up to 64
     sequence: Positive = 256  # tokens of a sample
     tied_head: bool = False  # the output matrix is the table of token embeddings
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5  # added to the variance in norms
-    rotary_base: Annotated[float, Field(gt=0)] = 10000.0  # base of the wavelengths of rotary positions
+    norm_eps: Above0 = 1e-5  # added to the variance in norms
+    rotary_base: Above0 = 10000.0  # base of the wavelengths of rotary positions
     # what becomes of those waves, for more tokens than a model was first trained on: as in Llama 3.1, or,
     # without original_sequence, all of them factor times as long; factors: as in Phi-3.5-MoE, each its own
     rotary_scaling: Annotated[RotaryScaling | None, BeforeValidator(_rotary_scaling)] = None
@@ -89,21 +102,21 @@ class ModelConfig(Section):
     head_bias: bool = False  # a bias on the logits (Phi-3.5-MoE)
     head_norm: bool = False  # RMSNorm over every head of queries and keys, before they are turned (Qwen3)
     layer_norm: bool = False  # LayerNorms with biases, in place of RMSNorms (Phi-3.5-MoE)
-    experts: Annotated[int, Field(ge=0)] = 0  # family moe: MLPs of which every token visits some
-    top_k: Annotated[int, Field(ge=0)] = 0  # experts that every token visits
+    experts: Count = 0  # family moe: MLPs of which every token visits some
+    top_k: Count = 0  # experts that every token visits
     # tokens that an expert takes of each rank, over the average: more are dropped; 0: all that come
-    capacity_factor: Annotated[float, Field(ge=0)] = 0.0
-    expert_ffn: Annotated[int, Field(ge=0)] = 0  # width of an expert; 0: ffn
-    shared_experts: Annotated[int, Field(ge=0)] = 0  # that every token visits, beside top_k of the others
+    capacity_factor: AtLeast0 = 0.0
+    expert_ffn: Count = 0  # width of an expert; 0: ffn
+    shared_experts: Count = 0  # that every token visits, beside top_k of the others
     softmax_after: bool = False  # gates: softmax over the chosen experts' scores, not over all experts'
     normalised: bool = True  # gates of a token are divided by their sum
     # gates: each a softmax over the experts that score at most twice this part below the best one left
     # (SparseMixer, Phi-3.5-MoE: 0.01)
-    mixer_jitter: Annotated[float, Field(ge=0)] = 0.0
-    balance_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that balances experts
+    mixer_jitter: AtLeast0 = 0.0
+    balance_loss: AtLeast0 = 0.0  # factor of the loss that balances experts
     # step of a bias on every expert's score that balances experts instead of a loss (Wang et al. 2024): 0.001
-    balance_rate: Annotated[float, Field(ge=0)] = 0.0
-    z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the loss that keeps the router's logits small
+    balance_rate: AtLeast0 = 0.0
+    z_loss: AtLeast0 = 0.0  # factor of the loss that keeps the router's logits small
     # a layer of your own: "package.module:Class" or "file.py:Class"; or several by name, for the pattern
     layer: Annotated[str | dict[str, str] | None, BeforeValidator(_layers)] = None
     # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
@@ -115,30 +128,28 @@ class ModelConfig(Section):
 
     @property
     def own_layers(self) -> dict[str, str]:
-        """The user's layers by kind; one without a name takes the place of the family's own."""
+        """The user's layers by kind; a layer without a name takes the place of the family's own."""
         return {UNIFORM: self.layer} if isinstance(self.layer, str) else self.layer or {}
 
+    @as_config_error()
     def shape(self, vocabulary: int) -> ModelShape:
         """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
         known = self.preset is not None or self.initial is not None
         shape = self._known_shape(vocabulary) if known else self._given_shape(vocabulary)
-        self._check_kinds(shape)
-        return shape
-
-    def _check_kinds(self, shape: ModelShape) -> None:
-        own, known = self.own_layers, (*built_in_kinds(shape.family), *self.own_layers)
+        kinds = list(dict.fromkeys((*built_in_kinds(shape.family), *self.own_layers)))
         for kind in shape.kinds:
-            if kind not in known:
+            if kind not in kinds:
                 raise ConfigError(
                     f"model.pattern={self.pattern!r} has a layer {kind!r}, which is not known; "
-                    f"write its class under model.layer.{kind}, or use {' or '.join(dict.fromkeys(known))}"
+                    f"write its class under model.layer.{kind}, or use {' or '.join(kinds)}"
                 )
-        for kind in own:
+        for kind, layer in self.own_layers.items():
             if kind not in shape.kinds:
                 raise ConfigError(
-                    f"model.layer.{kind}={own[kind]!r} is not used: model.pattern={self.pattern!r} has no "
+                    f"model.layer.{kind}={layer!r} is not used: model.pattern={self.pattern!r} has no "
                     f"layer of that name; add it there, or leave it out"
                 )
+        return shape
 
     def _given_shape(self, vocabulary: int) -> ModelShape:
         if self.head_dim is None and self.hidden % self.heads:
@@ -150,39 +161,15 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"model.vocabulary={self.vocabulary} is smaller than the tokenizer's {vocabulary} tokens"
             )
-        gated_ffn = -(-self.hidden * 8 // 3 // 64) * 64
-        return ModelShape(
-            family=self.family,
-            hidden=self.hidden,
-            ffn=self.ffn or (4 * self.hidden if self.family == "gpt" else gated_ffn),
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads or self.heads,
-            head_dim=self.head_dim or self.hidden // self.heads,
-            vocabulary=self.vocabulary or -(-vocabulary // 64) * 64,
-            sequence=self.sequence,
-            tied_head=self.tied_head,
-            norm_eps=self.norm_eps,
-            rotary_base=self.rotary_base,
-            rotary_scaling=self.rotary_scaling,
-            qkv_bias=self.qkv_bias,
-            projection_bias=self.projection_bias,
-            head_bias=self.head_bias,
-            head_norm=self.head_norm,
-            layer_norm=self.layer_norm,
-            experts=self.experts,
-            top_k=self.top_k,
-            capacity_factor=self.capacity_factor,
-            expert_ffn=self.expert_ffn,
-            shared_experts=self.shared_experts,
-            softmax_after=self.softmax_after,
-            normalised=self.normalised,
-            mixer_jitter=self.mixer_jitter,
-            balance_loss=self.balance_loss,
-            balance_rate=self.balance_rate,
-            z_loss=self.z_loss,
-            pattern=self.pattern,
-        )
+        defaults = {
+            "ffn": 4 * self.hidden if self.family == "gpt" else _rounded_up(self.hidden * 8 // 3),
+            "kv_heads": self.heads,
+            "head_dim": self.hidden // self.heads,
+            "vocabulary": _rounded_up(vocabulary),
+        }
+        keys = [field.name for field in fields(ModelShape) if field.name in ModelConfig.model_fields]
+        given = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return ModelShape(**{**defaults, **given})
 
     def _known_shape(self, vocabulary: int) -> ModelShape:
         """The preset with the keys that the configuration sets itself; or what ``initial`` holds, which those
@@ -190,23 +177,24 @@ class ModelConfig(Section):
         from braid.scheduling.presets.library import known_shape
 
         given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
-        try:
-            shape = known_shape(self.preset, self.initial, given)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        shape = known_shape(self.preset, self.initial, given)
         if self.initial is not None and self.layer is not None:
             raise ConfigError(
                 f"model.layer={self.layer!r} cannot take model.initial's weights; leave one out"
             )
         if shape.vocabulary < vocabulary:
-            key, remedy = (
-                ("initial", "use its tokenizer") if self.initial else ("preset", "set model.vocabulary")
-            )
+            initial = self.initial is not None
+            key, remedy = ("initial", "use its tokenizer") if initial else ("preset", "set model.vocabulary")
             raise ConfigError(
                 f"model.{key}={str(getattr(self, key))!r} has a vocabulary of {shape.vocabulary}, too small "
                 f"for the tokenizer's {vocabulary} tokens; {remedy}"
             )
         return shape
+
+
+def _rounded_up(count: int) -> int:
+    """To a multiple of 64."""
+    return -(-count // 64) * 64
 
 
 assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)

@@ -7,7 +7,7 @@ run reads and writes begins where the command runs. `anchored` makes any of them
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,96 +25,32 @@ BYTES: Final = "bytes"
 
 BESIDE_THE_FILE: Final = ("model.layer", "model.initial", "checkpoint.mirror")
 """Keys whose relative paths begin at the folder of the configuration file."""
+_PATHS: Final = (
+    *("runs", "model.layer", "model.initial", "data.files", "data.tokenizer", "data.directory"),
+    *("overlap.schedule_file", "overlap.plan", "overlap.profile", "checkpoint.mirror"),
+)
+_PATTERNS: Final = ("data.exclude",)
+"""Keys whose relative patterns begin anywhere."""
+_WORDS: Final = {("data.files", PYTHON_STDLIB), ("data.tokenizer", BYTES)}
+"""Values that are no paths."""
+_FILE_URL: Final = re.compile("(?:file|local):(?://)?")
 
 C = TypeVar("C", bound=BaseModel)
-
-
-At = Callable[[str], str]
-"""What becomes of one path or URL."""
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-def _expand(key: str, place: str) -> str:
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        if not os.environ.get(name):
-            raise ConfigError(
-                f"{key}={place!r}: the variable {name} is not set here, or empty; set it, or write "
-                f"the path out"
-            )
-        if name != "PWD" and looks_secret(name, ""):  # that one is a folder, not a password
-            raise ConfigError(
-                f"{key}={place!r}: {name} looks like a secret, and a configuration is written down and "
-                f"shown; write the path without it"
-            )
-        return os.environ[name]
-
-    whole = os.path.expanduser(_VARIABLE.sub(value, place))
-    if whole.startswith("~"):
-        home, *_ = place.split("/")
-        raise ConfigError(f"{key}={place!r}: {home} is nobody's home here; write the path out, or ./{place}")
-    return whole
-
-
-def _anchor(base: Path, place: str) -> str:
-    """URLs have roots of their own, and what is not expanded is left to whoever reads it."""
-    return place if place.startswith(("~", "$")) or is_url(place) else os.path.normpath(base / place)
-
-
-def _layer(at: At, reference: str | dict[str, str]) -> str | dict[str, str]:
-    """``file.py:Class``, or several by name; a module has no path."""
-    if not isinstance(reference, str):
-        return {name: f"{_layer(at, one)}" for name, one in reference.items()}
-    place, _, name = reference.rpartition(":")
-    return f"{at(place)}:{name}" if place.endswith(".py") else reference
-
-
-def _url(at: At, url: str) -> str:
-    """A path, or a URL, also one of a file of this machine."""
-    scheme = next((s for s in ("file://", "file:", "local://", "local:") if url.startswith(s)), "")
-    return scheme + at(url.removeprefix(scheme))
-
-
-def _files(at: At, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name if name == PYTHON_STDLIB else _url(at, name) for name in names)
-
-
-def _tokenizer(at: At, name: str) -> str:
-    return name if name == BYTES else at(name)
-
-
-def _path(at: At, path: Path) -> Path:
-    return Path(at(str(path)))
-
-
-_PATHS: Mapping[str, Callable[[At, Any], Any]] = {
-    "runs": _path,
-    "model.layer": _layer,
-    "model.initial": _path,
-    "data.files": _files,
-    "data.tokenizer": _tokenizer,
-    "data.directory": _path,
-    "overlap.schedule_file": _path,
-    "overlap.plan": _path,
-    "overlap.profile": _path,
-    "checkpoint.mirror": _url,
-}
-_PATTERNS: Final = {"data.exclude": _files}
-"""Keys whose relative patterns begin anywhere."""
-
-
 def expanded(config: C) -> C:
     """The same with every ``~`` and ``$NAME`` in paths replaced; `ConfigError` names those that cannot be."""
-    for key, read in {**_PATHS, **_PATTERNS}.items():
-        config = _changed(config, key.split("."), partial(read, partial(_expand, key)))
+    for key in (*_PATHS, *_PATTERNS):
+        config = _changed(config, key.split("."), partial(_with_paths, key, partial(_expand, key)))
     return config
 
 
-def anchored(config: C, base: Path, keys: Iterable[str] = tuple(_PATHS)) -> C:
+def anchored(config: C, base: Path, keys: Iterable[str] = _PATHS) -> C:
     """The same with the relative paths of ``keys`` taken from ``base``; absolute ones stay as they are."""
     for key in keys:
-        config = _changed(config, key.split("."), partial(_PATHS[key], partial(_anchor, base)))
+        config = _changed(config, key.split("."), partial(_with_paths, key, partial(_anchor, base)))
     return config
 
 
@@ -122,7 +58,51 @@ def _changed(section: C, path: list[str], change: Callable[[Any], Any]) -> C:
     """A copy in which one value was changed; a key that was not given stays so."""
     name, *below = path
     value = getattr(section, name)
-    if value is None:
-        return section
     new = _changed(value, below, change) if below else change(value)
     return section if new == value else section.model_copy(update={name: new})
+
+
+def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
+    """A key's value after ``change`` of every path or URL in it."""
+    match value:
+        case Path():
+            return Path(change(str(value)))
+        case tuple():
+            return tuple(_with_paths(key, change, entry) for entry in value)
+        case dict():
+            return {name: _with_paths(key, change, entry) for name, entry in value.items()}
+        case str() if key == "model.layer":  # file.py:Class; package.module:Class has no path
+            file, _, name = value.rpartition(":")
+            return f"{change(file)}:{name}" if file.endswith(".py") else value
+        case str() if (key, value) not in _WORDS:
+            scheme = _FILE_URL.match(value) if key != "data.tokenizer" else None
+            start = scheme.end() if scheme else 0
+            return value[:start] + change(value[start:])
+    return value
+
+
+def _expand(key: str, path: str) -> str:
+    def value(variable: re.Match[str]) -> str:
+        name = variable[1] or variable[2]
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"{key}={path!r}: the variable {name} is not set here, or empty; set it, or write "
+                f"the path out"
+            )
+        if name != "PWD" and looks_secret(name, ""):  # that one is a folder, not a password
+            raise ConfigError(
+                f"{key}={path!r}: {name} looks like a secret, and a configuration is written down and "
+                f"shown; write the path without it"
+            )
+        return os.environ[name]
+
+    whole = os.path.expanduser(_VARIABLE.sub(value, path))
+    if whole.startswith("~"):
+        home, *_ = path.split("/")
+        raise ConfigError(f"{key}={path!r}: {home} is nobody's home here; write the path out, or ./{path}")
+    return whole
+
+
+def _anchor(base: Path, path: str) -> str:
+    """URLs have roots of their own, and what is not expanded is left to whoever reads it."""
+    return path if path.startswith(("~", "$")) or is_url(path) else os.path.normpath(base / path)

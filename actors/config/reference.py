@@ -3,19 +3,16 @@
 What a key means is said once, in the comment on its line or in the comment lines right above it.
 """
 
-import ast
 import inspect
-import io
-import tokenize
+import re
 from collections.abc import Iterator, Mapping
-from textwrap import dedent
 from typing import Any, Final
 
 from pydantic.fields import FieldInfo
 
 from braid.actors.config import Config
 from braid.actors.config.model import Section
-from braid.actors.config.wording import in_words
+from braid.actors.config.wording import in_words, section_of
 
 _HEAD: Final = """\
 # Configuration
@@ -32,21 +29,22 @@ def reference() -> str:
 
 def tables(config: type[Section]) -> Iterator[str]:
     """Headings, docstrings and tables of a configuration, the keys outside sections first."""
-    keys = {name: info for name, info in config.model_fields.items() if _section(info) is None}
-    yield f"## Top level\n\n{_docstring(config)}\n\n{_TABLE}{''.join(_rows(config, '', keys))}"
-    for name, info in config.model_fields.items():
-        if (section := _section(info)) is not None:
-            said = "\n\n".join(_docstrings(section, name))
+    sections = {name: section_of(info.annotation) for name, info in config.model_fields.items()}
+    keys = {name: info for name, info in config.model_fields.items() if sections[name] is None}
+    yield f"## Top level\n\n{inspect.getdoc(config)}\n\n{_TABLE}{''.join(_rows(config, '', keys))}"
+    for name, section in sections.items():
+        if section is not None:
+            text = "\n\n".join(_docstrings(section, name))
             rows = "".join(_rows(section, f"{name}.", section.model_fields))
-            yield f"## {name}\n\n{said}\n\n{_TABLE}{rows}"
+            yield f"## {name}\n\n{text}\n\n{_TABLE}{rows}"
 
 
 def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
     """Lines of a table, also of the keys in a section's sections."""
     kinds = (kind for kind in reversed(section.__mro__) if issubclass(kind, Section))
-    meanings = {name: text for kind in kinds for name, text in field_comments(kind).items()}
+    meanings = {name: text for kind in kinds for name, text in _field_comments(kind).items()}
     for name, info in fields.items():
-        if (inner := _section(info)) is not None:
+        if (inner := section_of(info.annotation)) is not None:
             yield from _rows(inner, f"{prefix}{name}.", inner.model_fields)
             continue
         cells = (
@@ -58,21 +56,12 @@ def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) 
         yield f"| `{prefix}{name}` | {' | '.join(escaped)} |\n"
 
 
-def _section(info: FieldInfo) -> type[Section] | None:
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
 def _docstrings(section: type[Section], name: str) -> Iterator[str]:
-    """That of a section, and those of the sections in it."""
-    yield _docstring(section)
+    """The docstrings of a section and of the sections in it."""
+    yield inspect.getdoc(section) or ""
     for key, info in section.model_fields.items():
-        if (inner := _section(info)) is not None:
+        if (inner := section_of(info.annotation)) is not None:
             yield from (f"`{name}.{key}`: {text}" for text in _docstrings(inner, f"{name}.{key}"))
-
-
-def _docstring(section: type[Section]) -> str:
-    return inspect.cleandoc(section.__doc__ or "")
 
 
 def _yaml(value: Any) -> str:
@@ -81,23 +70,16 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def field_comments(section: type[Section]) -> dict[str, str]:
-    """By field: the comment lines right above it, then those within it; empty where there are none."""
-    source = dedent(inspect.getsource(section))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = [token for token in tokens if token.type == tokenize.COMMENT]
-    comments = {token.start[0]: token.string.removeprefix("#").strip() for token in found}
-    alone = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
-    (body,) = ast.parse(source).body
-    assert isinstance(body, ast.ClassDef)
-    meanings = {}
-    for field in body.body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            first, last = field.lineno, field.end_lineno or field.lineno
-            while first - 1 in alone:
-                first -= 1
-            meanings[field.target.id] = " ".join(comments[n] for n in range(first, last + 1) if n in comments)
-    return meanings
+def _field_comments(section: type[Section]) -> dict[str, str]:
+    """By field: the comment lines right above its line, then the comment on it."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(section).splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r" +(\w+): ", code):
+            comments[field[1]] = " ".join([*above, comment]).strip()
+        above = [*above, comment] if comment and not code.strip() else []
+    return comments
 
 
 if __name__ == "__main__":

@@ -4,23 +4,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from braid.actors.config.model import Positive, Section
+from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section
 
 
 class CheckpointConfig(Section):
     """When parameters and optimizer are saved. A checkpoint is always written at the end."""
 
-    every: Annotated[int, Field(ge=0)] = 0  # steps; 0: as every_s says
+    every: Count = 0  # steps; 0: as every_s says
     # seconds from one checkpoint to the next; 0: none by time; default: 900 where every is 0, else 0
-    every_s: Annotated[float, Field(ge=0)] | None = None
+    every_s: AtLeast0 | None = None
     asynchronous: bool = True  # written in the background while training goes on
     lose_at_most: Positive | None = None  # steps beyond the newest checkpoint; then training waits for a save
     keep: Positive = 2  # newest ones
-    keep_every: Annotated[int, Field(ge=0)] = 0  # steps; checkpoints at their multiples are kept for ever
-    mirror: str | None = (
-        None  # a path, or an fsspec URL such as s3://bucket/run: all checkpoints' second home
-    )
-    copies_every: Annotated[int, Field(ge=0)] = 0  # steps between copies in ranks' memory; 0: none
+    keep_every: Count = 0  # steps; checkpoints at their multiples are kept for ever
+    # a path, or an fsspec URL such as s3://bucket/run: all checkpoints' second home
+    mirror: str | None = None
+    copies_every: Count = 0  # steps between copies in ranks' memory; 0: none
     copies_mb: Positive | None = None  # of a rank's memory that copies may take; None: no limit
 
     @property
@@ -47,13 +46,12 @@ class FailureConfig(Section):
     # failures that are put up with, of which 100 new steps give one back; 0: the first one ends the run;
     # -1: as many as there are
     max_restarts: Annotated[int, Field(ge=-1)] = 3
-    silence_s: Annotated[float, Field(gt=0)] = 8.0  # a rank that does not answer for so long is given up
-    stall_s: Annotated[float, Field(gt=0)] = 8.0  # no progress for so long (or 3 steps) is a failure
-    on_nan: Literal["retry", "skip", "stop"] = (
-        "retry"  # a gradient norm that is no number; retry once, then skip
-    )
+    silence_s: Above0 = 8.0  # a rank that does not answer for so long is given up
+    stall_s: Above0 = 8.0  # no progress for so long (or 3 steps) is a failure
+    # a gradient norm that is no number; retry once, then skip
+    on_nan: Literal["retry", "skip", "stop"] = "retry"
     # a loss so many times the median of the last 20: the step is repeated, max_restarts of them; 0: never
-    spike: Annotated[float, Field(ge=0)] = 0.0
+    spike: AtLeast0 = 0.0
 
     @model_validator(mode="after")
     def _above_the_median(self) -> "FailureConfig":
@@ -72,10 +70,10 @@ class ElasticConfig(Section):
 
     min_ranks: Positive | None = None  # with fewer the run waits for nodes; default: 1
     max_ranks: Positive | None = None  # None: the number of ranks is fixed
-    settle_s: Annotated[float, Field(ge=0)] = 5.0  # room must be there for so long before it is used
-    wait_s: Annotated[float, Field(gt=0)] = 600.0  # for enough nodes, before the run gives up
+    settle_s: AtLeast0 = 5.0  # room must be there for so long before it is used
+    wait_s: Above0 = 600.0  # for enough nodes, before the run gives up
     # a node that was left out as slow stays out for so long; twice as long each time it is slow again
-    quarantine_s: Annotated[float, Field(gt=0)] = 1800.0
+    quarantine_s: Above0 = 1800.0
 
     @model_validator(mode="after")
     def _order(self) -> "ElasticConfig":

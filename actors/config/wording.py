@@ -1,21 +1,35 @@
 """What is wrong with a value, in one line; and what a key may hold, in words, which the reference has too."""
 
 import dataclasses
-import inspect
 import json
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from braid.actors.config.gone import GONE
 from braid.actors.config.model import Section
 from braid.scheduling.suggestions import key_called, must_be_one_of, nearest, plain
 
+GONE: Final[Mapping[str, str]] = {
+    "model.route_evenly": "`braid bench overlap --route-evenly` measures under a balanced load",
+    "train.bucket_mb": "gradient buckets hold 25 MiB",
+    "parallel.late_layers": "where memory is short, raise parallel.zero or set train.recompute",
+    "parallel.end_degrees": "embedding and head are cut over parallel.tp ranks",
+    "overlap.expert_imbalance": "profiles have the rows of the run's first step",
+    "cluster.nccl.tp.min_ctas": "NCCL decides, within cluster.nccl.tp.max_ctas",
+    "cluster.nccl.pp.min_ctas": "NCCL decides, within cluster.nccl.pp.max_ctas",
+    "cluster.nccl.dp.min_ctas": "NCCL decides, within cluster.nccl.dp.max_ctas",
+    "checkpoint.copies_wait": "a copy travels while the next step runs",
+    "failure.refill_steps": "100 new steps give one of failure.max_restarts back",
+    "failure.max_tries": "a recovery is tried 5 times",
+    "failure.backoff_s": "the second try waits a second, each further one twice as long",
+}
+"""Keys that a configuration no longer has, and what stands in their place."""
 _WORDS: Final[Mapping[Any, str]] = {
     bool: "true or false",
     int: "whole number",
@@ -37,11 +51,11 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
     """The values that a type and what is attached to it allow, such as ``whole number at least 1``."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return in_words(inner[0], [part for one in inner[1:] for part in getattr(one, "metadata", [one])])
+        return in_words(inner[0], [part for item in inner[1:] for part in getattr(item, "metadata", [item])])
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin in (Union, types.UnionType):
-        return ", or ".join("null" if one is type(None) else in_words(one) for one in inner)
+        return ", or ".join("null" if choice is type(None) else in_words(choice) for choice in inner)
     if origin is dict:
         return f"{in_words(inner[1])}, by name"
     if dataclasses.is_dataclass(kind):
@@ -49,131 +63,21 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is tuple:
         count = "" if Ellipsis in inner else f"{len(inner)} "
         words = in_words(inner[0])
-        name = next((one for one in _WORDS.values() if words.startswith(one)), words)
+        name = next((word for word in _WORDS.values() if words.startswith(word)), words)
         return f"list of {count}{name}s{words.removeprefix(name)}"
-    for one in metadata:
-        if isinstance(one, AfterValidator) and (options := _options(one)):
-            return f"one of {', '.join(options)}"
-    given = [(getattr(one, name, None), text) for one in metadata for name, text in _LIMITS.items()]
-    limits = ", ".join(text.format(_plain(limit)) for limit, text in given if limit is not None)
-    return f"{_WORDS[kind]} {limits}".strip()
-
-
-def _plain(limit: Any) -> str:
-    return f"{limit:g}" if isinstance(limit, float) else str(limit)
-
-
-def _options(validator: AfterValidator) -> tuple[str, ...]:
-    """Those of ``one_of``, which its check remembers."""
-    known: tuple[str, ...] = inspect.getclosurevars(validator.func).nonlocals.get("known", ())
-    return known
-
-
-def _choices(kind: Any) -> list[str]:
-    """The words that a type allows, wherever in it."""
-    if get_origin(kind) is Literal:
-        return [str(one) for one in get_args(kind)]
-    return [word for inner in get_args(kind) for word in _choices(inner)]
+    limits = []
+    for item in metadata:
+        if isinstance(options := getattr(item, "func", None), partial):  # `one_of`
+            return f"one of {', '.join(options.args[0])}"
+        for name, text in _LIMITS.items():
+            if (limit := getattr(item, name, None)) is not None:
+                limits.append(text.format(f"{limit:g}" if isinstance(limit, float) else limit))
+    return f"{_WORDS[kind]} {', '.join(limits)}".strip()
 
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field holds, if it holds one."""
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
-
-
-def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> list[str]:
-    """One line for each key that something is wrong with, in a configuration that ``whole`` describes: key,
-    value, what would be right. ``errors``: pydantic's."""
-    lines: dict[str, str] = {}
-    for error in errors:
-        keys, field = _key(error["loc"], whole)
-        lines.setdefault(".".join(keys), _line(error, keys, field, whole))
-    return list(lines.values())
-
-
-def _key(place: Iterable[int | str], whole: type[BaseModel]) -> tuple[list[str], FieldInfo | None]:
-    """The key that an error is of, without the parts of its type, and its field if there is one."""
-    keys: list[str] = []
-    section: type[BaseModel] | None = whole
-    field: FieldInfo | None = None
-    for part in place:
-        if section is None:  # below a key: of types or entries, which the value shows
-            break
-        keys.append(str(part))
-        field = section.model_fields.get(str(part))
-        section = section_of(field.annotation) if field is not None else None
-    return keys, field
-
-
-def _line(error: Mapping[str, Any], keys: list[str], field: FieldInfo | None, whole: type[BaseModel]) -> str:
-    key, kind, value = ".".join(keys), error["type"], error.get("input")
-    if not keys:  # a check over sections names the keys itself
-        return _said(error)
-    if key in GONE:
-        return f"{key}={_shown(value)}: this key is gone; leave it out: {GONE[key]}"
-    if field is None:
-        return f"unknown key {key!r}; {_meant(keys, whole)}"
-    inside = "" if kind == "missing" else _entry(field, error["loc"][len(keys) :])
-    if kind == "value_error":
-        shown = "" if isinstance(value, (dict, Section)) else f"={_shown(value)}"
-        return f"{key}{inside}{shown}: {_said(error)}"
-    if (section := section_of(field.annotation)) is not None:
-        first = next(iter(section.model_fields))
-        return f"{key}={_shown(value)}: is a section of keys; write them as {key}: {{{first}: ...}}"
-    if kind in ("string_type", "path_type") and isinstance(value, bool | int | float):
-        text = f'"{json.dumps(value)}"'
-        remedy = f"write it in quotes: {text}" + ("" if inside else f", or --set '{key}={text}'")
-        return f"{key}{inside}={_shown(value)}: must be text; {remedy}"
-    if kind == "tuple_type" and isinstance(value, str | bool | int | float):
-        text = f"[{json.dumps(value)}]"
-        return f"{key}={_shown(value)}: must be a list; write it in brackets: {text}, or --set '{key}={text}'"
-    start = f"{key}{inside}={_shown(value)}:"
-    if kind == "literal_error" and (words := _choices(field.annotation))[1:]:
-        return f"{start} {must_be_one_of(value, words)}"
-    wanted = in_words(field.annotation, field.metadata)
-    wanted = re.sub(r"\b(whole number|number|path|list)\b", r"a \1", wanted)
-    of = f"{key} must be" if inside else "must be"
-    return f"{start} {of} {wanted}"
-
-
-def _entry(field: FieldInfo, place: tuple[int | str, ...]) -> str:
-    """The entry of a list or of a mapping that an error is of, such as ``[1]`` or ``.NAME``; or nothing."""
-    if get_origin(field.annotation) is dict and place:
-        return f".{place[0]}"
-    return next((f"[{part}]" for part in place if isinstance(part, int)), "")
-
-
-def _shown(value: Any) -> str:
-    """A value as it is written in YAML, where that differs from Python."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
-
-
-def _said(error: Mapping[str, Any]) -> str:
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _meant(keys: list[str], whole: type[BaseModel]) -> str:
-    """What an unknown key stands for: in its section, in another one, or in other systems."""
-    *parents, last = keys
-    section: type[BaseModel] | None = whole
-    for parent in parents:
-        field = section.model_fields.get(parent) if section is not None else None
-        section = section_of(field.annotation) if field is not None else None
-    here = list(section.model_fields) if section is not None else []
-    everywhere = list(all_keys(whole))
-    same = [one for one in everywhere if plain(one.rpartition(".")[2]) == plain(last)]
-    in_place = [".".join([*parents, one]) for one in here if plain(one) == plain(last)]
-    if found := in_place or same:
-        return f"did you mean {found[0]!r}?"
-    ours = key_called(last)
-    if ours.partition("=")[0] in everywhere:
-        return f"did you mean {ours!r}?"
-    if (near := nearest(last, here)) is not None:
-        return f"did you mean {'.'.join([*parents, near])!r}?"
-    return f"known here: {', '.join(here)}" if here else "this section has no keys"
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -184,3 +88,97 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{name}.")
+
+
+def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> list[str]:
+    """One line for each key that something is wrong with, in a configuration that ``whole`` describes: key,
+    value, what would be right. ``errors``: pydantic's."""
+    lines: dict[str, str] = {}
+    for error in errors:
+        key, line = _problem(error, whole)
+        lines.setdefault(key, line)
+    return list(lines.values())
+
+
+def _problem(error: Mapping[str, Any], whole: type[BaseModel]) -> tuple[str, str]:
+    """The key that an error of pydantic's is about, and the line."""
+    location, keys = list(map(str, error["loc"])), []
+    section: type[BaseModel] | None = whole
+    field: FieldInfo | None = None
+    while location and section is not None:  # below a key pydantic names types and entries
+        around = section
+        keys.append(location.pop(0))
+        field = section.model_fields.get(keys[-1])
+        section = section_of(field.annotation) if field is not None else None
+    key, value = ".".join(keys), error.get("input")
+    if not keys:  # a check over sections names the keys itself
+        return key, _message(error)
+    if key in GONE:
+        return key, f"{key}={_shown(value)}: this key is gone; leave it out: {GONE[key]}"
+    if field is None:
+        return key, f"unknown key {key!r}; {_meant(keys, around, whole)}"
+    return key, _wrong_value(error, key, field, location)
+
+
+def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: list[str]) -> str:
+    """``below``: the entry and the types that pydantic names below the key."""
+    kind, value, shown = error["type"], error.get("input"), _shown(error.get("input"))
+    if get_origin(field.annotation) is dict and below:
+        entry = f".{below[0]}"
+    else:
+        entry = next((f"[{part}]" for part in below if part.isdecimal()), "") if kind != "missing" else ""
+    if kind == "value_error":
+        value_shown = "" if isinstance(value, (dict, Section)) else f"={shown}"
+        return f"{key}{entry}{value_shown}: {_message(error)}"
+    if (section := section_of(field.annotation)) is not None:
+        first = next(iter(section.model_fields))
+        return f"{key}={shown}: is a section of keys; write them as {key}: {{{first}: ...}}"
+    if kind in ("string_type", "path_type") and isinstance(value, bool | int | float):
+        text = f'"{json.dumps(value)}"'
+        remedy = f"write it in quotes: {text}" + ("" if entry else f", or --set '{key}={text}'")
+        return f"{key}{entry}={shown}: must be text; {remedy}"
+    if kind == "tuple_type" and isinstance(value, str | bool | int | float):
+        text = f"[{json.dumps(value)}]"
+        return f"{key}={shown}: must be a list; write it in brackets: {text}, or --set '{key}={text}'"
+    start = f"{key}{entry}={shown}:"
+    if kind == "literal_error" and (words := _choices(field.annotation))[1:]:
+        return f"{start} {must_be_one_of(value, words)}"
+    wanted = in_words(field.annotation, field.metadata)
+    wanted = re.sub(r"\b(whole number|number|path|list)\b", r"a \1", wanted)
+    return f"{start} {f'{key} ' if entry else ''}must be {wanted}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The words that a type allows, wherever in it."""
+    if get_origin(kind) is Literal:
+        return list(map(str, get_args(kind)))
+    return [word for inner in get_args(kind) for word in _choices(inner)]
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written in YAML, where that differs from Python."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _meant(keys: list[str], around: type[BaseModel], whole: type[BaseModel]) -> str:
+    """What an unknown key stands for: in the section ``around`` it, in another one, or in other systems."""
+    *parents, last = keys
+    prefix = "".join(f"{parent}." for parent in parents)
+    everywhere = list(all_keys(whole))
+    same = [key for key in everywhere if plain(key.rpartition(".")[2]) == plain(last)]
+    ours, here = key_called(last), list(around.model_fields)
+    if same:
+        meant = min(same, key=lambda key: not key.startswith(prefix))
+    elif ours.partition("=")[0] in everywhere:
+        meant = ours
+    elif (near := nearest(last, here)) is not None:
+        meant = prefix + near
+    else:
+        return f"known here: {', '.join(here)}"
+    return f"did you mean {meant!r}?"

@@ -16,7 +16,7 @@ from pathlib import Path
 import braid
 import braid.scheduling
 from braid.actors.config import Config
-from braid.actors.config.overlap import AUTO
+from braid.actors.config.training import AUTO
 from braid.actors.controller import planning
 from braid.actors.controller.manifest import write_durably
 from braid.actors.stage.messages import SerialStep

@@ -49,9 +49,9 @@ def kubernetes(
     check_output("--output", output)
     # not `load_config`, which gives paths of this machine
     run = parse_config(read_content(config), overrides or (), source=str(config))
-    everybody = run.layout().ranks
-    ranks = min(ranks_per_node, everybody)
-    needed = -(-everybody // ranks)
+    all_ranks = run.layout().ranks
+    ranks = min(ranks_per_node, all_ranks)
+    needed = -(-all_ranks // ranks)
     least = max(min_nodes, needed)
     most = max_nodes or least
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")
@@ -64,7 +64,7 @@ def kubernetes(
         raise ConfigError(f"--mount {mount} must be an absolute path")
     if most < least:
         raise ConfigError(
-            f"--max-nodes {most} must be {least} or more: for {everybody} ranks, and --min-nodes"
+            f"--max-nodes {most} must be {least} or more: for {all_ranks} ranks, and --min-nodes"
         )
     if (size := re.fullmatch(r"([1-9]\d*)(Mi|Gi|Ti)", memory)) is None:
         raise ConfigError(f"--memory {memory} must be a size such as 512Mi, 32Gi or 1Ti")
@@ -74,7 +74,7 @@ def kubernetes(
         "device": "cuda" if gpus else "cpu",
         "placement_timeout_s": max(patience, _NODE_SECONDS) if min_nodes < needed else patience,
     }
-    run = anchored(run, mount).model_copy(update={"cluster": run.cluster.model_copy(update=cluster)})
+    run = anchored(run, mount).changed(cluster=cluster)
     cpus = max(1.0, run.cluster.cpus_per_rank * ranks)
     text = _filled(
         kind,
@@ -83,7 +83,7 @@ def kubernetes(
         config=run.to_yaml(),
         namespace=namespace,
         stop_seconds=STOP_SECONDS,
-        ray_version=ray_version or _ray_version(),
+        ray_version=ray_version or _installed_ray(),
         token_secret=token_secret,
         image=image,
         claim=claim,
@@ -116,19 +116,18 @@ def _filled(kind: str, **values: object) -> str:
     Plain.add_representer(str, text)
     template = Template(Path(__file__).with_name("manifest.yaml").read_text(encoding="utf-8"))
     filled = template.substitute({key: json.dumps(value) for key, value in values.items()})
-    settings, job, cluster = _given(list(yaml.safe_load_all(filled)))
+    settings, job, cluster = _without_nulls(list(yaml.safe_load_all(filled)))
     job["spec"]["rayClusterSpec"] = cluster["spec"]
     return yaml.dump_all([settings, job if kind == "RayJob" else cluster], Dumper=Plain, sort_keys=False)
 
 
-def _given(content: Any) -> Any:
-    """The same without what is null."""
+def _without_nulls(content: Any) -> Any:
     if isinstance(content, dict):
-        return {key: _given(value) for key, value in content.items() if value is not None}
-    return [_given(value) for value in content] if isinstance(content, list) else content
+        return {key: _without_nulls(value) for key, value in content.items() if value is not None}
+    return [_without_nulls(value) for value in content] if isinstance(content, list) else content
 
 
-def _ray_version() -> str:
+def _installed_ray() -> str:
     try:
         return version("ray")
     except PackageNotFoundError:

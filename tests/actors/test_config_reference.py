@@ -1,15 +1,14 @@
 """The reference of the configuration: complete, and as the code says."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from braid.actors.config import Config
 from braid.actors.config.model import Positive, Section
 from braid.actors.config.reference import reference, tables
+from tests.architecture.test_config_size import leaves
 from tests.architecture.test_imports import loaded_after
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -54,14 +53,6 @@ A section that no run has.
 """
 
 
-def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """All keys of a section and of those in it."""
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        inside = isinstance(kind, type) and issubclass(kind, Section)
-        yield from keys(kind, f"{prefix}{name}.") if inside else [f"{prefix}{name}"]
-
-
 def test_the_document_is_what_the_code_says(update_golden: bool) -> None:
     if update_golden:
         DOCUMENT.write_text(reference(), encoding="utf-8")
@@ -70,7 +61,7 @@ def test_the_document_is_what_the_code_says(update_golden: bool) -> None:
 
 def test_every_key_has_one_row() -> None:
     rows = (line.split("`")[1] for line in reference().splitlines() if line.startswith("| `"))
-    assert Counter(rows) == Counter(keys(Config))
+    assert Counter(rows) == Counter(leaves())
 
 
 def test_a_key_is_rendered_with_its_comment() -> None:

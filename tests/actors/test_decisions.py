@@ -18,7 +18,7 @@ from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import _profile_path
 from braid.actors.stage.messages import RunPlan
 from braid.jobs.planning.profiling import known_schedule
-from braid.jobs.train import Chosen, plan_run
+from braid.jobs.train import Compared, plan_run
 from braid.scheduling.profile import Profile
 from braid.scheduling.schedule_text import write
 from tests.actors.test_profiling import VOCABULARY, config_of, samples_of
@@ -52,7 +52,7 @@ def start(config: Config, profile: Profile) -> tuple[RunPlan, list[Any]]:
     launcher: Any = None
     config = config.model_copy(update={"overlap": overlap})
     made = plan_run(config, config.check(VOCABULARY), "data", launcher, shown.append)
-    return made, [one for one in shown if isinstance(one, Chosen)]
+    return made, [one for one in shown if isinstance(one, Compared)]
 
 
 def decided(config: Config, profile: Profile) -> Decisions:
@@ -64,7 +64,7 @@ def test_a_second_start_takes_what_the_first_decided(tmp_path: Path, monkeypatch
     profile = profile_of(config)
     first, chosen = start(config, profile)
     assert len(chosen) == 1
-    assert first.config.overlap.schedule == chosen[0].candidates[0].schedule
+    assert first.config.overlap.schedule == chosen[0].rows[0].schedule
     assert set(first.files) == {"plan.yaml", "profile.json", "predicted.json", "trace/predicted.arrows"}
     forbid(monkeypatch)
     assert start(config, profile) == (first, chosen)

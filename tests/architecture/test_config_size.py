@@ -3,8 +3,7 @@
 import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.config.gone import GONE
-from braid.actors.config.wording import all_keys
+from braid.actors.config.wording import GONE, all_keys
 
 MOST = 130
 

@@ -20,7 +20,7 @@ from braid.actors.controller.group import StoppedError
 from braid.actors.controller.locks import FileHold
 from braid.jobs import stopping, train
 from braid.jobs.stopping import SecondSignalError, StopSignals
-from braid.jobs.train import _tidied
+from braid.jobs.train import _explained
 from tests.waiting import alive, within
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -89,7 +89,7 @@ def test_a_signal_after_the_run_changes_nothing() -> None:
 def test_another_thread_than_the_main_one_hears_nothing() -> None:
     def asked() -> bool:
         with StopSignals().heard() as signals:
-            return signals.asked.is_set()
+            return signals.asked_at is not None
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(asked).result() is False
@@ -101,7 +101,7 @@ def left(run: Path) -> list[str]:
 
 def stopped(run: Path) -> str:
     """What the command says."""
-    with pytest.raises(SecondSignalError) as caught, _tidied(run):
+    with pytest.raises(SecondSignalError) as caught, _explained(run):
         raise SecondSignalError
     return str(caught.value)
 
@@ -125,7 +125,7 @@ def test_a_run_that_still_ends_keeps_its_files(tmp_path: Path, monkeypatch: pyte
 
 
 def test_nothing_else_is_touched(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of its own"), _tidied(tmp_path):
+    with pytest.raises(ValueError, match="of its own"), _explained(tmp_path):
         raise ValueError("of its own")
     assert "there is no checkpoint" in stopped(tmp_path / "none")
 
