@@ -120,6 +120,8 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
             return _is(before, Wait, type(transfer))
         case Start(transfer):
             return _is(before, Start, type(transfer))
+        case Compute(what):
+            return isinstance(before, Compute) and type(before.what) is type(what)
         case _:
             return type(before) is type(here)
 

@@ -131,8 +131,8 @@ def test_in_serial_programs_rings_alone_run_beside_attention() -> None:
     layer = ring_layer()
     program = serial_program(layer.forward)
     replay(program, {0: layer.forward}, {0: {"x"}})
-    started = {a.operator: n for n, a in enumerate(program) if isinstance(a, Start)}
-    waited = {a.operator: n for n, a in enumerate(program) if isinstance(a, Wait)}
+    started = {a.what: n for n, a in enumerate(program) if isinstance(a, Start)}
+    waited = {a.what: n for n, a in enumerate(program) if isinstance(a, Wait)}
     for name, start in started.items():
         ring = layer.forward.named(name).kind is Kind.SEND_RECEIVE
         between = program[start + 1 : waited[name]]
@@ -151,7 +151,7 @@ def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     program = program_of((Side(kind, part.name),), {part.name: part}, tuple(order))
     replay(program, {0: graph}, given_here)
     assert not needless_waits(program, {0: graph})
-    assert [acting(a).operator for a in program if not isinstance(a, Wait)] == order
+    assert [acting(a).what for a in program if not isinstance(a, Wait)] == order
 
 
 # -- two passes --------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_searched_orders_are_issued_as_they_are(data: st.DataObject) -> None:
     program = paired(order)
     replay(program, BOTH, BOTH_GIVEN)
     assert not needless_waits(program, BOTH)
-    issued = [(a.turn, a.operator) for a in program if isinstance(a, Compute | Start)]
+    issued = [(a.turn, a.what) for a in program if isinstance(a, Compute | Start)]
     assert issued == order
     assert Barrier() not in program
 
@@ -182,8 +182,8 @@ def test_weight_gradients_may_be_left_to_the_next_layer(data: st.DataObject) -> 
     sides = parse_sides(LEAVING)
     program = program_of(sides, PARTS, tuple(steps))
     replay(program, BOTH, BOTH_GIVEN, end=2)
-    assert {acting(a).operator for a in program if acting(a).turn == 2} == late
-    issued = [write_step(acting(a).turn, acting(a).operator) for a in program if not isinstance(a, Wait)]
+    assert {acting(a).what for a in program if acting(a).turn == 2} == late
+    issued = [write_step(acting(a).turn, acting(a).what) for a in program if not isinstance(a, Wait)]
     assert issued == steps
     schedule = named_schedule("braid", 2, 4, 2, ends=True)
     changed = replace(schedule, programs={**schedule.programs, sides: program})

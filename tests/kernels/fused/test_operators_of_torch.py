@@ -98,6 +98,7 @@ def test_wrong_tensors_are_refused_by_name(operator: Any) -> None:
 
 REFUSED = [
     (norm.norm, {"weight": f(5).to("meta")}, "weight", "is on meta"),
+    (norm.norm_input_gradient, {"weight": f(5).to("meta")}, "weight", "is on meta"),
     (norm.norm, {"x": f(5, 3).t()}, "x", "last dim must be contiguous"),
     (norm.norm, {"x": f(3, 40000)}, "x", "40000 columns"),
     (activation.swiglu, {"gu": f(3, 9)}, "gu", "9 columns"),
