@@ -55,7 +55,8 @@ class RankBuckets:
     @property
     def passing(self) -> list[Tensor]:
         """Memory that is there for a part of a step only: gathered parameters, gradients, rounded copies."""
-        return [tensor for bucket in self.buckets for tensor in bucket.passing]
+        every = dict.fromkeys((*self._all, *self.buckets))
+        return [tensor for bucket in every for tensor in bucket.passing]
 
     # -- what linked code asks for ---------------------------------------------------------------------------
 
