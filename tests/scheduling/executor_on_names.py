@@ -188,7 +188,7 @@ class Rank:
                 self.unsummed.discard(one)
                 self.under_way.add(one)
             else:
-                self.run(one)
+                self.run(Start(one))
             if one.axis == "tp":
                 self.under_way.remove(one)
 
