@@ -50,7 +50,7 @@ gpu:  ## check and measure this machine's GPUs with the python that is here (nee
 	$(PYTHON) -m tests.gpu $(GPU)
 
 golden: setup  ## renew the golden files under tests/golden; read the difference before you commit it
-	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/fused/test_machine_code.py \
+	$(BIN)/python -m pytest -q tests/scheduling/test_golden.py tests/kernels/triton/test_machine_code.py \
 		tests/actors/test_config_reference.py --update-golden
 
 bench: setup  ## one rank against a plain PyTorch loop; Ray actors against plain processes

@@ -1,1 +1,1 @@
-"""The runtime: `stage` obeys one schedule on one device, `controller` drives all stages."""
+"""The processes of a run: its configuration, its controller, and a stage for every GPU."""

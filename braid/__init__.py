@@ -9,20 +9,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "ClusterSpec": "braid.scheduling.cluster:ClusterSpec",
-    "ModelShape": "braid.scheduling.spec:ModelShape",
-    "ParallelLayout": "braid.scheduling.spec:ParallelLayout",
-    "Plan": "braid.scheduling.plan:Plan",
-    "Schedule": "braid.scheduling.schedule:Schedule",
-    "Search": "braid.scheduling.planner.cluster:Search",
-    "Setting": "braid.scheduling.setting:Setting",
-    "evaluate": "braid.scheduling.planner.decide:evaluate",
-    "load_cluster": "braid.scheduling.presets.library:load_cluster",
+    "ClusterSpec": "braid.scheduling.mesh.cluster:ClusterSpec",
+    "ModelShape": "braid.scheduling.model.shape:ModelShape",
+    "ParallelLayout": "braid.scheduling.model.shape:ParallelLayout",
+    "Plan": "braid.scheduling.plan.plan:Plan",
+    "Schedule": "braid.scheduling.schedule.schedule:Schedule",
+    "Search": "braid.scheduling.plan.layouts:Search",
+    "Setting": "braid.scheduling.generate.setting:Setting",
+    "evaluate": "braid.scheduling.plan.decide:evaluate",
+    "load_cluster": "braid.scheduling.model.presets.library:load_cluster",
     "load_config": "braid.actors.config:load_config",
-    "model_preset": "braid.scheduling.presets.library:model_preset",
-    "plan": "braid.scheduling.planner.cluster:plan_layout",
-    "simulate": "braid.scheduling.simulate:simulate",
-    "train": "braid.jobs.train:train",
+    "model_preset": "braid.scheduling.model.presets.library:model_preset",
+    "plan": "braid.scheduling.plan.layouts:plan_layout",
+    "simulate": "braid.scheduling.cost.simulate:simulate",
+    "train": "braid.jobs.training.train:train",
 }
 
 __all__ = [

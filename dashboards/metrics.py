@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from braid.scheduling.yaml_text import parse_yaml
+from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
 """Upper bounds in seconds, five per decade, 10 ms to 250 s: a step that takes 1.6 times as long moves on."""

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink
 from braid.dashboards.run_files import GrowingLines, file_facts, read_bytes, read_parsed
-from braid.scheduling.yaml_text import parse_yaml
+from braid.scheduling.text.yaml_text import parse_yaml
 
 
 class MetricsFeed:

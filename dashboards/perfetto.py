@@ -8,10 +8,10 @@ message between stages to the block that it arrives for.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from braid.scheduling.json_text import json_text
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import Batch, begin_of
-from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.text.json_text import json_text
+from braid.scheduling.trace.batches import Batch, begin_of
+from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS, Label
 
 LANES = {"block": 0, Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3, "waiting": 4}
 """The thread that a kind of span is shown as."""

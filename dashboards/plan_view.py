@@ -3,11 +3,11 @@
 from dataclasses import asdict
 from typing import Any, Final
 
-from braid.scheduling.effectiveness import effectiveness
-from braid.scheduling.operations import Compute, PassKind, Start, Wait
-from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Program, Schedule, Sides
-from braid.scheduling.units import measured_key
+from braid.scheduling.cost.effectiveness import effectiveness
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.model.units import measured_key
+from braid.scheduling.schedule.operations import Compute, PassKind, Start, Wait
+from braid.scheduling.schedule.schedule import Program, Schedule, Sides
 
 _MOST_ACTIONS: Final = 600
 _MOST_PAIRS: Final = 4

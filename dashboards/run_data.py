@@ -27,15 +27,15 @@ from braid.dashboards.run_files import (
 from braid.dashboards.step_columns import StepColumns
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.json_text import finite
-from braid.scheduling.profile import parse_profile
-from braid.scheduling.record_numbers import phases
-from braid.scheduling.schedule_text import parse
-from braid.scheduling.span_batches import begin_of, read_batches
-from braid.scheduling.spec import AXES, ParallelLayout
-from braid.scheduling.stragglers import LAST, TIMES, stragglers
-from braid.scheduling.trace_arrays import length
-from braid.scheduling.yaml_text import parse_yaml
+from braid.scheduling.cost.profile import parse_profile
+from braid.scheduling.mesh.layout import AXES, ParallelLayout
+from braid.scheduling.schedule.text import parse
+from braid.scheduling.text.json_text import finite
+from braid.scheduling.text.yaml_text import parse_yaml
+from braid.scheduling.trace.arrays import length
+from braid.scheduling.trace.batches import begin_of, read_batches
+from braid.scheduling.trace.numbers import phases
+from braid.scheduling.trace.stragglers import LAST, TIMES, stragglers
 
 T = TypeVar("T")
 PREDICTED: Final = "trace/predicted.arrows"

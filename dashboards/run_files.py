@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar
 
-from braid.scheduling.json_text import finite
+from braid.scheduling.text.json_text import finite
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.record_numbers import Phases, phases, times_of
-from braid.scheduling.span_batches import Batch, apart, begin_of
-from braid.scheduling.svg import EXPOSED, Row, rows_picture
-from braid.scheduling.trace import DIRECTIONS, STRANDS
-from braid.scheduling.trace_arrays import IntArray, length, without
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.arrays import IntArray, length, without
+from braid.scheduling.trace.batches import Batch, apart, begin_of
+from braid.scheduling.trace.numbers import Phases, phases, times_of
+from braid.scheduling.trace.spans import DIRECTIONS, STRANDS
+from braid.scheduling.trace.svg import EXPOSED, Row, rows_picture
 
 _LANES: Final = {Stream.COMPUTE: "compute", Stream.INTRA: "in the node", Stream.INTER: "between nodes"}
 _FILLS: Final = {

@@ -6,8 +6,8 @@ import numpy as np
 from rich.text import Text
 
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.record_numbers import phases
-from braid.scheduling.trace_arrays import FloatArray, shares
+from braid.scheduling.trace.arrays import FloatArray, shares
+from braid.scheduling.trace.numbers import phases
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _ROWS = (

@@ -7,11 +7,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.scheduling.operators import Stream
-from braid.scheduling.record_numbers import numbers_of_records, phases, times_of
-from braid.scheduling.span_batches import Batch, Labels, apart
-from braid.scheduling.trace import STRANDS, Label
-from braid.scheduling.trace_arrays import outside
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.arrays import outside
+from braid.scheduling.trace.batches import Batch, Labels, apart
+from braid.scheduling.trace.numbers import numbers_of_records, phases, times_of
+from braid.scheduling.trace.spans import STRANDS, Label
 
 LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 Durations = Mapping[tuple[str, int], float]
@@ -36,7 +36,7 @@ def step_columns(
     Each rank has the place of its first entry in the columns of its spans, blocks, exposed transfers and
     waits, and how many there are. damage: what could not be read, by rank.
     """
-    table = _Labels(predicted)
+    table = _LabelTable(predicted)
     ranks: list[dict[str, Any]] = []
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
     for batch in batches:
@@ -87,7 +87,7 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
 _COLUMNS: Final = [p + name for p, more in _FIELDS.items() for name in ("start", "end", *more)]
 
 
-class _Labels:
+class _LabelTable:
     """All ranks' labels as one table: most are the same on all of them."""
 
     def __init__(self, predicted: Durations) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.span_batches import SUFFIX, Batch, decode
+from braid.scheduling.trace.batches import SUFFIX, Batch, decode
 
 _NAME: Final = re.compile(rf"rank-(\d{{5}})\.(\d{{4,}}){re.escape(SUFFIX)}")
 

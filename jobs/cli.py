@@ -12,19 +12,19 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError, load_config
-from braid.jobs.benchmarks.cli import bench
-from braid.jobs.checkpoint_cli import checkpoint
+from braid.jobs.bench.cli import bench
+from braid.jobs.cluster.kubernetes import kubernetes
+from braid.jobs.commands.checkpoint import checkpoint
+from braid.jobs.commands.grafana import grafana
+from braid.jobs.commands.logs import logs
+from braid.jobs.commands.submission import jobs, submit
+from braid.jobs.commands.viewing import dashboard, report, trace
 from braid.jobs.drill.cli import drill
-from braid.jobs.grafana_cli import grafana
-from braid.jobs.kubernetes.cli import kubernetes
-from braid.jobs.logs_cli import logs
 from braid.jobs.output import ExitCode, background, check_output, complain, surviving
 from braid.jobs.planning.cli import register
 from braid.jobs.planning.profiling import known_schedule, profile
-from braid.jobs.submission_cli import jobs, submit
 from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, Overwrite, Resume, example, told
-from braid.jobs.viewing_cli import dashboard, report, trace
-from braid.scheduling.json_text import json_text
+from braid.scheduling.text.json_text import json_text
 
 app = typer.Typer(
     cls=Commands,
@@ -84,9 +84,9 @@ def train(
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
     check_output("--report", report)
     from braid.actors.controller.controller import RunOptions
-    from braid.jobs.display import Display
-    from braid.jobs.stopping import SecondSignalError
-    from braid.jobs.train import train as run
+    from braid.jobs.training.display import Display
+    from braid.jobs.training.stopping import SecondSignalError
+    from braid.jobs.training.train import train as run
 
     options = RunOptions(
         resume=resume or resume_if_begun, overwrite=overwrite, again=resume_if_begun, until=until
@@ -101,7 +101,7 @@ def train(
             complain(str(error))
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:
-        from braid.actors.controller.manifest import write_durably
+        from braid.actors.controller.state.manifest import write_durably
 
         write_durably(report, json_text(result, indent=1))
     if not result["complete"] and len(result["steps"]) != until:
@@ -110,8 +110,8 @@ def train(
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
     from braid.jobs.planning.drawing import show_dry_run
-    from braid.jobs.refusals import check_inputs
-    from braid.jobs.remarks import on_learning_rate
+    from braid.jobs.training.refusals import check_inputs
+    from braid.jobs.training.remarks import on_learning_rate
 
     show_dry_run(console, config, check_inputs(config))
     for text in on_learning_rate(config, resume=resume):
@@ -121,8 +121,8 @@ def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
 @app.command(epilog=example("demo --set train.steps=40"))
 def demo(overrides: Overrides = None) -> None:
     """See what hiding communication is worth: two ranks over an emulated slow link, without and with it."""
-    from braid.jobs.demo import run, show_demo
-    from braid.jobs.display import Display
+    from braid.jobs.commands.demo import run, show_demo
+    from braid.jobs.training.display import Display
 
     console = Console()
     found = run(
@@ -140,8 +140,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
     from braid.jobs.data.data_sets import prepare_data
     from braid.jobs.data.executors import local_map
-    from braid.jobs.display import Display
-    from braid.jobs.identity import DataRequest
+    from braid.jobs.data.identity import DataRequest
+    from braid.jobs.training.display import Display
 
     resolved = _config(config, overrides)
     DataRequest.of(resolved)  # what is missing is told before a cluster starts
@@ -149,7 +149,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
         if resolved.cluster.launcher == "processes":
             prepare_data(resolved, local_map, display.show, renew=True)
             return
-        from braid.jobs.session import ray_session
+        from braid.jobs.cluster.session import ray_session
 
         with ray_session(resolved):
             from braid.jobs.data.prepare_ray import ray_map
@@ -167,7 +167,7 @@ def schedule(
     """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
     from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.drawing import show_schedule
-    from braid.scheduling.schedule_text import write
+    from braid.scheduling.schedule.text import write
 
     resolved = _config(config, overrides)
     check_output("--output", output)
@@ -253,8 +253,8 @@ def _report(error: Exception) -> int:
     if isinstance(error, ValueError):
         complain(str(error))
         return ExitCode.MISTAKE
-    from braid.actors.controller.group import StoppedError, WorkerError
-    from braid.jobs.submission import JobError
+    from braid.actors.controller.ranks.group import StoppedError, WorkerError
+    from braid.jobs.cluster.submission import JobError
 
     match error:
         case StoppedError():

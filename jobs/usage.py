@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from braid.scheduling.suggestions import hint, must_be_one_of, nearest
+from braid.scheduling.text.suggestions import hint, must_be_one_of, nearest
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
 RunFolder = Annotated[Path, typer.Argument(help="A run's directory, such as runs/first.", metavar="RUN")]

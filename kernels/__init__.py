@@ -1,1 +1,6 @@
-"""One operator at a time: torch (and later triton) code with no knowledge of plans, ranks or Ray."""
+"""Computes one operator, or one collective, on tensors.
+
+`operators/` in PyTorch (begin at `operators/operator.py`), `triton/` the faster twins of some operators,
+`collectives/` over a process group. `family.py` names the operators that have twins, `choice.py` and
+`trials.py` choose by measuring.
+"""

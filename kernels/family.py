@@ -97,7 +97,7 @@ def _problem(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "its kernels compute in fp32, bf16 and fp16, not fp64"
     if device.type == "cpu":
-        from braid.kernels.fused.launch import INTERPRETING
+        from braid.kernels.triton.launch import INTERPRETING
 
         if not INTERPRETING:
             return "this rank has no CUDA device, and Triton's interpreter (TRITON_INTERPRET=1) is off"
@@ -105,7 +105,7 @@ def _problem(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _triton() -> OperatorFamily:
-    from braid.kernels.fused import operators
+    from braid.kernels.triton import operators
 
     return OperatorFamily(
         **{

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from braid.actors.controller.processes import PRELOADED
+from braid.actors.controller.ranks.processes import PRELOADED
 
 
 def fork_context() -> ForkServerContext:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import Batch, apart, begin_of
-from braid.scheduling.trace import DIRECTIONS, STRANDS, Interval, Span
-from braid.scheduling.trace_arrays import IntArray
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.arrays import IntArray
+from braid.scheduling.trace.batches import Batch, apart, begin_of
+from braid.scheduling.trace.spans import DIRECTIONS, STRANDS, Interval, Span
 
 read_folder = TraceFolder.of_run
 

@@ -18,14 +18,15 @@ from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anc
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
 from braid.actors.config.wording import problems_in, section_of
-from braid.scheduling.fit import check_fit, check_runnable
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of
-from braid.scheduling.operators import Stream
-from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import AXES, ModelShape, ParallelLayout, Workload
-from braid.scheduling.suggestions import nearest
-from braid.scheduling.yaml_text import parse_yaml, write_yaml
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import AXES, ParallelLayout
+from braid.scheduling.model.fit import check_fit, check_runnable
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES, policies_of
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.text.suggestions import nearest
+from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from braid.scheduling.pattern import UNIFORM, built_in_kinds
-from braid.scheduling.records import from_mapping
-from braid.scheduling.rotary import RotaryScaling
-from braid.scheduling.spec import FAMILIES, ModelShape
+from braid.scheduling.model.rotary import RotaryScaling
+from braid.scheduling.model.shape import FAMILIES, ModelShape
+from braid.scheduling.text.pattern import UNIFORM, built_in_kinds
+from braid.scheduling.text.records import from_mapping
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -174,7 +174,7 @@ class ModelConfig(Section):
     def _known_shape(self, vocabulary: int) -> ModelShape:
         """The preset with the keys that the configuration sets itself; or what ``initial`` holds, which those
         keys must agree with."""
-        from braid.scheduling.presets.library import known_shape
+        from braid.scheduling.model.presets.library import known_shape
 
         given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
         shape = known_shape(self.preset, self.initial, given)

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section
-from braid.scheduling.gone import GONE, replacement
-from braid.scheduling.lowering.named import SCHEDULES, ScheduleName
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.pattern import counted
-from braid.scheduling.spec import AXES, CONTEXT_MODES
-from braid.scheduling.suggestions import must_be_one_of
+from braid.scheduling.generate.named import SCHEDULES, ScheduleName
+from braid.scheduling.mesh.layout import AXES
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.shape import CONTEXT_MODES
+from braid.scheduling.schedule.gone import GONE, replacement
+from braid.scheduling.text.pattern import counted
+from braid.scheduling.text.suggestions import must_be_one_of
 
 AUTO: Final = "auto"
 

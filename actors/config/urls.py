@@ -3,7 +3,7 @@
 from typing import Any
 
 from braid.actors.config.model import ConfigError
-from braid.scheduling.suggestions import nearest
+from braid.scheduling.text.suggestions import nearest
 
 EXTRA = "object-stores"
 """The extra of this package with what S3, Google's and Azure's object stores need."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from braid.actors.config.model import Section
-from braid.scheduling.suggestions import key_called, must_be_one_of, nearest, plain
+from braid.scheduling.text.suggestions import key_called, must_be_one_of, nearest, plain
 
 GONE: Final[Mapping[str, str]] = {
     "model.route_evenly": "`braid bench overlap --route-evenly` measures under a balanced load",

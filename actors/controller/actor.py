@@ -9,10 +9,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import Controller, Replan, RunOptions
-from braid.actors.controller.group import StoppedError, WorkerError
-from braid.actors.controller.placement import RayLauncher
-from braid.actors.controller.records import Event
-from braid.actors.stage.messages import RunPlan
+from braid.actors.controller.ranks.group import StoppedError, WorkerError
+from braid.actors.controller.ranks.placement import RayLauncher
+from braid.actors.controller.records.run_records import Event
+from braid.actors.stage.rank.messages import RunPlan
 
 
 class ControllerActor:

@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
-from braid.actors.stage.messages import COMPUTE, OUTSIDE, Samples, Together
-from braid.scheduling.analytic import operator_class
-from braid.scheduling.operators import Part, Stream
-from braid.scheduling.profile import Profile, TransferFit
+from braid.actors.stage.rank.messages import COMPUTE, OUTSIDE, Samples, Together
+from braid.scheduling.cost.analytic import operator_class
+from braid.scheduling.cost.profile import Profile, TransferFit
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.operators import Part
 
 SHORT = 0.1
 """An operator that takes less than this share of a transfer says little about the two together."""

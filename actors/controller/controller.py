@@ -13,18 +13,19 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from braid.actors.config import Config
-from braid.actors.controller.elastic import Change
 from braid.actors.controller.generation import Generation, RunState
-from braid.actors.controller.group import (
+from braid.actors.controller.ranks.elastic import Change
+from braid.actors.controller.ranks.group import (
     Launcher,
     NoRoomError,
     StoppedError,
     WorkerError,
     WorkerGroup,
 )
-from braid.actors.controller.homes import Homes, begun_mark
-from braid.actors.controller.interruptions import GuardError, Interruptions
-from braid.actors.controller.records import (
+from braid.actors.controller.ranks.interruptions import GuardError, Interruptions
+from braid.actors.controller.ranks.resizing import Resizing
+from braid.actors.controller.records.reporting import build_report
+from braid.actors.controller.records.run_records import (
     Event,
     Finished,
     Incident,
@@ -32,12 +33,11 @@ from braid.actors.controller.records import (
     check_run_directory,
     identity_of,
 )
-from braid.actors.controller.recovery import Changed, Failure, in_words
-from braid.actors.controller.reporting import build_report
-from braid.actors.controller.resizing import Resizing
-from braid.actors.controller.saving import Saver
-from braid.actors.stage.messages import RunPlan
-from braid.scheduling.spec import ModelShape
+from braid.actors.controller.state.homes import Homes, begun_mark
+from braid.actors.controller.state.recovery import Changed, Failure, in_words
+from braid.actors.controller.state.saving import Saver
+from braid.actors.stage.rank.messages import RunPlan
+from braid.scheduling.model.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,15 @@ import braid.scheduling
 from braid.actors.config import Config
 from braid.actors.config.training import AUTO
 from braid.actors.controller import planning
-from braid.actors.controller.manifest import write_durably
-from braid.actors.stage.messages import SerialStep
-from braid.scheduling.plan import Plan, score_of
-from braid.scheduling.planner.decide import Outcome
-from braid.scheduling.profile import Profile
-from braid.scheduling.records import from_mapping, to_mapping
-from braid.scheduling.schedule_text import write
-from braid.scheduling.span_batches import batches_of, encode_all
-from braid.scheduling.spec import ModelShape
+from braid.actors.controller.state.manifest import write_durably
+from braid.actors.stage.rank.messages import SerialStep
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.decide import Outcome
+from braid.scheduling.plan.plan import Plan, score_of
+from braid.scheduling.schedule.text import write
+from braid.scheduling.text.records import from_mapping, to_mapping
+from braid.scheduling.trace.batches import batches_of, encode_all
 
 KEPT = 32
 """Decisions that are kept in a folder of profiles: those used last."""
@@ -35,7 +35,7 @@ PLANNER = (Path(braid.scheduling.__file__).parent, Path(planning.__file__), Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SimulatedSchedule:
     """A schedule that ``overlap.schedule: auto`` has simulated with the measured profile."""
 
     schedule: str
@@ -53,7 +53,7 @@ class Decisions:
 
     name: str
     """Of the schedule: the configuration's, or the choice of ``overlap.schedule: auto``."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SimulatedSchedule, ...]
     """What ``auto`` compared, its choice first; else empty."""
     schedule: str
     """Its text."""
@@ -117,9 +117,9 @@ def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
     )
 
 
-def _candidate(outcome: Outcome) -> Candidate:
+def _candidate(outcome: Outcome) -> SimulatedSchedule:
     numbers = outcome.numbers
-    return Candidate(
+    return SimulatedSchedule(
         schedule=str(outcome.setting.name),
         pipeline=outcome.setting.pipeline,
         seconds=numbers.step_seconds,

@@ -15,25 +15,25 @@ from statistics import median
 from typing import Any
 
 from braid.actors.config import Config
-from braid.actors.controller.elastic import Change
-from braid.actors.controller.group import Collector, StoppedError, WorkerGroup
-from braid.actors.controller.homes import AwayError, Found, Homes
-from braid.actors.controller.interruptions import Interruptions
-from braid.actors.controller.manifest import CheckpointError
-from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.mirror import MirrorError
 from braid.actors.controller.profiling import check_hardware
-from braid.actors.controller.records import WINDOW, Event, Incident, RunDirectory, Started
-from braid.actors.controller.recovery import Changed, cost_of_a_failure, newest_common, partner_shift
-from braid.actors.controller.resizing import Resizing
-from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.controller.step_record import StepRecord
+from braid.actors.controller.ranks.elastic import Change
+from braid.actors.controller.ranks.group import Collector, StoppedError, WorkerGroup
+from braid.actors.controller.ranks.interruptions import Interruptions
+from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.resizing import Resizing
+from braid.actors.controller.records.run_records import WINDOW, Event, Incident, RunDirectory, Started
+from braid.actors.controller.records.step_record import StepRecord
+from braid.actors.controller.records.watch import Watch
+from braid.actors.controller.state.homes import AwayError, Found, Homes
+from braid.actors.controller.state.manifest import CheckpointError
+from braid.actors.controller.state.mirror import MirrorError
+from braid.actors.controller.state.recovery import Changed, cost_of_a_failure, newest_common, partner_shift
+from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.controller.steps import StepClock, Stepper
-from braid.actors.controller.watch import Watch
-from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.rank import Rank
-from braid.scheduling.operators import Stream
-from braid.scheduling.topology import Topology
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import RunPlan
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.topology import Topology
 
 _STALL_STEPS = 3
 """Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""

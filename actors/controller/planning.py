@@ -1,6 +1,6 @@
 """From configuration to what the run will execute, without starting anything.
 
-Decisions are those of `braid.scheduling.planner.decide`, here with a run's own graphs and measured costs.
+Decisions are those of `braid.scheduling.plan.decide`, here with a run's own graphs and measured costs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,19 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.stage.messages import SerialStep
-from braid.scheduling.layers import built_in_parts, model_parts
-from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule
-from braid.scheduling.lowering.partitions import WAYS, mega_scale, with_partitions
-from braid.scheduling.operators import Part, Stream
-from braid.scheduling.partition import Partition
-from braid.scheduling.plan import read_plan
-from braid.scheduling.planner.decide import (
+from braid.actors.stage.rank.messages import SerialStep
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.generate.lower import Choices, scheduled_parts, training_schedule
+from braid.scheduling.generate.partitions import WAYS, mega_scale, with_partitions
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.partition import Partition
+from braid.scheduling.model.layers import built_in_parts, model_parts
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.decide import (
     Outcome,
     Over,
     anything,
@@ -25,14 +30,11 @@ from braid.scheduling.planner.decide import (
     outcome_of_schedule,
     within,
 )
-from braid.scheduling.planner.space import AUTO, Space, searched_schedules, with_schedule
-from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import parse
-from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.validate import check, linked
+from braid.scheduling.plan.plan import read_plan
+from braid.scheduling.plan.space import AUTO, Space, searched_schedules, with_schedule
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import parse
+from braid.scheduling.schedule.validate import check, linked
 
 IN_BOUNDS = Space(unit_layers=(0, 1, 2, 4))
 """Where memory is bounded: shorter units hold less."""
@@ -48,7 +50,7 @@ def model_graphs(
     sizes = config.sizes(shape, streams)
     if not config.model.own_layers:
         return built_in_parts(sizes)
-    from braid.actors.stage.layers import load_layers
+    from braid.actors.stage.model.layers import load_layers
 
     layers = load_layers(config.model.own_layers)
     graphs = {kind: definition.graph for kind, definition in layers.items()}

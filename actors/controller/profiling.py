@@ -17,22 +17,24 @@ from pathlib import Path
 import braid
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.combining import combine, hardware_of
-from braid.actors.controller.cpus import throttled, usable_cpus
 from braid.actors.controller.decisions import sources_digest
-from braid.actors.controller.group import Launcher, WorkerGroup
-from braid.actors.controller.locks import FileHold
-from braid.actors.controller.manifest import write_durably
-from braid.actors.controller.meeting import rendezvous
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.rank import Rank
-from braid.scheduling.operators import Part, Stream
-from braid.scheduling.pattern import ENDS, measured_kind
-from braid.scheduling.profile import Profile, read_profile
-from braid.scheduling.records import to_mapping
-from braid.scheduling.schedule_text import write
-from braid.scheduling.spec import AXES, ModelShape
-from braid.scheduling.topology import Topology
+from braid.actors.controller.ranks.cpus import throttled, usable_cpus
+from braid.actors.controller.ranks.group import Launcher, WorkerGroup
+from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.state.locks import FileHold
+from braid.actors.controller.state.manifest import write_durably
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import RunPlan
+from braid.scheduling.cost.profile import Profile, read_profile
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import AXES
+from braid.scheduling.mesh.topology import Topology
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.text import write
+from braid.scheduling.text.pattern import ENDS, measured_kind
+from braid.scheduling.text.records import to_mapping
 
 ROUNDS = 9
 _MEASURED_SECONDS = 600.0

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from braid.actors.controller.group import WorkerGroup
-from braid.actors.controller.interruptions import GuardError, Interruptions, SpikeError
-from braid.actors.controller.records import StepDone
-from braid.actors.controller.reporting import overlap_fields, rank_fields
-from braid.actors.controller.routing import expert_numbers, tells_visits
-from braid.actors.controller.step_record import StepRecord
-from braid.actors.stage.messages import RunPlan, StepResult
-from braid.actors.stage.rank import Rank
-from braid.scheduling.memory import model_flops
+from braid.actors.controller.ranks.group import WorkerGroup
+from braid.actors.controller.ranks.interruptions import GuardError, Interruptions, SpikeError
+from braid.actors.controller.records.reporting import overlap_fields, rank_fields
+from braid.actors.controller.records.routing import expert_numbers, tells_visits
+from braid.actors.controller.records.run_records import StepDone
+from braid.actors.controller.records.step_record import StepRecord
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import RunPlan, StepResult
+from braid.scheduling.schedule.memory import model_flops
 
 _MOST_ENDS = 100_000
 """Steps that a failure may lose and the clock still counts."""

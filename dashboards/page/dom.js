@@ -37,7 +37,7 @@ export function seconds(value) {
   return size === 0 ? "0 s" : `${digits(value * 1e6)} µs`;
 }
 
-/** Time that was lost: a measured difference of less than nothing is noise. As `scheduling/figures.py`. */
+/** Time that was lost: a measured difference of less than nothing is noise. As `scheduling/trace/figures.py`. */
 export const lost = (value) => (known(value) && value <= 0 ? "none that can be told" : seconds(value));
 export const nanoseconds = (value) => (known(value) ? seconds(value / 1e9) : "–");
 export const percent = (value, places = 0) => (known(value) ? `${(value * 100).toFixed(places).replace(/^-(?=[0.]*$)/, "")} %` : "–");

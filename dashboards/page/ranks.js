@@ -95,7 +95,7 @@ export class Ranks {
   }
 }
 
-/** One sentence on who holds the others up; the rule is `scheduling/stragglers.py`. */
+/** One sentence on who holds the others up; the rule is `scheduling/trace/stragglers.py`. */
 export function drawStragglers(run) {
   const { stragglers: slow = [], stages = [], rule } = run.ranks ?? {};
   const named = slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ");

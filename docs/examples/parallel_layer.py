@@ -8,10 +8,7 @@ each. Two things have to fit each other: the operators, and a module for every o
 
 from torch import Tensor, nn
 
-from braid.actors.stage.layers import ModuleContext
-from braid.actors.stage.parameters import OperatorModule
-from braid.kernels.operators.autograd import AutogradOperator
-from braid.scheduling.layer_builder import LayerBuilder
+from braid.layers import AutogradOperator, LayerBuilder, ModuleContext, OperatorModule
 
 
 class SquaredReLU(nn.Module):

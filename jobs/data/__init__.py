@@ -1,1 +1,1 @@
-"""Data preparation: from files and tables to token shards."""
+"""Prepares data sets: finds files (`corpus.py`), tokenises them, writes token files (`prepare.py`)."""

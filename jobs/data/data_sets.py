@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from braid.actors.config import Config
-from braid.actors.controller.records import Incident
-from braid.actors.stage.data import read_index
-from braid.actors.stage.reading import UnreadableError
+from braid.actors.controller.records.run_records import Incident
+from braid.actors.stage.data.token_files import read_index
+from braid.actors.stage.files.reading import UnreadableError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.files import MissingSourcesError
+from braid.jobs.data.identity import DataRequest, made_with
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
 from braid.jobs.data.tokenizer import tokenizer_of
-from braid.jobs.identity import DataRequest, made_with
-from braid.jobs.remarks import on_data
+from braid.jobs.training.remarks import on_data
 
 RECORD = "data.json"
 """In a run's directory: where its tokens are, and which they are."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
-from braid.actors.controller.cpus import whole_cpus
+from braid.actors.controller.ranks.cpus import whole_cpus
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Prepare a corpus: tokenise it into the shards that `braid.actors.stage.data` reads.
+"""Prepare a corpus: tokenise it into the shards that `braid.actors.stage.data.token_files` reads.
 
     corpus -> sources -> work items -> (executor) -> shards in a hidden folder -> index -> renamed into place
 
@@ -24,14 +24,22 @@ from pathlib import Path
 import numpy as np
 
 from braid.actors.config.paths import BYTES
-from braid.actors.controller.locks import FileHold, HeldError
-from braid.actors.controller.manifest import write_durably
-from braid.actors.stage.data import INDEX_FILE, TOKEN_DTYPES, TRAIN, VALIDATION, DataIndex, Shard, read_index
-from braid.actors.stage.reading import UnreadableError
+from braid.actors.controller.state.locks import FileHold, HeldError
+from braid.actors.controller.state.manifest import write_durably
+from braid.actors.stage.data.token_files import (
+    INDEX_FILE,
+    TOKEN_DTYPES,
+    TRAIN,
+    VALIDATION,
+    DataIndex,
+    TokenShard,
+    read_index,
+)
+from braid.actors.stage.files.reading import UnreadableError
 from braid.jobs.data.corpus import WorkItem, cut
 from braid.jobs.data.executors import Executor, local_map
+from braid.jobs.data.identity import DataRequest, parameters_of
 from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, dtype_of, tokenise
-from braid.jobs.identity import DataRequest, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +196,7 @@ def _assemble(
     request: DataRequest, folder: Path, results: Sequence[ItemResult], contents: tuple[str, ...]
 ) -> DataIndex:
     """Give the shards their names in the order of the input, and write the index."""
-    splits: dict[str, tuple[Shard, ...]] = {}
+    splits: dict[str, tuple[TokenShard, ...]] = {}
     for split in (TRAIN, VALIDATION):
         shards = [shard for result in results for shard in result.shards[split]]
         names = [f"{split}-{number:05d}.bin" for number in range(len(shards))]

@@ -18,7 +18,7 @@ from typing import Any, Literal, assert_never
 import numpy as np
 
 from braid.actors.config import DataConfig
-from braid.actors.stage.data import TOKEN_DTYPES, TRAIN, VALIDATION, Shard
+from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION, TokenShard
 from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.documents import read_documents
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +49,7 @@ class ItemResult:
     """What one work item wrote, under temporary names, and the extremes of its documents' hashes."""
 
     number: int
-    shards: dict[str, list[Shard]]
+    shards: dict[str, list[TokenShard]]
     counts: Counter[str]
     """``documents``, and the fields of `DataIndex` that count what the text has or lacks."""
     lowest_hash: int
@@ -63,7 +63,7 @@ class ShardWriter:
         self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
         self._folder, self._dtype = folder, dtype
         self._file: Any = None
-        self.shards: list[Shard] = []
+        self.shards: list[TokenShard] = []
 
     def write(self, ids: np.ndarray, bytes_of_text: int, documents: int) -> None:
         """Append [tokens] ids that stand for so many bytes of text and end so many documents."""
@@ -92,7 +92,7 @@ class ShardWriter:
         self._file.close()
         self._file = None
         self.shards.append(
-            Shard(
+            TokenShard(
                 file=self._name,
                 tokens=self._tokens,
                 bytes_of_text=self._bytes,

@@ -1,1 +1,3 @@
-"""Fault drills: a run is broken in every way there is, and has to come out as if nothing had been."""
+"""Fault drills: `plan.py` draws faults, `runner.py` breaks a run with them, `report.py` says what came of
+each.
+"""

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from braid.actors.config import load_config
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
-from braid.scheduling.json_text import json_text
+from braid.scheduling.text.json_text import json_text
 
 if TYPE_CHECKING:
     from braid.jobs.drill.report import Report

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 
 from braid.actors.config import parse_config
 from braid.actors.controller.controller import RunOptions
-from braid.actors.controller.group import WorkerError
-from braid.actors.controller.json_lines import last_line, read_lines
-from braid.actors.controller.locks import FileHold, HeldError
-from braid.actors.controller.processes import Place
-from braid.actors.stage.messages import Fault
+from braid.actors.controller.ranks.group import WorkerError
+from braid.actors.controller.ranks.processes import ProcessPlace
+from braid.actors.controller.records.json_lines import last_line, read_lines
+from braid.actors.controller.state.locks import FileHold, HeldError
+from braid.actors.stage.rank.messages import Fault
 
 PATIENCE_S = 300.0
 """A fault that does not come, or is not over, within so long has failed the drill."""
@@ -40,7 +40,7 @@ class Spec:
     config: dict[str, Any]
     options: RunOptions
     faults: tuple[Fault, ...]
-    places: list[Place] | None
+    places: list[ProcessPlace] | None
 
 
 _SPEC = TypeAdapter(Spec)
@@ -136,7 +136,7 @@ class Command:
 
 
 def _run(spec: Spec) -> None:
-    from braid.jobs.train import train
+    from braid.jobs.training.train import train
 
     train(parse_config(spec.config), spec.options, faults=spec.faults, places=spec.places)
 

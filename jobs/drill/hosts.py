@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from braid.actors.controller.processes import Place, enter_namespace, separate_places
-from braid.jobs.guardian import MARK
-from braid.jobs.session import WORKERS, session_folder
+from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
+from braid.jobs.cluster.guardian import MARK
+from braid.jobs.cluster.session import WORKERS, session_folder
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -123,10 +123,10 @@ class Hosts:
         finally:
             _run(*end, "up")
 
-    def places(self, ranks: int, *, filled: bool = False) -> list[Place]:
+    def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
         """Where every rank runs; neighbours stand on different hosts, unless these are ``filled`` in turn."""
         hosts = (self.hosts[2 * rank // ranks if filled else rank % 2] for rank in range(ranks))
-        return [Place(host.address, host.namespace, host.cpus) for host in hosts]
+        return [ProcessPlace(host.address, host.namespace, host.cpus) for host in hosts]
 
 
 @contextlib.contextmanager
@@ -178,7 +178,7 @@ class Paced:
         """From now on, connections are made for this rate; those inside hosts are these, too."""
         self.cluster = {"emulated_link_mbit": mbit}
 
-    def places(self, ranks: int, *, filled: bool = False) -> list[Place]:
+    def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
         """As on two hosts: each with half of the CPUs."""
         return [separate_places(2)[2 * rank // ranks if filled else rank % 2] for rank in range(ranks)]
 

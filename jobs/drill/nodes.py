@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.elastic import Degrees, best_degrees, degrees_of
-from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.ranks.elastic import Degrees, best_degrees, degrees_of
+from braid.actors.controller.records.json_lines import read_lines
+from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.census import family
 from braid.jobs.drill.command import Command, DrillError
-from braid.jobs.drill.plan import JOINS, NodeRange, Planned
-from braid.jobs.drill.report import Outcome
-from braid.jobs.session import WORKERS, environment, own_token, session_folder
+from braid.jobs.drill.plan import JOINS, NodeRange, PlannedFault
+from braid.jobs.drill.report import FaultOutcome
 
 STEPS = 1_000_000
 """Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""
@@ -205,9 +205,9 @@ def _processes(node: Any) -> list[int]:
 # -- the faults ----------------------------------------------------------------------------------------------
 
 
-def slow_node(fault: Planned, nodes: Nodes, command: Command, quarantine_s: float) -> Outcome:
+def slow_node(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s: float) -> FaultOutcome:
     """Slow a node down until the run goes on without it; it must stay out until its quarantine ends."""
-    outcome = Outcome(fault, time.time())
+    outcome = FaultOutcome(fault, time.time())
     address = nodes.address_of(nodes.name_at(fault.place))
     with _slowed(command, address):
         command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
@@ -225,10 +225,10 @@ def slow_node(fault: Planned, nodes: Nodes, command: Command, quarantine_s: floa
     return outcome
 
 
-def change_nodes(fault: Planned, nodes: Nodes, command: Command) -> Outcome:
+def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOutcome:
     """Let a node come or go, and wait until Ray knows and the run has as many ranks as nodes."""
     begun = time.time()
-    outcome = Outcome(fault, begun)
+    outcome = FaultOutcome(fault, begun)
     if fault.kind == JOINS:
         node = nodes.join()
         command.wait(f"Ray to have the node of {fault.name}", lambda: nodes.alive(node))
@@ -289,7 +289,7 @@ def _placed(command: Command) -> list[dict[str, str | int]]:
     return []
 
 
-def _note_change(outcome: Outcome, command: Command, since: float) -> None:
+def _note_change(outcome: FaultOutcome, command: Command, since: float) -> None:
     """What the run says of its first change of ranks after a fault."""
     change = command.incidents(since, resized=True)[0]
     begun = detected = change["time"]

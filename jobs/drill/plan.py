@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
-from braid.scheduling.suggestions import must_be_one_of
+from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
+from braid.scheduling.text.suggestions import must_be_one_of
 
 HOSTS, DISK, NODES = "two emulated hosts", "a small disk", "emulated Ray nodes"
 """What a fault may need; the former two need root."""
@@ -96,7 +96,7 @@ class NodeRange:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFault:
     """One fault of a drill."""
 
     name: str
@@ -184,7 +184,9 @@ def _obstacle(config: Config, kind: str) -> str:
     return ""
 
 
-def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None) -> list[Planned]:
+def plan_drill(
+    kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None
+) -> list[PlannedFault]:
     """Every kind ``count`` times, in an order drawn by the seed, at steps some way apart.
 
     ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
@@ -198,7 +200,7 @@ def plan_drill(kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | N
     planned, step = [], _FIRST
     there = None if nodes is None else nodes.start
     for number, kind in enumerate(every):
-        fault = Planned(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
+        fault = PlannedFault(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
         planned.append(fault)
         there = fault.nodes_after
         step += _GAP * KINDS[kind].gaps
@@ -242,6 +244,6 @@ def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
     return ordered
 
 
-def steps_of(planned: Sequence[Planned]) -> int:
+def steps_of(planned: Sequence[PlannedFault]) -> int:
     """Steps that a run needs so that all its faults come, and are over before it ends."""
     return max((fault.step for fault in planned), default=0) + 3 * _GAP

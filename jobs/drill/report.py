@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from braid.jobs.drill.census import Census
-from braid.jobs.drill.plan import Planned
+from braid.jobs.drill.plan import PlannedFault
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     """What came of a fault; seconds."""
 
-    fault: Planned
+    fault: PlannedFault
     fired: float
     """Seconds since 1970."""
     detected_after: float | None = None
@@ -47,7 +47,7 @@ class Outcome:
 class Report:
     """A whole drill."""
 
-    outcomes: list[Outcome]
+    outcomes: list[FaultOutcome]
     identical_losses: bool
     identical_parameters: bool
     identical_samples: bool

@@ -17,11 +17,11 @@ import torch
 
 from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
 from braid.actors.controller.controller import RunOptions
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.manifest import MANIFEST, CheckpointStore
-from braid.actors.controller.step_record import read_metrics
-from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.faults import FOLDER, call, fire, fired_at, let_go
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.step_record import read_metrics
+from braid.actors.controller.state.manifest import MANIFEST, CheckpointStore
+from braid.actors.stage.rank.faults import FOLDER, call, fire, fired_at, let_go
+from braid.actors.stage.state.checkpoint import read_tensors
 from braid.jobs.drill.census import Census, census
 from braid.jobs.drill.command import BROKEN, PATIENCE_S, WHOLE, Command, DrillError, Spec
 from braid.jobs.drill.hosts import Hosts, two_hosts
@@ -41,12 +41,12 @@ from braid.jobs.drill.plan import (
     KINDS,
     NODE_FAULTS,
     SLOW,
-    Planned,
+    PlannedFault,
     check_faults,
     plan_drill,
     steps_of,
 )
-from braid.jobs.drill.report import Outcome, Report
+from braid.jobs.drill.report import FaultOutcome, Report
 
 _SHORT_CUT_S = 1.5
 _SLOW_S = 3.0
@@ -89,7 +89,7 @@ class Drill:
         """A second home of checkpoints, on another disk: faults damage the first fault, or fill it."""
         self._command = Command(self._folder)
         self._broken = self._command.broken
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[FaultOutcome] = []
 
     def run(self) -> Report:
         """Run it. Raises `DrillError`; nothing is left running, and nothing mounted."""
@@ -206,7 +206,7 @@ class Drill:
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _meet(self, fault: Planned, before: Planned | None) -> Outcome:
+    def _meet(self, fault: PlannedFault, before: PlannedFault | None) -> FaultOutcome:
         """Let a fault come, and wait until it is over."""
         command, marks = self._command, self._broken / FOLDER
         due, in_rank = fault.step, fault.in_rank(1)
@@ -229,7 +229,7 @@ class Drill:
             if fault.kind == SLOW:
                 return slow_node(fault, self._nodes, command, self._config(BROKEN).elastic.quarantine_s)
             return change_nodes(fault, self._nodes, command)
-        outcome = Outcome(fault, fired_at(marks, fault.name))
+        outcome = FaultOutcome(fault, fired_at(marks, fault.name))
         after = command.step()
         self._act(fault)
         if KINDS[fault.kind].harmless or fault.kind == "sigterm":
@@ -241,7 +241,7 @@ class Drill:
             outcome.note(command.incidents(outcome.fired)[0])
         return outcome
 
-    def _act(self, fault: Planned) -> None:
+    def _act(self, fault: PlannedFault) -> None:
         """Do what comes from outside."""
         match fault.kind:
             case "kill-controller":
@@ -276,7 +276,7 @@ class Drill:
         lines = read_lines(self._broken / "events.jsonl")
         return len(steps) > 1 and steps[-1] in {line["step"] for line in lines if line["kind"] == "saved"}
 
-    def _damage(self, fault: Planned) -> None:
+    def _damage(self, fault: PlannedFault) -> None:
         """Half a file, or fault wrong byte, in the newest checkpoint."""
         store = CheckpointStore(self._broken / "checkpoints")
         newest = store.directory / f"step-{store.steps()[-1]}"
@@ -306,7 +306,7 @@ class Drill:
         finally:
             filler.unlink()
 
-    def _kill_host(self, fault: Planned) -> None:
+    def _kill_host(self, fault: PlannedFault) -> None:
         """SIGKILL for all ranks of a host."""
         assert self._hosts is not None
         cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
@@ -316,7 +316,7 @@ class Drill:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
-    def _cut(self, fault: Planned) -> None:
+    def _cut(self, fault: PlannedFault) -> None:
         """Cut the link for a moment, or until the controller has noticed."""
         assert self._hosts is not None
 

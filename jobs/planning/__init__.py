@@ -1,1 +1,3 @@
-"""Plan, simulate, explain, compare, schedule, profile: what these commands do and show."""
+"""`braid plan`, `simulate`, `explain`, `compare`, `profile`: `cli.py` has the commands, `work.py` what they
+share.
+"""

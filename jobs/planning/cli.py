@@ -9,11 +9,11 @@ from rich.console import Console
 
 from braid.jobs.output import check_output
 from braid.jobs.usage import AsJson, Overrides, example
-from braid.scheduling.json_text import json_text
+from braid.scheduling.text.json_text import json_text
 
 if TYPE_CHECKING:
-    from braid.scheduling.planner.decide import Outcome
-    from braid.scheduling.span_batches import Batch
+    from braid.scheduling.plan.decide import Outcome
+    from braid.scheduling.trace.batches import Batch
 
 Reference = Annotated[
     str, typer.Argument(help="A run's YAML file or a model preset (braid presets).", metavar="CONFIG|MODEL")
@@ -85,7 +85,7 @@ def simulate(
     outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
         from braid.dashboards.perfetto import perfetto_trace
-        from braid.scheduling.span_batches import SUFFIX, batches_of, encode_all
+        from braid.scheduling.trace.batches import SUFFIX, batches_of, encode_all
 
         spans = batches_of(outcome.simulation.spans())
         work.write_file(
@@ -109,8 +109,8 @@ def _outcome(
 ) -> "Outcome":
     from braid.actors.config import ConfigError
     from braid.jobs.planning import work
-    from braid.scheduling.plan import read_plan
-    from braid.scheduling.profile import read_profile
+    from braid.scheduling.cost.profile import read_profile
+    from braid.scheduling.plan.plan import read_plan
 
     if work.is_plan(reference):
         if overrides:
@@ -126,7 +126,7 @@ def _outcome(
 def _draw(outcome: "Outcome", path: Path) -> None:
     """Two pictures: the pipeline, and beside it (``-pair``) a paired block."""
     from braid.jobs.planning import work
-    from braid.scheduling.draw_simulation import pair_svg, paired_run, pipeline_svg
+    from braid.scheduling.cost.picture import pair_svg, paired_run, pipeline_svg
 
     setting = outcome.setting
     title = f"{setting.title}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
@@ -147,8 +147,8 @@ def explain(
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
     from braid.jobs.planning import view, work
     from braid.jobs.planning.searching import searching
-    from braid.scheduling.plan import read_plan
-    from braid.scheduling.planner.explain import explain as answer
+    from braid.scheduling.plan.explain import explain as answer
+    from braid.scheduling.plan.plan import read_plan
 
     made = read_plan(plan)
     spec = work.cluster_of(made, cluster, nodes)
@@ -175,7 +175,7 @@ def compare(
     from braid.jobs.planning import view
 
     if _is_trace(first) and _is_trace(second):
-        from braid.scheduling.compare_traces import compare_traces
+        from braid.scheduling.trace.compare import compare_traces
 
         compared = compare_traces(_trace(Path(first)), _trace(Path(second)))
         if as_json:
@@ -198,7 +198,7 @@ def _is_trace(reference: str) -> bool:
 def _trace(path: Path) -> "list[Batch]":
     """The spans of a file, or of a run's newest step."""
     from braid.dashboards.trace_folder import TraceFolder
-    from braid.scheduling.span_batches import read_batches
+    from braid.scheduling.trace.batches import read_batches
 
     if not path.is_dir():
         return read_batches(path)

@@ -6,13 +6,13 @@ from rich.text import Text
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, model_graphs
-from braid.scheduling.draw import grid, summary
-from braid.scheduling.link import link
-from braid.scheduling.lowering.lower import scheduled_parts
-from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.operations import PassKind
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.generate.lower import scheduled_parts
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.draw import grid, summary
+from braid.scheduling.schedule.link import link
+from braid.scheduling.schedule.memory import model_flops, rank_memory
+from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.schedule import Schedule
 
 _STYLES = {
     "F": ("grey93 on blue", "grey93 on dodger_blue2"),

@@ -3,8 +3,8 @@
 from rich.table import Table
 from rich.text import Text
 
-from braid.scheduling.effectiveness import Effectiveness, Measured
-from braid.scheduling.svg import document, element, text
+from braid.scheduling.cost.effectiveness import Effectiveness, Measured
+from braid.scheduling.trace.svg import document, element, text
 
 _WORST, _NONE, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
 """Colours of an OEF of -1, 0 and 1: red slows down, white gains nothing, blue hides all."""

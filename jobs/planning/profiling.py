@@ -13,13 +13,13 @@ from braid.actors.config import Config, ConfigError, load_config
 from braid.actors.config.paths import anchored
 from braid.jobs.output import check_output
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
-from braid.scheduling.effectiveness import effectiveness
-from braid.scheduling.json_text import json_text
+from braid.scheduling.cost.effectiveness import effectiveness
+from braid.scheduling.text.json_text import json_text
 
 if TYPE_CHECKING:
-    from braid.actors.controller import group
-    from braid.scheduling.schedule import Schedule
-    from braid.scheduling.spec import ModelShape
+    from braid.actors.controller.ranks import group
+    from braid.scheduling.model.shape import ModelShape
+    from braid.scheduling.schedule.schedule import Schedule
 
 
 def profile(
@@ -36,7 +36,7 @@ def profile(
     from braid.jobs.data.tokenizer import tokenizer_of
     from braid.jobs.planning.heat_map import svg_map, terminal_map
     from braid.jobs.planning.work import write_file
-    from braid.jobs.refusals import check_place_of_ranks
+    from braid.jobs.training.refusals import check_place_of_ranks
 
     check_output("--output", output)
     check_output("--svg", svg)
@@ -69,14 +69,14 @@ def profile(
 @contextmanager
 def _launcher(config: Config) -> "Iterator[group.Launcher]":
     """What starts a run's ranks; while it is used, the command has the run's Ray cluster."""
-    from braid.actors.controller.processes import ProcessLauncher
-    from braid.jobs.session import ray_session
+    from braid.actors.controller.ranks.processes import ProcessLauncher
+    from braid.jobs.cluster.session import ray_session
 
     if config.cluster.launcher == "processes":
         yield ProcessLauncher(config)
         return
     with ray_session(config):
-        from braid.actors.controller.placement import RayLauncher
+        from braid.actors.controller.ranks.placement import RayLauncher
 
         yield RayLauncher(config)
 
@@ -90,8 +90,8 @@ def known_schedule(config: Config, shape: "ModelShape") -> "Schedule":
     from braid.actors.controller.decisions import find_or_decide
     from braid.actors.controller.planning import build_schedule
     from braid.actors.controller.profiling import known_profile
-    from braid.scheduling.profile import read_profile
-    from braid.scheduling.schedule_text import parse
+    from braid.scheduling.cost.profile import read_profile
+    from braid.scheduling.schedule.text import parse
 
     if not config.overlap.needs_profile:
         return build_schedule(config, shape)

@@ -8,24 +8,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from braid.scheduling import figures
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.compare_traces import TraceComparison
-from braid.scheduling.draw_simulation import moving, pair_text, paired_run
-from braid.scheduling.plan import Plan
-from braid.scheduling.planner.decide import ALIKE, Outcome
-from braid.scheduling.planner.explain import Explanation
-from braid.scheduling.presets.library import (
+from braid.scheduling.cost.engine import BlockRun
+from braid.scheduling.cost.picture import moving, pair_text, paired_run
+from braid.scheduling.cost.simulate import Numbers
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.model.presets.library import (
     cluster_names,
     cluster_preset,
     model_names,
     model_preset,
     model_source,
 )
-from braid.scheduling.records import to_mapping
-from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Numbers
-from braid.scheduling.simulator.engine import BlockRun
+from braid.scheduling.plan.decide import ALIKE, Outcome
+from braid.scheduling.plan.explain import Explanation
+from braid.scheduling.plan.plan import Plan
+from braid.scheduling.text.records import to_mapping
+from braid.scheduling.trace import figures
+from braid.scheduling.trace.compare import TraceComparison
 
 GIB = 2**30
 _HELPS = 0.005

@@ -7,18 +7,19 @@ from typing import Any
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import expanded
 from braid.actors.controller.planning import setting_of
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.plan import Plan, RunnerUp, read_plan
-from braid.scheduling.planner.candidates import Search
-from braid.scheduling.planner.cluster import Tell, plan_layout, plan_of, runner_up, usual_schedules
-from braid.scheduling.planner.decide import Outcome, decide, evaluate, modelled, replay, within
-from braid.scheduling.planner.space import AUTO, EVERYTHING, PART_BY_PART, searched_schedules, with_schedule
-from braid.scheduling.presets.library import load_cluster, model_names
-from braid.scheduling.profile import Profile, read_profile
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import AXES, ModelShape
-from braid.scheduling.suggestions import nearest
+from braid.scheduling.cost.profile import Profile, read_profile
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import AXES
+from braid.scheduling.model.presets.library import load_cluster, model_names
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.candidates import Search
+from braid.scheduling.plan.decide import Outcome, decide, evaluate, modelled, replay, within
+from braid.scheduling.plan.layouts import Tell, plan_layout, plan_of, runner_up, usual_schedules
+from braid.scheduling.plan.plan import Plan, RunnerUp, read_plan
+from braid.scheduling.plan.space import AUTO, EVERYTHING, PART_BY_PART, searched_schedules, with_schedule
+from braid.scheduling.text.suggestions import nearest
 
 PRESET_BATCH_TOKENS = 2**22
 """Global batch, in tokens, of a model preset that is planned without a configuration."""
@@ -122,8 +123,8 @@ def _decided(job: Request, setting: Setting) -> Outcome:
 
 def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
     """With a degree and a policy for every layer, and what all of one kind would take."""
-    from braid.jobs.layers import layer_search, schedules_of
-    from braid.scheduling.planner.layer_choices import choose_layers
+    from braid.jobs.training.layers import layer_search, schedules_of
+    from braid.scheduling.plan.layer_choices import choose_layers
 
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
     search, over = layer_search(job.config, usable), within(usable)

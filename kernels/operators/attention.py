@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from braid.kernels.operators.autograd import Graph, record
+from braid.kernels.operators.autograd import AutogradGraph, record
 from braid.kernels.operators.operator import ComputeOperator
 
 BACKENDS: Final[Mapping[str, SDPBackend]] = {
@@ -117,7 +117,7 @@ class Attention(ComputeOperator):
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
         self.backend = None if backend is None else BACKENDS[backend]
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, Graph]:
+    def forward(self, qkv: Tensor) -> tuple[Tensor, AutogradGraph]:
         """Map qkv (T x (Q + 2K), columns q, k, v, each head by head) to o_TQ and what the backward needs.
 
         Saved are the turned q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores and o, which
@@ -127,7 +127,7 @@ class Attention(ComputeOperator):
         (o_bnsd,), graph = record(self._attend, *self._q_k_v(turned_bsnd.transpose(1, 2), dim=1))
         return o_bnsd.transpose(1, 2).reshape(qkv.shape[0], -1), graph
 
-    def input_gradient(self, d_o_TQ: Tensor, saved: Graph) -> tuple[Tensor]:
+    def input_gradient(self, d_o_TQ: Tensor, saved: AutogradGraph) -> tuple[Tensor]:
         """Return d_qkv (T x (Q + 2K)); frees ``saved``."""
         d_o_bnsd = d_o_TQ.view(-1, self.sequence, self.heads, self.head_dim).transpose(1, 2)
         d_q, d_k, d_v = (cast(Tensor, d) for d in saved.gradients((d_o_bnsd,), saved.inputs))

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from braid.kernels.operators.operator import ComputeOperator, Saved
 
 
-class Graph(Saved):
+class AutogradGraph(Saved):
     """The recorded graph of one call, opaque to the executor.
 
     It holds the inputs and what autograd saved for the gradients, not the outputs. It can be asked for
@@ -48,7 +48,9 @@ class Graph(Saved):
         return gradients
 
 
-def record(function: Callable[..., Any], *inputs: Any, uses: int = 1) -> tuple[tuple[Tensor, ...], Graph]:
+def record(
+    function: Callable[..., Any], *inputs: Any, uses: int = 1
+) -> tuple[tuple[Tensor, ...], AutogradGraph]:
     """Call ``function`` under autograd; return its outputs (one tensor or several), detached, and the graph.
 
     Floating-point tensors among the inputs become the leaves that gradients can be asked for, ``uses`` times.
@@ -58,7 +60,7 @@ def record(function: Callable[..., Any], *inputs: Any, uses: int = 1) -> tuple[t
         result = function(*arguments)
     outputs: tuple[Tensor, ...] = (result,) if isinstance(result, Tensor) else tuple(result)
     leaves = tuple(value for value in arguments if isinstance(value, Tensor) and value.requires_grad)
-    return tuple(output.detach() for output in outputs), Graph(leaves, outputs, uses)
+    return tuple(output.detach() for output in outputs), AutogradGraph(leaves, outputs, uses)
 
 
 def _leaf(value: Any) -> Any:

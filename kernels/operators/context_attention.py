@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from braid.kernels.operators.attention import Scaling, rotary_tables, turn
-from braid.kernels.operators.context_blocks import Block, Documents, Order
+from braid.kernels.operators.context_blocks import AttentionBlock, Documents, TokenOrder
 from braid.kernels.operators.operator import ComputeOperator, Saved
 from braid.kernels.operators.partial_attention import Merged, gradients
 
@@ -118,7 +118,7 @@ class Attended(Saved):
 
 
 class _ContextAttention(ComputeOperator):
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: Order) -> None:
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: TokenOrder) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.order = heads, kv_heads, head_dim, order
         self._rows = len(order.pieces[0]) * order.length
@@ -131,7 +131,7 @@ class _ContextAttention(ComputeOperator):
         return k, v
 
     def _gradients(
-        self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, kv: Tensor, work: Sequence[Block]
+        self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, kv: Tensor, work: Sequence[AttentionBlock]
     ) -> tuple[Tensor, Tensor]:
         """d_q_TQ and d_kv, of the shape of ``kv``."""
         q = self._queries(q_TQ)
@@ -189,7 +189,7 @@ class GatheredAttention(_ContextAttention):
 class RingAttention(_ContextAttention):
     """A step of causal attention: to the keys of the rank that comes so many before."""
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: Order, step: int) -> None:
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, order: TokenOrder, step: int) -> None:
         super().__init__(heads=heads, kv_heads=kv_heads, head_dim=head_dim, order=order)
         self._step, self._last = step, step == len(order.pieces) - 1
 
@@ -234,7 +234,7 @@ def context_attention(
     sequence: int,
     rotary_base: float | None,
     rotary_scaling: Scaling | None = None,
-    order: Order,
+    order: TokenOrder,
     ring: bool,
 ) -> dict[str, ComputeOperator]:
     """The operators that attention is made of, by what their names add to its own.

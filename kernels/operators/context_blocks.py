@@ -6,8 +6,8 @@ have equal work, with the keys of every other rank too (zigzag: Llama 3, Grattaf
 3.3.2). Where tokens meet those of their own document only, pieces go to ranks by the work that there is in
 them.
 
-A `Block` is what one call of a kernel computes: some queries that meet all of some keys, or their own and
-earlier ones.
+An `AttentionBlock` is what one call of a kernel computes: queries that meet all of some keys, or their
+own and earlier keys.
 
 Documents of a sample are the places of their first tokens, ascending, the first one 0 (also where the sample
 begins within a document).
@@ -27,7 +27,7 @@ Pieces = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Rows of a sample's queries on this rank, and rows of the keys that it is given."""
 
     queries: tuple[int, int]
@@ -40,7 +40,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Order:
+class TokenOrder:
     """Which tokens of a sample, or of all alike, a rank has, and what they attend to."""
 
     pieces: tuple[Pieces, ...]
@@ -61,16 +61,16 @@ class Order:
         ]
 
     @cached_property
-    def gathered(self) -> tuple[Block, ...]:
+    def gathered(self) -> tuple[AttentionBlock, ...]:
         """What this rank's queries do with the keys of all ranks, in the order of the sample."""
         return tuple(self._blocks(range(sum(map(len, self.pieces)))))
 
-    def ring(self, step: int) -> tuple[Block, ...]:
+    def ring(self, step: int) -> tuple[AttentionBlock, ...]:
         """With the keys of the rank that comes ``step`` before."""
         return self._ring[step]
 
     @cached_property
-    def _ring(self) -> tuple[tuple[Block, ...], ...]:
+    def _ring(self) -> tuple[tuple[AttentionBlock, ...], ...]:
         ranks = len(self.pieces)
         return tuple(tuple(self._blocks(self.pieces[(self.rank - n) % ranks])) for n in range(ranks))
 
@@ -80,7 +80,7 @@ class Order:
         there = [piece for own in self.pieces for piece in own]
         return tuple(there.index(piece) for piece in range(len(there)))
 
-    def _blocks(self, keys: Sequence[int]) -> list[Block]:
+    def _blocks(self, keys: Sequence[int]) -> list[AttentionBlock]:
         """What this rank's queries have to do with the keys of some pieces, which stand one by one."""
         found, length = [], self.length
         for place, piece in enumerate(self.pieces[self.rank]):
@@ -89,9 +89,9 @@ class Order:
                 rows = row, row + end - begin
                 first = self.documents[bisect_right(self.documents, begin) - 1]
                 for low, high in _rows(keys, length, first, begin):
-                    found.append(Block(rows, (low, high), causal=False, sample=self.sample))
+                    found.append(AttentionBlock(rows, (low, high), causal=False, sample=self.sample))
                 for low, high in _rows(keys, length, begin, end):
-                    found.append(Block(rows, (low, high), causal=True, sample=self.sample))
+                    found.append(AttentionBlock(rows, (low, high), causal=True, sample=self.sample))
         return found
 
     def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -113,17 +113,17 @@ def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[tuple[
     return found
 
 
-def causal_order(ranks: int, rank: int, sequence: int) -> Order:
+def causal_order(ranks: int, rank: int, sequence: int) -> TokenOrder:
     """That of samples of one document; of one rank, all of it."""
     if ranks == 1:
-        return Order(((0,),), 0, sequence)
+        return TokenOrder(((0,),), 0, sequence)
     pieces = tuple((number, 2 * ranks - 1 - number) for number in range(ranks))
-    return Order(pieces, rank, sequence // (2 * ranks))
+    return TokenOrder(pieces, rank, sequence // (2 * ranks))
 
 
 def document_order(
     ranks: int, rank: int, sequence: int, documents: Sequence[int], sample: int | None = None
-) -> Order:
+) -> TokenOrder:
     """That of a sample of several documents: the piece with most work goes with the one with least.
 
     With one document it is `causal_order`.
@@ -151,13 +151,13 @@ def _work(documents: Sequence[int], sequence: int, pieces: int) -> list[int]:
 class Documents:
     """Of a micro-batch whose tokens meet those of their own document only: the order of every sample."""
 
-    orders: tuple[Order, ...]
+    orders: tuple[TokenOrder, ...]
     positions: Tensor
     """T: of this rank's tokens, for their embedding."""
 
     @cached_property
-    def gathered(self) -> tuple[Block, ...]:
-        """As `Order.gathered`, of all samples."""
+    def gathered(self) -> tuple[AttentionBlock, ...]:
+        """As `TokenOrder.gathered`, of all samples."""
         return tuple(block for order in self.orders for block in order.gathered)
 
     def on(self, device: torch.device) -> "Documents":
@@ -174,12 +174,12 @@ class Documents:
         )
         return Documents(tuple(orders), self.positions.chunk(parts)[number])
 
-    def ring(self, step: int) -> tuple[Block, ...]:
-        """As `Order.ring`, of all samples."""
+    def ring(self, step: int) -> tuple[AttentionBlock, ...]:
+        """As `TokenOrder.ring`, of all samples."""
         return tuple(block for order in self.orders for block in order.ring(step))
 
 
-def documents_of(orders: Sequence[Order], *, restart: bool) -> Documents:
+def documents_of(orders: Sequence[TokenOrder], *, restart: bool) -> Documents:
     """``restart``: positions are counted from the begin of each document, else from that of the sample."""
     found = []
     for order in orders:

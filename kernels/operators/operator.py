@@ -1,6 +1,6 @@
 """What a compute operator is: a `torch.nn.Module` between two points of communication.
 
-A layer is a graph of operators (`braid.scheduling.operators`). The executor knows nothing about what an
+A layer is a graph of operators (`braid.scheduling.model.operators`). The executor knows nothing about what an
 operator computes: it calls one of the three methods below with the values that the graph says the
 operator reads, in that order, and stores what comes back under the names that the graph says it writes.
 

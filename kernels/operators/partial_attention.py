@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braid.kernels.operators.context_blocks import Block
+from braid.kernels.operators.context_blocks import AttentionBlock
 from braid.kernels.operators.operator import Saved
 
 _ATEN = torch.ops.aten
@@ -38,7 +38,7 @@ class _Kernel(Protocol):
         """Gradients of q, k and v; ``o``, ``lse``: over all keys that the queries meet, not only these."""
 
 
-class _Host:
+class _CpuAttention:
     """On a CPU, in all dtypes."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def _summed(d: Tensor, like: Tensor) -> Tensor:
 
 def _kernel(q: Tensor) -> _Kernel:
     if q.device.type == "cpu":
-        return _Host()
+        return _CpuAttention()
     if q.dtype in (torch.bfloat16, torch.float16):
         return _Flash()
     if q.dtype == torch.float32:
@@ -141,7 +141,7 @@ class Merged(Saved):
         """Both."""
         return [self.o_bsnd, self.lse_bns]
 
-    def attend(self, q_bsnd: Tensor, k_brmd: Tensor, v_brmd: Tensor, work: Sequence[Block]) -> None:
+    def attend(self, q_bsnd: Tensor, k_brmd: Tensor, v_brmd: Tensor, work: Sequence[AttentionBlock]) -> None:
         """Attend to more keys."""
         kernel = _kernel(q_bsnd)
         for block in work:
@@ -163,7 +163,7 @@ def gradients(
     v_brmd: Tensor,
     o_bsnd: Tensor,
     lse_bns: Tensor,
-    work: Sequence[Block],
+    work: Sequence[AttentionBlock],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for what some blocks add to the output, in the dtype of q."""
     kernel = _kernel(q_bsnd)
@@ -180,7 +180,7 @@ def gradients(
     return d_q, d_k, d_v
 
 
-def _heads_first(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, keys, samples = slice(*block.queries), slice(*block.keys), _samples(block)
     return (
         q[samples, rows].transpose(1, 2),
@@ -189,7 +189,7 @@ def _heads_first(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     )
 
 
-def _samples(block: Block) -> slice:
+def _samples(block: AttentionBlock) -> slice:
     return slice(None) if block.sample is None else slice(block.sample, block.sample + 1)
 
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import pytest
 
 from braid.actors.config import Config
-from braid.actors.controller.group import WorkerError, WorkerGroup
-from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.host_state import take
-from braid.actors.stage.messages import CopiesHeld
-from braid.actors.stage.rank import Rank
-from braid.actors.stage.worker import Worker
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
+from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import CopiesHeld
+from braid.actors.stage.rank.worker import Worker
+from braid.actors.stage.state.host_state import take
 from tests.end_to_end.runs import run_plan, small_config
 
 _R = TypeVar("_R")

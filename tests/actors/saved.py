@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller import manifest
-from braid.actors.controller.manifest import CheckpointStore
+from braid.actors.controller.state import manifest
+from braid.actors.controller.state.manifest import CheckpointStore
 
 
 def digests(folder: Path) -> dict[str, tuple[int, str]]:

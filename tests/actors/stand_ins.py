@@ -9,11 +9,11 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.controller import Controller, Replan, RunOptions
-from braid.actors.controller.group import NoRoomError, WorkerError
-from braid.actors.controller.records import Event, Incident, StepDone
-from braid.actors.controller.span_files import SpanCounts
-from braid.actors.stage.messages import CopiesHeld, RunPlan, StepResult, Written
-from braid.scheduling.trace import OverlapNumbers
+from braid.actors.controller.ranks.group import NoRoomError, WorkerError
+from braid.actors.controller.records.run_records import Event, Incident, StepDone
+from braid.actors.controller.records.span_files import SpanCounts
+from braid.actors.stage.rank.messages import CopiesHeld, RunPlan, StepResult, Written
+from braid.scheduling.trace.spans import OverlapNumbers
 from tests.actors.saved import digests
 from tests.end_to_end.runs import run_plan
 

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from braid.actors.stage.allocator import set_aside_what_lasts
-from braid.actors.stage.peak_memory import PeakMemory
+from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.rank.allocator import set_aside_what_lasts
 from tests.end_to_end.command import ROOT
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 FAULTS = """
 import resource, sys
 import torch
-from braid.actors.stage.allocator import keep_freed_memory
+from braid.actors.stage.rank.allocator import keep_freed_memory
 
 keeps = sys.argv[1] == "keep" and keep_freed_memory()
 
@@ -77,8 +77,8 @@ def test_what_lasts_is_not_looked_at_until_the_next_model_comes() -> None:
 
 FRAYED = """
 import torch
-from braid.actors.stage.allocator import keep_freed_memory
-from braid.actors.stage.peak_memory import PeakMemory
+from braid.actors.stage.rank.allocator import keep_freed_memory
+from braid.actors.stage.measure.peak_memory import PeakMemory
 
 keeps = keep_freed_memory()
 peak = PeakMemory(torch.device("cpu"))

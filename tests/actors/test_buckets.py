@@ -11,15 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.shards import boxes_of_range
-from braid.scheduling import buckets
-from braid.scheduling.buckets import ALIGNED, share_elements
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.state.parameters import Place
+from braid.actors.stage.state.shards import boxes_of_range
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.buckets import ALIGNED, share_elements
 
 SHAPE = ModelShape(
     family="llama", hidden=64, ffn=96, layers=4, heads=4, kv_heads=2, head_dim=16, vocabulary=61, sequence=32

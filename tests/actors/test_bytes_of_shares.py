@@ -6,13 +6,13 @@ import pytest
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, setting_of
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.rank import Rank
-from braid.scheduling.code import Code
-from braid.scheduling.memory import rank_memory
-from braid.scheduling.schedule_text import parse
-from braid.scheduling.units import unit_parts
-from braid.scheduling.validate import linked
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.rank.interface import Rank
+from braid.scheduling.model.units import unit_parts
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.memory import rank_memory
+from braid.scheduling.schedule.text import parse
+from braid.scheduling.schedule.validate import linked
 from tests.actors.ranks import Probed, Ranks
 from tests.cuda.training import state_bytes
 from tests.end_to_end.runs import prepare_text, small_config

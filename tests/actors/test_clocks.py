@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage import clocks
-from braid.actors.stage.accelerator import Accelerator
-from braid.actors.stage.clocks import Difference, ask, clock_ahead_ns
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.mesh import TorchGroups
-from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.operators import Stream
-from braid.scheduling.trace import Label
+from braid.actors.stage.measure.step_records import StepRecorder
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.rank import clocks
+from braid.actors.stage.rank.clocks import Difference, ask, clock_ahead_ns
+from braid.actors.stage.rank.groups import TorchGroups
+from braid.actors.stage.run.accelerator import Accelerator
+from braid.actors.stage.run.cuda_streams import CudaStreams
+from braid.actors.stage.run.gloo_streams import HostStreams
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.spans import Label
 from tests.forking import run_forked
 
 HOSTS = ("a", "b", "b", "a", "c")

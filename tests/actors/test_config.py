@@ -8,7 +8,7 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import anchored
-from braid.scheduling.yaml_text import parse_yaml
+from braid.scheduling.text.yaml_text import parse_yaml
 
 
 def written(folder: Path, text: str, *overrides: str) -> Config:

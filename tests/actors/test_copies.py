@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from braid.actors.config import CheckpointConfig
-from braid.actors.controller.group import WorkerError
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.manifest import CheckpointStore
-from braid.actors.controller.records import Incident, RunDirectory, Saved
-from braid.actors.controller.recovery import newest_common
-from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.stage.checkpoint import read_tensors
-from braid.actors.stage.rank import Rank
+from braid.actors.controller.ranks.group import WorkerError
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import CheckpointStore
+from braid.actors.controller.state.recovery import newest_common
+from braid.actors.controller.state.saving import Saver, manifest_facts
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.state.checkpoint import read_tensors
 from tests.actors.ranks import Probed, Ranks, started
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ class Run:
         ranks.begin(shift)
         ranks.train(range(steps))
 
-    def rescue(self) -> list[Saved | Incident]:
+    def rescue(self) -> list[CheckpointSaved | Incident]:
         """What is told of it."""
         plan, group = self._ranks.plan, self._ranks.group
         facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
@@ -162,7 +162,7 @@ def test_survivors_write_what_all_ranks_had(
         saved, told = run.rescue()
         found = run.homes.newest_of(ranks.plan.shape)
         again = run.rescue()
-    assert isinstance(saved, Saved)
+    assert isinstance(saved, CheckpointSaved)
     assert (saved.step, saved.path) == (3, found.path)
     assert isinstance(told, Incident)
     assert told.kind == "rescued"

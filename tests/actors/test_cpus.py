@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.controller.cpus import throttled, usable_cpus, whole_cpus
+from braid.actors.controller.ranks.cpus import throttled, usable_cpus, whole_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_quotas(tmp_path: Path, files: dict[str, str], cpus: float) -> None:
 
 
 def test_a_process_has_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("braid.actors.controller.cpus.usable_cpus", lambda: 0.5)
+    monkeypatch.setattr("braid.actors.controller.ranks.cpus.usable_cpus", lambda: 0.5)
     assert whole_cpus() == 1
 
 

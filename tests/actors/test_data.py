@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.actors.stage.data import DataIndex, Shard, TokenShards, read_index, sample_ids
-from braid.actors.stage.reading import UnreadableError
+from braid.actors.stage.data.token_files import DataIndex, TokenShard, TokenShards, read_index, sample_ids
+from braid.actors.stage.files.reading import UnreadableError
 from tests.architecture.test_imports import loaded_after
 
 
@@ -23,11 +23,11 @@ def write_data(
 ) -> DataIndex:
     """Write a data set as `braid.jobs.data.prepare` would, with the given shards."""
 
-    def shard(name: str, ids: np.ndarray) -> Shard:
+    def shard(name: str, ids: np.ndarray) -> TokenShard:
         content, tokens = ids.astype(dtype).tobytes(), len(ids)
         (folder / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        return Shard(file=name, tokens=tokens, bytes_of_text=3 * tokens, documents=1, sha256=digest)
+        return TokenShard(file=name, tokens=tokens, bytes_of_text=3 * tokens, documents=1, sha256=digest)
 
     splits = {
         split: tuple(shard(f"{split}-{number:05d}.bin", ids) for number, ids in enumerate(arrays))
@@ -209,4 +209,4 @@ def test_a_split_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_reading_needs_neither_ray_nor_pyarrow() -> None:
-    assert not loaded_after("import braid.actors.stage.data") & {"ray", "pyarrow", "torch"}
+    assert not loaded_after("import braid.actors.stage.data.token_files") & {"ray", "pyarrow", "torch"}

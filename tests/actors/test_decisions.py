@@ -14,13 +14,13 @@ from braid.actors.controller import decisions, planning
 from braid.actors.controller.combining import combine
 from braid.actors.controller.decisions import KEPT, Decisions, find_or_decide, sources_digest
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import _profile_path
-from braid.actors.stage.messages import RunPlan
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.rank.messages import RunPlan
 from braid.jobs.planning.profiling import known_schedule
-from braid.jobs.train import Compared, plan_run
-from braid.scheduling.profile import Profile
-from braid.scheduling.schedule_text import write
+from braid.jobs.training.train import Compared, plan_run
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.schedule.text import write
 from tests.actors.test_profiling import VOCABULARY, config_of, samples_of
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
-from braid.actors.controller.elastic import Change, Degrees, Membership, best_degrees, degrees_of
-from braid.actors.controller.group import NoRoomError
-from braid.actors.controller.records import Event
-from braid.actors.controller.resizing import Resizing
-from braid.scheduling.stragglers import Straggler
+from braid.actors.controller.ranks.elastic import Change, Degrees, Elasticity, best_degrees, degrees_of
+from braid.actors.controller.ranks.group import NoRoomError
+from braid.actors.controller.ranks.resizing import Resizing
+from braid.actors.controller.records.run_records import Event
+from braid.scheduling.trace.stragglers import Straggler
 from tests.end_to_end.runs import BYTES_VOCABULARY, SMALL
 
 
@@ -68,7 +68,7 @@ ROOMY = ElasticConfig(max_ranks=8, settle_s=5.0)
 
 
 def test_room_must_have_been_there_for_a_while() -> None:
-    members = Membership(ROOMY, fits)
+    members = Elasticity(ROOMY, fits)
     config = config_of(dp=2)
 
     def look(capacity: int, now: float) -> Change | None:
@@ -84,7 +84,7 @@ def test_room_must_have_been_there_for_a_while() -> None:
 
 @given(st.floats(0.001, 10.0), st.integers(0, 10_000), st.floats(0.1, 100.0), st.integers(1, 10))
 def test_the_gain_must_exceed_the_cost(step_s: float, steps_left: int, cost_s: float, room: int) -> None:
-    members = Membership(ROOMY.model_copy(update={"settle_s": 0.0}), fits)
+    members = Elasticity(ROOMY.model_copy(update={"settle_s": 0.0}), fits)
     members.cost_s = cost_s
     change = members.look(config_of(dp=2), room, False, 0.0, step_s, steps_left)
     best = best_degrees(config_of(dp=2), room, fits, ROOMY)
@@ -95,11 +95,11 @@ def test_the_gain_must_exceed_the_cost(step_s: float, steps_left: int, cost_s: f
 
 
 def test_a_node_that_leaves_is_not_weighed_nor_waited_for() -> None:
-    members = Membership(ROOMY, fits)
+    members = Elasticity(ROOMY, fits)
     change = members.look(config_of(dp=4), 2, True, 0.0, 0.001, 1)
     assert change == Change(Degrees(2, 1, 1), "a node is leaving: 4 -> 2 ranks")
     assert members.look(config_of(dp=4), 0, True, 1.0, 0.001, 1) is None, "nothing is left to go to"
-    strict = Membership(ElasticConfig(min_ranks=3, max_ranks=4), fits)
+    strict = Elasticity(ElasticConfig(min_ranks=3, max_ranks=4), fits)
     assert strict.look(config_of(dp=4), 2, True, 0.0, 0.001, 1) is None
 
 
@@ -113,7 +113,7 @@ def test_a_node_that_leaves_is_not_weighed_nor_waited_for() -> None:
 def test_a_straggler_is_left_out_if_that_is_faster(
     ranks: int, capacity: int, times: float, step_s: float, steps_left: int
 ) -> None:
-    members = Membership(ROOMY, fits)
+    members = Elasticity(ROOMY, fits)
     slow = Straggler(rank=1, stage=0, times=times)
     config = config_of(dp=ranks)
     members.look(config, capacity, False, 100.0, step_s, steps_left)
@@ -182,7 +182,7 @@ class Cluster:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time that passes when it is told to."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("braid.actors.controller.resizing.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("braid.actors.controller.ranks.resizing.time.monotonic", lambda: clock.now)
     return clock
 
 
@@ -254,7 +254,7 @@ def test_layouts_are_searched_for_when_something_changes_and_not_at_every_look()
         asked.append(config.layout().ranks)
         return True
 
-    members = Membership(ElasticConfig(max_ranks=4096, settle_s=0.0), runs)
+    members = Elasticity(ElasticConfig(max_ranks=4096, settle_s=0.0), runs)
     config = config_of(dp=8)
     for second in range(100):
         members.look(config, 1024, False, float(second), 1.0, 1)

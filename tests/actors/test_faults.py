@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
-from braid.actors.stage.layers import load_layers
-from braid.actors.stage.messages import Fault, FaultKind, FaultPhase
-from braid.scheduling.code import Stretch
-from braid.scheduling.layers import model_parts
-from braid.scheduling.lowering.lower import scheduled_parts
-from braid.scheduling.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
-from braid.scheduling.schedule import passes_in
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.validate import linked
+from braid.actors.stage.model.layers import load_layers
+from braid.actors.stage.rank.faults import FOLDER, Saboteur, call, fire, fired_at, let_go
+from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
+from braid.scheduling.generate.lower import scheduled_parts
+from braid.scheduling.model.layers import model_parts
+from braid.scheduling.schedule.code import Stretch
+from braid.scheduling.schedule.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
+from braid.scheduling.schedule.schedule import passes_in
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.schedule.validate import linked
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 

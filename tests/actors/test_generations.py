@@ -9,13 +9,13 @@ import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.actors.config import ClusterConfig
-from braid.actors.controller.group import WorkerError
-from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.membership import Membership
-from braid.actors.stage.messages import Rendezvous
-from braid.actors.stage.rank import Rank
-from braid.actors.stage.worker import Worker
+from braid.actors.controller.ranks.group import WorkerError
+from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.membership import Membership
+from braid.actors.stage.rank.messages import Rendezvous
+from braid.actors.stage.rank.worker import Worker
 from tests.end_to_end.runs import run_plan, small_config
 
 

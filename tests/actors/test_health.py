@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller import watch as module
-from braid.actors.controller.health import Trouble, Vigil
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import RunDirectory
-from braid.actors.controller.span_files import SpanCounts
-from braid.actors.controller.watch import Watch
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.stragglers import LAST
+from braid.actors.controller.ranks.health import Trouble, Vigil
+from braid.actors.controller.records import watch as module
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import RunDirectory
+from braid.actors.controller.records.span_files import SpanCounts
+from braid.actors.controller.records.watch import Watch
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.trace.stragglers import LAST
 from tests.end_to_end.runs import small_config
 
 SILENCE, STALL, LIMIT = 5.0, 6.0, 20.0

@@ -21,16 +21,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
-from braid.actors.stage import exchange
-from braid.actors.stage.bucket import buckets_of, shards_in_order
-from braid.actors.stage.hub_files import HubDirectory, check_initial
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
-from braid.scheduling.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
-from braid.scheduling.presets.library import model_preset
-from braid.scheduling.rotary import RotaryScaling
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.actors.stage.files.hub_files import HubDirectory, check_initial
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.state import exchange
+from braid.actors.stage.state.bucket import buckets_of, shards_in_order
+from braid.actors.stage.state.parameters import Place
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
+from braid.scheduling.model.presets.library import model_preset
+from braid.scheduling.model.rotary import RotaryScaling
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
 from tests.actors.saved import Marker
 from tests.foreign_models import LONG, SEQUENCE, random_model
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from braid.actors.stage import parameters
-from braid.actors.stage.parameters import GlobalParameter
+from braid.actors.stage.state import parameters
+from braid.actors.stage.state.parameters import GlobalParameter
 
 SHAPES = [(1 << 21,), (1000, 1500), (1024, 1024), (700, 3000), (5, 600, 700), (70, 3, 90, 80)]
 

@@ -14,9 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage import checked_files
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.checkpoint import (
+from braid.actors.stage.files import checked_files
+from braid.actors.stage.files.digests import damage
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.rank.groups import build_mesh, make_world
+from braid.actors.stage.rank.messages import Rendezvous, Rescue, Written
+from braid.actors.stage.run.gloo_streams import HostStreams
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.checkpoint import (
     Saves,
     held_slices,
     load_checkpoint,
@@ -24,17 +29,12 @@ from braid.actors.stage.checkpoint import (
     save_group,
     write_slices,
 )
-from braid.actors.stage.copies import Copies
-from braid.actors.stage.digests import damage
-from braid.actors.stage.global_state import UPDATES, add_state
-from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.messages import Rendezvous, Rescue, Written
-from braid.actors.stage.optimizer import Optimizer, OptimizerSettings
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.operations import Reduce
-from braid.scheduling.spec import ParallelLayout
+from braid.actors.stage.state.copies import Copies
+from braid.actors.stage.state.global_state import UPDATES, add_state
+from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings
+from braid.actors.stage.state.parameters import Place
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.operations import Reduce
 from tests.actors.test_buckets import SETTINGS, SHAPE, held
 from tests.forking import run_forked
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage import kernel_choice
-from braid.actors.stage.expert_modules import expert_modules
-from braid.actors.stage.kernel_choice import KernelChoice, uses
-from braid.actors.stage.layers import ModuleContext
-from braid.actors.stage.log import HEADER
-from braid.actors.stage.mesh import Mesh, build_mesh
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
+from braid.actors.stage.measure import kernel_choice
+from braid.actors.stage.measure.kernel_choice import KernelChoice, uses
+from braid.actors.stage.model.context import ModuleContext
+from braid.actors.stage.model.expert_modules import expert_modules
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.groups import Mesh, build_mesh
+from braid.actors.stage.rank.log import HEADER
+from braid.actors.stage.state.parameters import Place
 from braid.kernels.family import TORCH, OperatorFamily, chosen_family, names
 from braid.kernels.operators.operator import ComputeOperator
 from braid.kernels.trials import Laboratory, Measured, Use
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.operators import Pass
-from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Phase
+from braid.scheduling.model.sizes import PartSizes, part_sizes
 from tests.scheduling.cases import GPT, LLAMA, MICRO_BATCH
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_it_asks_about_the_operators_of_the_model(name: str, tp: int, ep: int) -
         part = parts[instance.name]
         for operator in part.forward.operators:
             module = instance.modules.get(operator.module)
-            if operator.phase is not Pass.FORWARD or type(module) not in FIELDS:
+            if operator.phase is not Phase.FORWARD or type(module) not in FIELDS:
                 continue
             settings = settings_of(module)
             written = part.values[operator.writes[0]].elements

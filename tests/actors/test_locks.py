@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import ConfigError
-from braid.actors.controller.locks import FileHold, HeldError
+from braid.actors.controller.state.locks import FileHold, HeldError
 from tests.end_to_end.command import ROOT
 
 HOLD = """
 import errno, fcntl, os, sys, time
 from pathlib import Path
-from braid.actors.controller.locks import FileHold
+from braid.actors.controller.state.locks import FileHold
 
 def missing(file, how):
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.manifest import (
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointError,
     CheckpointStore,

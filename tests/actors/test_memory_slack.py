@@ -7,9 +7,9 @@ import pytest
 
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.planning import model_graphs, plan_run
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.planner.decide import Outcome
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.plan.decide import Outcome
 from tests.end_to_end.command import overlap_of
 from tests.scheduling.plans import cluster
 

@@ -15,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError, parse_config
-from braid.actors.controller.homes import Homes, begun_mark
-from braid.actors.controller.manifest import MANIFEST, CheckpointError, CheckpointStore, Manifest, verify
-from braid.actors.controller.mirror import Mirror, MirrorError, RunIdentity, check_url
+from braid.actors.controller.state.homes import Homes, begun_mark
+from braid.actors.controller.state.manifest import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointStore,
+    Manifest,
+    verify,
+)
+from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, check_url
 from tests.actors import saved
 
 pytestmark = pytest.mark.slow

@@ -13,16 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller import elastic, generation, interruptions, resizing
+from braid.actors.controller import generation
 from braid.actors.controller.controller import Replan, RunOptions
-from braid.actors.controller.group import NoRoomError, StoppedError, WorkerError
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.manifest import CheckpointError, CheckpointStore
-from braid.actors.controller.mirror import Mirror, MirrorError
-from braid.actors.controller.records import Event, Finished, Incident, Saved, Started, StepDone, read_identity
-from braid.actors.controller.resizing import Resizing
-from braid.actors.stage.messages import RunPlan
+from braid.actors.controller.ranks import elastic, interruptions, resizing
+from braid.actors.controller.ranks.group import NoRoomError, StoppedError, WorkerError
+from braid.actors.controller.ranks.resizing import Resizing
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    Incident,
+    Started,
+    StepDone,
+    read_identity,
+)
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore
+from braid.actors.controller.state.mirror import Mirror, MirrorError
+from braid.actors.stage.rank.messages import RunPlan
 from tests.actors.stand_ins import Hook, StandInLauncher, controller_of, losses, states, told
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
@@ -120,7 +129,7 @@ def steps_of(events: Sequence[Event]) -> list[int]:
 
 
 def saves_of(events: Sequence[Event]) -> list[int]:
-    return [event.step for event in events if isinstance(event, Saved)]
+    return [event.step for event in events if isinstance(event, CheckpointSaved)]
 
 
 def store_of(config: Config) -> CheckpointStore:

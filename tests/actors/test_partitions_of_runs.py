@@ -12,16 +12,16 @@ import pytest
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.controller.combining import combine
 from braid.actors.controller.planning import build_schedule, model_graphs, plan_run, setting_of
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.partitions import mega_scale, with_partitions
-from braid.scheduling.memory import DTYPE_BYTES
-from braid.scheduling.plan import Plan
-from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.decide import anything, evaluate, measured, outcome_of
-from braid.scheduling.profile import Profile, with_piece_costs
-from braid.scheduling.schedule_text import write
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.cost.profile import Profile, with_piece_costs
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.partitions import mega_scale, with_partitions
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.decide import anything, evaluate, measured, outcome_of
+from braid.scheduling.plan.layouts import plan_of
+from braid.scheduling.plan.plan import Plan
+from braid.scheduling.schedule.memory import DTYPE_BYTES
+from braid.scheduling.schedule.text import write
 from tests.actors.test_profiling import operators_of, samples_of
 from tests.scheduling.plans import cluster
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller import placement
-from braid.actors.controller.numbering import host_names, numbered
-from braid.actors.controller.placement import machine_name
-from braid.actors.controller.span_files import SpanCounts
+from braid.actors.controller.ranks import placement
+from braid.actors.controller.ranks.numbering import host_names, numbered
+from braid.actors.controller.ranks.placement import machine_name
+from braid.actors.controller.records.span_files import SpanCounts
 
 
 def at(*places: str) -> list[dict[str, Any]]:

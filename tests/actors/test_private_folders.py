@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import ConfigError
-from braid.actors.controller import private_folders
-from braid.actors.controller.private_folders import private_folder
+from braid.actors.controller.ranks import private_folders
+from braid.actors.controller.ranks.private_folders import private_folder
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_processes_are_started_with_a_long_tmpdir(tmp_path: Path) -> None:
     long.mkdir()
     program = """
 import multiprocessing, os
-from braid.actors.controller.private_folders import shorten_multiprocessing
+from braid.actors.controller.ranks.private_folders import shorten_multiprocessing
 if __name__ == "__main__":
     shorten_multiprocessing()
     process = multiprocessing.get_context("forkserver").Process(target=os.getpid)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller import group
-from braid.actors.controller.group import StoppedError, WorkerError
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.stage.rank import Pulse
+from braid.actors.controller.ranks import group
+from braid.actors.controller.ranks.group import StoppedError, WorkerError
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.rank.interface import Pulse
 from tests.end_to_end.runs import small_config
 
 pytestmark = pytest.mark.slow

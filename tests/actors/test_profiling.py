@@ -16,14 +16,15 @@ from braid.actors.controller import profiling
 from braid.actors.controller.combining import _imbalance, combine
 from braid.actors.controller.decisions import decide
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.processes import ProcessLauncher
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile, profile_key
-from braid.actors.stage.link_times import _ALONG
-from braid.actors.stage.messages import COMPUTE, Samples, Together
-from braid.scheduling.operators import Operator, Part, Stream
-from braid.scheduling.profile import Profile, parse_profile
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.update_axes import gradient_axes, norm_axes
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.stage.measure.link_times import _ALONG
+from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
+from braid.scheduling.cost.profile import Profile, parse_profile
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.operators import Operator, Part
+from braid.scheduling.schedule.update_axes import gradient_axes, norm_axes
 
 VOCABULARY = 256
 

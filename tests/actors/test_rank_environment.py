@@ -17,11 +17,11 @@ import torch
 from braid.actors.config import Config, ConfigError, parse_config
 from braid.actors.config.machines import NcclConfig
 from braid.actors.config.variables import inherited
-from braid.actors.controller import processes
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.rank_environment import gpus_here, rank_environment
-from braid.actors.stage import mesh
-from braid.actors.stage.devices import local_rank, set_arithmetic
+from braid.actors.controller.ranks import processes
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.ranks.rank_environment import gpus_here, rank_environment
+from braid.actors.stage.rank import groups as mesh
+from braid.actors.stage.rank.devices import local_rank, set_arithmetic
 from braid.kernels.collectives.communicator import Pairs
 
 
@@ -119,7 +119,7 @@ def test_a_low_limit_of_open_files_is_raised() -> None:
         "import resource as r\n"
         "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1], 4096)\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (256, hard))\n"
-        "from braid.actors.controller.rank_environment import allow_open_files\n"
+        "from braid.actors.controller.ranks.rank_environment import allow_open_files\n"
         "allow_open_files()\n"
         "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)\n"
     )

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.controller.group import raised
-from braid.actors.controller.manifest import CheckpointError, read_manifest
-from braid.actors.stage.data import read_index
-from braid.actors.stage.digests import damage, damage_in_share
-from braid.actors.stage.guarded_reader import GuardedReader
-from braid.actors.stage.reading import UnreadableError, open_regular
-from braid.actors.stage.samples import ReadingAhead
+from braid.actors.controller.ranks.group import raised
+from braid.actors.controller.state.manifest import CheckpointError, read_manifest
+from braid.actors.stage.data.samples import ReadingAhead
+from braid.actors.stage.data.token_files import read_index
+from braid.actors.stage.files.digests import damage, damage_in_share
+from braid.actors.stage.files.guarded_reader import GuardedReader
+from braid.actors.stage.files.reading import UnreadableError, open_regular
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:

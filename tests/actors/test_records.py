@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.actors.config import ConfigError
-from braid.actors.controller import json_lines, records
-from braid.actors.controller.json_lines import last_line, read_lines
-from braid.actors.controller.records import RunDirectory
-from braid.actors.controller.reporting import build_report
-from braid.actors.controller.step_record import StepRecord, read_metrics
+from braid.actors.controller.records import json_lines
+from braid.actors.controller.records import run_records as records
+from braid.actors.controller.records.json_lines import last_line, read_lines
+from braid.actors.controller.records.reporting import build_report
+from braid.actors.controller.records.run_records import RunDirectory
+from braid.actors.controller.records.step_record import StepRecord, read_metrics
 from braid.actors.controller.steps import StepClock
 from tests.end_to_end.runs import small_config
 

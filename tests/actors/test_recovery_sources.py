@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller.recovery import newest_common, partner_shift
-from braid.actors.stage.messages import CopiesHeld
-from braid.scheduling.spec import ParallelLayout
+from braid.actors.controller.state.recovery import newest_common, partner_shift
+from braid.actors.stage.rank.messages import CopiesHeld
+from braid.scheduling.mesh.layout import ParallelLayout
 
 LAYOUTS = st.builds(ParallelLayout, dp=st.integers(1, 3), tp=st.integers(1, 3), pp=st.integers(1, 3))
 

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from braid.actors.stage.regions import Rows
-from braid.scheduling.mesh import place_in
-from braid.scheduling.partition import WHOLE, Region, Share, Span, bounds
+from braid.actors.stage.run.regions import Rows
+from braid.scheduling.mesh.mesh import place_in
+from braid.scheduling.mesh.partition import WHOLE, DimRanks, Region, Share, bounds
 
 MESHES = st.sampled_from([(2,), (3,), (2, 2), (2, 3), (3, 2), (2, 2, 2)])
 
 
-def ranks_of(spans: tuple[Span, ...], mesh: tuple[int, ...], own: tuple[int, ...]) -> list[int]:
+def ranks_of(spans: tuple[DimRanks, ...], mesh: tuple[int, ...], own: tuple[int, ...]) -> list[int]:
     """Numbers of the ranks that a region has rows of, in order."""
 
     def inside(places: tuple[int, ...]) -> bool:
         return all(
-            {Span.ALL: True, Span.OWN: a == b, Span.OTHERS: a != b}[span]
+            {DimRanks.ALL: True, DimRanks.OWN: a == b, DimRanks.OTHERS: a != b}[span]
             for span, a, b in zip(spans, places, own, strict=True)
         )
 
@@ -49,8 +49,8 @@ def test_rows_are_taken_and_put_back(
     data: st.DataObject, mesh: tuple[int, ...], each: int, rows: Share, columns: Share
 ) -> None:
     own = place_in(mesh, data.draw(st.integers(0, prod(mesh) - 1)))
-    wanted = tuple(data.draw(st.sampled_from(list(Span))) for _ in mesh)
-    held = tuple(one if data.draw(st.booleans()) else Span.ALL for one in wanted)
+    wanted = tuple(data.draw(st.sampled_from(list(DimRanks))) for _ in mesh)
+    held = tuple(one if data.draw(st.booleans()) else DimRanks.ALL for one in wanted)
     everything = torch.arange(prod(mesh) * each * 5, dtype=torch.float64).view(-1, 5)
     has = Region("tp", mesh, held)
     wants = Region("tp", mesh, wanted, rows, columns)

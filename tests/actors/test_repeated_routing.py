@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.repeated_routing import RepeatedRouting
+from braid.actors.stage.model.repeated_routing import RepeatedRouting
 from braid.kernels.operators.router import Router
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.operators import Operator
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Operator
+from braid.scheduling.model.sizes import part_sizes
 from tests.scheduling.cases import LLAMA
 
 TOKENS, HIDDEN = 4000, 16

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import RunDirectory
-from braid.actors.controller.reporting import build_report
-from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
-from braid.actors.controller.step_record import read_metrics
-from braid.actors.stage.messages import RoutingSums
-from braid.jobs.display import experts_line, report_table
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.reporting import build_report
+from braid.actors.controller.records.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.records.run_records import RunDirectory
+from braid.actors.controller.records.step_record import read_metrics
+from braid.actors.stage.rank.messages import RoutingSums
+from braid.jobs.training.display import experts_line, report_table
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
 from tests.actors.test_records import a_record
 from tests.end_to_end.runs import small_config
 

@@ -14,17 +14,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from braid.actors.config import parse_config
-from braid.actors.controller import saving
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.manifest import disk_is_full
-from braid.actors.controller.mirror import Mirror
-from braid.actors.controller.records import Incident, RunDirectory, Saved
-from braid.actors.controller.recovery import cost_of_a_failure
-from braid.actors.controller.saving import Saver
-from braid.actors.stage import digests as stage_digests
-from braid.actors.stage.messages import Written
-from braid.actors.stage.rank import Rank
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
+from braid.actors.controller.state import saving
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import disk_is_full
+from braid.actors.controller.state.mirror import Mirror
+from braid.actors.controller.state.recovery import cost_of_a_failure
+from braid.actors.controller.state.saving import Saver
+from braid.actors.stage.files import digests as stage_digests
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import Written
 from tests.actors.saved import digests, keeps
 from tests.end_to_end.runs import small_config
 
@@ -68,7 +68,7 @@ class Run:
         self.homes = Homes.of(config, self.directory.identity)
         self.saver = Saver(self.homes, self.directory, config.checkpoint)
         self.ranks: Any = Ranks()
-        self.told: list[Saved | Incident] = []
+        self.told: list[CheckpointSaved | Incident] = []
 
     def step(self, step: int) -> None:
         self.told += self.saver.step_done(self.ranks, step, 1, FACTS)
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def saved(self) -> list[int]:
-        return [event.step for event in self.told if isinstance(event, Saved)]
+        return [event.step for event in self.told if isinstance(event, CheckpointSaved)]
 
     def close(self) -> None:
         self.saver.close()

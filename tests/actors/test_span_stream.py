@@ -10,12 +10,12 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
-from braid.actors.controller.span_files import FILES, SpanFiles, socket_collector
-from braid.actors.stage.span_stream import SocketSink, SpanStream
+from braid.actors.controller.records.span_files import FILES, SpanFiles, socket_collector
+from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, decode
-from braid.scheduling.trace import Label
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.batches import RECORD, Batch, Labels, Records, decode
+from braid.scheduling.trace.spans import Label
 from tests.spans import spans_of
 from tests.waiting import within
 

@@ -8,13 +8,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.step_records import StepRecorder
-from braid.actors.stage.streams import Transfer
-from braid.scheduling.operations import Pass, PassKind, Strand
-from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.trace import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
-from braid.scheduling.trace_arrays import IntArray
+from braid.actors.stage.measure.step_records import StepRecorder
+from braid.actors.stage.run.gloo_streams import HostStreams
+from braid.actors.stage.run.streams import Transfer
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.schedule.operations import Pass, PassKind, Strand
+from braid.scheduling.trace.arrays import IntArray
+from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS, Label, OverlapNumbers
 from tests.spans import communication
 
 LABELS = [

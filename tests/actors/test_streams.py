@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.streams import Transfer
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.run.gloo_streams import HostStreams
+from braid.actors.stage.run.streams import Transfer
 from braid.kernels.collectives.primitives import Launch
-from braid.scheduling.operations import Pass, PassKind
-from braid.scheduling.operators import Stream
-from braid.scheduling.trace import Label
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule.operations import Pass, PassKind
+from braid.scheduling.trace.spans import Label
 
 LITTLE = 1 << 16
 """Bytes that the caller sends by itself."""

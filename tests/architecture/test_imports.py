@@ -19,20 +19,20 @@ ALLOWED = {
     "actors.controller": {"actors.controller", "actors.stage", "actors.config", "scheduling"},
     "dashboards": {"dashboards", "scheduling"},
     "jobs": {"jobs", "actors", "scheduling", "dashboards"},
-    "jobs.benchmarks": {"jobs", "actors", "scheduling", "dashboards", "kernels"},
+    "jobs.bench": {"jobs", "actors", "scheduling", "dashboards", "kernels"},
 }
 """Layer -> layers whose modules it may import."""
 
 RAY_FILES = {
-    "actors/stage/actor.py",
+    "actors/stage/rank/actor.py",
     "actors/controller/actor.py",
-    "actors/controller/placement.py",
-    "jobs/controllers.py",
-    "jobs/session.py",
-    "jobs/submission.py",
-    "jobs/train.py",
+    "actors/controller/ranks/placement.py",
+    "jobs/training/controllers.py",
+    "jobs/cluster/session.py",
+    "jobs/cluster/submission.py",
+    "jobs/training/train.py",
     "jobs/data/prepare_ray.py",
-    "jobs/benchmarks/training.py",
+    "jobs/bench/training.py",
     "jobs/drill/nodes.py",
 }
 """Ray is a shell: the only files that may import it."""
@@ -135,13 +135,14 @@ def test_the_command_line_starts_without_torch_and_ray() -> None:
 
 def test_the_controller_starts_without_torch_and_ray() -> None:
     """It never touches a tensor; and a wrong configuration is refused before torch is loaded."""
-    modules = "braid.actors.controller.controller, braid.actors.controller.processes, braid.jobs.train"
+    controller = "braid.actors.controller.controller, braid.actors.controller.ranks.processes"
+    modules = f"{controller}, braid.jobs.training.train"
     assert not loaded_after(f"import {modules}") & {"torch", "ray", "aiohttp", "prometheus_client"}
 
 
 def test_layers_are_built_where_triton_is_not_installed() -> None:
     absent = "import sys; sys.modules['triton'] = None"
-    modules = "import torch, braid.actors.stage.worker, braid.kernels.family"
+    modules = "import torch, braid.actors.stage.rank.worker, braid.kernels.family"
     choice = "family = braid.kernels.family.operator_family('auto', torch.device('cpu'), torch.float32)"
     assert "torch" in loaded_after(f"{absent}\n{modules}\n{choice}\nfamily.swiglu()(torch.ones(2, 4))")
 

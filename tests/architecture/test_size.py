@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 16300, "dashboards": 2100, "jobs": 10700, "kernels": 4900, "scheduling": 15450}
+PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4910, "scheduling": 15480}
 TESTS = {
-    "actors": 8200,
-    "architecture": 250,
-    "cuda": 4850,
-    "dashboards": 3200,
-    "end_to_end": 3950,
+    "actors": 8220,
+    "architecture": 330,
+    "cuda": 4830,
+    "dashboards": 3160,
+    "end_to_end": 3920,
     "gpu": 1200,
-    "jobs": 5100,
-    "kernels": 2750,
-    "measure": 650,
-    "papers": 2850,
-    "recorded": 850,
-    "scheduling": 9800,
+    "jobs": 5120,
+    "kernels": 2740,
+    "measure": 640,
+    "papers": 2840,
+    "recorded": 810,
+    "scheduling": 9780,
 }
 PAGE = 2_300
 ROOM = 150

@@ -9,16 +9,16 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from braid.actors.stage import assembly
-from braid.actors.stage.bucket import Bucket
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.streams import Transfer
+from braid.actors.stage.rank import assembly
+from braid.actors.stage.run.cuda_streams import CudaStreams
+from braid.actors.stage.run.streams import Transfer
+from braid.actors.stage.state.bucket import Bucket
+from braid.actors.stage.state.buckets import RankBuckets
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Launch
-from braid.scheduling.code import Body, Code
-from braid.scheduling.operations import Compute, Node, Operation
-from braid.scheduling.operators import Stream
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule.code import Body, Code
+from braid.scheduling.schedule.operations import Compute, Node, Operation
 from tests.cuda.communicators import ModelGroup, Work
 from tests.cuda.machine import here
 

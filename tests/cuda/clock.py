@@ -64,7 +64,7 @@ class Event:
 
 
 class TimedDevice(TorchDispatchMode):
-    """What `braid.actors.stage.accelerator.Accelerator` is; active, it gives operators to streams.
+    """What `braid.actors.stage.run.accelerator.Accelerator` is; active, it gives operators to streams.
 
     It also is, for `ModelGroups`, a machine of which one rank alone is there, and that rank's log.
     """

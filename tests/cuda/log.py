@@ -42,7 +42,7 @@ class LostError(Exception):
 
 @dataclass(eq=False)
 class Stream:
-    """Of one rank (`braid.actors.stage.accelerator.Stream`)."""
+    """Of one rank (`braid.actors.stage.run.accelerator.Stream`)."""
 
     log: "RankLog"
     number: int
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Event:
-    """Of one rank (`braid.actors.stage.accelerator.Event`)."""
+    """Of one rank (`braid.actors.stage.run.accelerator.Event`)."""
 
     def __init__(self, log: "RankLog", external: bool = False) -> None:
         """``external``: those of a graph that tell the time; they order nothing."""
@@ -135,7 +135,7 @@ class RankLog(TorchDispatchMode):
         self.compute = self.stream()
         self._current = [self.compute]
 
-    # -- an accelerator (`braid.actors.stage.accelerator.Accelerator`) --
+    # -- an accelerator (`braid.actors.stage.run.accelerator.Accelerator`) --
 
     def current(self) -> Stream:
         return self._current[-1]

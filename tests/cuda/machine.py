@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
-from braid.actors.stage.mesh import pairs_of
+from braid.actors.stage.rank.groups import pairs_of
 from braid.kernels.collectives.communicator import Communicator
 from braid.kernels.collectives.primitives import Channel, Line
 from braid.kernels.operators.permute import Dispatch
@@ -140,7 +140,7 @@ class Machine:
 
 
 class ModelGroups:
-    """A rank's groups (`braid.actors.stage.mesh.Groups`)."""
+    """A rank's groups (`braid.actors.stage.rank.groups.Groups`)."""
 
     def __init__(self, machine: Machine, log: RankLog) -> None:
         self._machine, self._log = machine, log

@@ -14,22 +14,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from braid.actors.stage import bindings, bucket, step_graph
-from braid.actors.stage.bindings import Binder
-from braid.actors.stage.bucket import Bucket, FlatMemory
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.executor import Executor
-from braid.actors.stage.host_state import HostState
-from braid.actors.stage.membership import Membership
-from braid.actors.stage.mesh import Mesh
-from braid.actors.stage.optimizer import Optimizer, Update
-from braid.actors.stage.step_graph import StepGraph
+from braid.actors.stage.rank.groups import Mesh
+from braid.actors.stage.rank.membership import Membership
+from braid.actors.stage.run import bindings, step_graph
+from braid.actors.stage.run.bindings import Binder
+from braid.actors.stage.run.cuda_streams import CudaStreams
+from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.step_graph import StepGraph
+from braid.actors.stage.state import bucket
+from braid.actors.stage.state.bucket import Bucket, FlatMemory
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.host_state import HostState
+from braid.actors.stage.state.optimizer import Optimizer, StepUpdate
 from braid.kernels.collectives.communicator import Communicator, Pairs
 from braid.kernels.collectives.primitives import Extents, Launch
 from braid.kernels.operators.expert_rows import ExpertRows
 from braid.kernels.operators.permute import Permute, Regroup
-from braid.scheduling.operations import Compute, Gather, Reduce, Release, Start, Wait
+from braid.scheduling.schedule.operations import Compute, Gather, Reduce, Release, Start, Wait
 from tests.cuda.altered import (
     Altered,
     adds,
@@ -240,7 +241,7 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
             RankBuckets, lambda what: what.chunk is None
         ),
         "gradients are cleared beside the update": lambda: elsewhere(RankBuckets, "zero"),
-        "the update runs on a stream that waits for nothing": lambda: elsewhere(Update, "step"),
+        "the update runs on a stream that waits for nothing": lambda: elsewhere(StepUpdate, "step"),
     },
     PAIRED: {
         "every second wait is left out": _every_second_wait,

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.actors.stage.accelerator import CudaAccelerator
-from braid.actors.stage.accelerator import Stream as DeviceStream
+from braid.actors.stage.run.accelerator import CudaAccelerator, DeviceStream
 from tests.cuda.communicators import Collectives, Work, compute_collective
 
 PATIENCE_SECONDS = 20.0

@@ -15,22 +15,23 @@ from torch import Tensor
 
 import braid
 from braid.actors.config import Config, parse_config
-from braid.actors.stage.assembly import Assembly, assemble, join
-from braid.actors.stage.executor import MicroBatch
-from braid.actors.stage.host_state import HostState, take
-from braid.actors.stage.membership import Membership
-from braid.actors.stage.messages import RunPlan
-from braid.scheduling import buckets
-from braid.scheduling.code import Code
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.partitions import with_partitions
-from braid.scheduling.partition import parse_partition
-from braid.scheduling.schedule_text import write
-from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.units import unit_parts
-from braid.scheduling.validate import linked
+from braid.actors.stage.rank.assembly import Assembly, assemble, join
+from braid.actors.stage.rank.membership import Membership
+from braid.actors.stage.rank.messages import RunPlan
+from braid.actors.stage.run.micro_batch import MicroBatch
+from braid.actors.stage.state.host_state import HostState, take
+from braid.scheduling.generate.lower import Choices, training_schedule
+from braid.scheduling.generate.partitions import with_partitions
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.partition import parse_partition
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.model.units import unit_parts
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.text import write
+from braid.scheduling.schedule.validate import linked
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.lowering.partitions import mega_scale
+from braid.scheduling.generate.named import SCHEDULES
+from braid.scheduling.generate.partitions import mega_scale
 from tests.cuda.training import SEED, Runs, assert_near, assert_predicted, assert_same_bits, sections
 
 pytestmark = pytest.mark.alone

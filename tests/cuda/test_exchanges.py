@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.actors.stage.cuda_streams import CudaStreams
+from braid.actors.stage.run.cuda_streams import CudaStreams
 from braid.kernels.collectives.primitives import Extents, Launch
-from braid.scheduling.operators import Stream
+from braid.scheduling.mesh.cluster import Stream
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage import step_graph as step_graphs
-from braid.actors.stage.cuda_streams import Captured, CudaStreams
-from braid.actors.stage.step_graph import StepGraph, step_graph
-from braid.actors.stage.streams import Transfer
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.run import step_graph as step_graphs
+from braid.actors.stage.run.cuda_streams import Captured, CudaStreams
+from braid.actors.stage.run.step_graph import StepGraph, step_graph
+from braid.actors.stage.run.streams import Transfer
 from braid.kernels.operators.norm import RMSNorm
 from tests.cuda.altered import Altered, altered
 from tests.cuda.clock import Event, TimedDevice

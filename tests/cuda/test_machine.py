@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from braid.actors.stage.step_graph import StepGraph
+from braid.actors.stage.run.step_graph import StepGraph
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.entries import Kernel
 from tests.cuda.log import RankLog

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from braid.scheduling.lowering.named import SCHEDULES
+from braid.scheduling.generate.named import SCHEDULES
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine
 from tests.cuda.one_card import Card, CardRank

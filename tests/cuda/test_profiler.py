@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage import profiling
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.mesh import build_mesh
-from braid.actors.stage.messages import COMPUTE, Samples
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.profiling import Profiler
-from braid.actors.stage.telemetry import Recorder
+from braid.actors.stage.measure import profiling
+from braid.actors.stage.measure.profiling import Profiler
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.groups import build_mesh
+from braid.actors.stage.rank.messages import COMPUTE, Samples
+from braid.actors.stage.run.cuda_streams import CudaStreams
+from braid.actors.stage.state.buckets import RankBuckets
 from braid.kernels.operators.vocabulary import VocabularyShard
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.operators import Operator
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Operator
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
 from tests.cuda.clock import TimedDevice, group_ns
 from tests.cuda.machine import ModelGroups
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from braid.actors.config import TrainConfig
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, learning_rate
-from braid.scheduling.partition import parse_partition
+from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer, learning_rate
+from braid.scheduling.mesh.partition import parse_partition
 from tests.cuda.steps import IN_STAGES, OF_TOKENS
 from tests.cuda.training import Runs, assert_near, assert_predicted, assert_same_bits, sections
 from tests.end_to_end.command import ROOT

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from braid.actors.stage.cuda_streams import CudaStreams
-from braid.actors.stage.telemetry import Recorder
-from braid.scheduling.lowering.lower import validation_schedule
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import write
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.validate import linked
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.run.cuda_streams import CudaStreams
+from braid.scheduling.generate.lower import validation_schedule
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import write
+from braid.scheduling.schedule.validate import linked
 from tests.cuda.checks import faults_of_communicators
 from tests.cuda.log import RankLog
 from tests.cuda.machine import DeadlockError, Machine

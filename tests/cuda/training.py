@@ -19,24 +19,24 @@ from torch import Tensor
 
 from braid.actors.config import Config, TrainConfig, parse_config
 from braid.actors.controller.planning import model_graphs, setting_of
-from braid.actors.stage.assembly import Assembly, assemble, join
-from braid.actors.stage.memory_meter import MemoryMeter, held_bytes
-from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.samples import Batches, ReplicaSamples
-from braid.actors.stage.telemetry import Recorder
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
+from braid.actors.stage.data.samples import Batches, ReplicaSamples
+from braid.actors.stage.measure.memory_meter import MemoryMeter, held_bytes
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.rank.assembly import Assembly, assemble, join
+from braid.actors.stage.rank.messages import RunPlan
+from braid.actors.stage.state.parameters import Place
+from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
+from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import prepare
-from braid.jobs.identity import DataRequest
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.memory import rank_memory
-from braid.scheduling.operations import Compute, Operation, Start, name_of
-from braid.scheduling.planner.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
-from braid.scheduling.planner.orders import decisions
-from braid.scheduling.planner.space import COARSE
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import write
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
+from braid.scheduling.plan.orders import decisions
+from braid.scheduling.plan.space import COARSE
+from braid.scheduling.schedule.memory import rank_memory
+from braid.scheduling.schedule.operations import Compute, Operation, Start, name_of
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import write
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
 from tests.cuda.machine import Machine, ModelGroups

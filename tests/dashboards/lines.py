@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from braid.actors.controller.routing import ExpertNumbers
+from braid.actors.controller.records.routing import ExpertNumbers
 from braid.dashboards.metrics import Exporter
 
 BEGIN = 1_760_000_000.0

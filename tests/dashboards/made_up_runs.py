@@ -14,21 +14,22 @@ import numpy as np
 import yaml
 
 from braid.actors.controller.decisions import prediction
-from braid.actors.controller.reporting import overlap_fields, rank_fields
-from braid.actors.controller.routing import ExpertNumbers, expert_numbers, tells_visits
-from braid.actors.controller.step_record import StepRecord
-from braid.actors.stage.messages import RoutingSums, SerialStep, StepResult
-from braid.scheduling.operators import Stream
-from braid.scheduling.planner.decide import Outcome, evaluate
-from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.record_numbers import numbers_of_records
-from braid.scheduling.schedule_text import write
-from braid.scheduling.setting import Setting
-from braid.scheduling.simulator.engine import RankRun
-from braid.scheduling.span_batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.trace import KINDS, Label
+from braid.actors.controller.records.reporting import overlap_fields, rank_fields
+from braid.actors.controller.records.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.records.step_record import StepRecord
+from braid.actors.stage.rank.messages import RoutingSums, SerialStep, StepResult
+from braid.scheduling.cost.engine import RankRun
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.plan.decide import Outcome, evaluate
+from braid.scheduling.plan.space import with_schedule
+from braid.scheduling.schedule.text import write
+from braid.scheduling.trace.batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
+from braid.scheduling.trace.numbers import numbers_of_records
+from braid.scheduling.trace.spans import KINDS, Label
 
 SIMULATED = "simulated"
 BEGIN_NS = 1_750_000_000_000_000_000

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from braid.actors.controller.step_record import record_of
+from braid.actors.controller.records.step_record import record_of
 from braid.dashboards.metrics import METRICS, Exporter, PrometheusSink, RaySink
 from braid.dashboards.metrics_feed import told_to_ray
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
 from tests.dashboards.lines import fill, metrics_line, ranks_line
 from tests.waiting import within
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from braid.dashboards.server import make_app
-from braid.scheduling.stragglers import LAST
-from braid.scheduling.trace import Span
+from braid.scheduling.trace.spans import Span
+from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.browser import CHROMIUM, Tab, browser
 from tests.dashboards.lines import lines_of
 from tests.dashboards.made_up_runs import MIXTURE, MadeUpRun, made_up

@@ -23,7 +23,7 @@ from prometheus_client import generate_latest
 
 from braid.dashboards.grafana import RULES, all_dashboards
 from braid.dashboards.metrics import Exporter, PrometheusSink
-from braid.jobs.page import LivePage
+from braid.jobs.training.page import LivePage
 from tests.dashboards.lines import PREDICTED, metrics_line, ranks_line
 from tests.dashboards.made_up_runs import MadeUpRun
 from tests.servers import served

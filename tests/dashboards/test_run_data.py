@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from braid.dashboards.plan_view import schedule_view
 from braid.dashboards.run_data import RunData
-from braid.scheduling.operations import Barrier, PassKind
-from braid.scheduling.schedule_text import parse
-from braid.scheduling.stragglers import LAST
+from braid.scheduling.schedule.operations import Barrier, PassKind
+from braid.scheduling.schedule.text import parse
+from braid.scheduling.trace.stragglers import LAST
 from tests.dashboards.lines import lines_of
 from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of

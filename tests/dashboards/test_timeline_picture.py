@@ -11,10 +11,10 @@ import pytest
 from braid.dashboards.timeline_picture import PEERS, timeline_svg
 from braid.dashboards.timeline_text import timeline_text
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Batch, Labels
-from braid.scheduling.svg import EXPOSED
-from braid.scheduling.trace import KINDS, Label
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.batches import RECORD, Batch, Labels
+from braid.scheduling.trace.spans import KINDS, Label
+from braid.scheduling.trace.svg import EXPOSED
 
 LABELS = Labels(
     [

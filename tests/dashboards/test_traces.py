@@ -9,14 +9,14 @@ import pytest
 
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.planning import build_schedule
-from braid.actors.controller.records import StepDone
-from braid.actors.stage.messages import RunPlan
+from braid.actors.controller.records.run_records import StepDone
+from braid.actors.stage.rank.messages import RunPlan
 from braid.dashboards.perfetto import perfetto_trace
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.operators import Stream
-from braid.scheduling.schedule_text import write
-from braid.scheduling.span_batches import apart
-from braid.scheduling.trace import STRANDS
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule.text import write
+from braid.scheduling.trace.batches import apart
+from braid.scheduling.trace.spans import STRANDS
 from tests.dashboards.lines import lines_of
 from tests.end_to_end.runs import BYTES_VOCABULARY, KeptRanks, Run, prepare_text, run_layout, small_config
 from tests.in_process import Capture, called, refused

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from braid.jobs.cluster.session import WORKERS, environment
 from braid.jobs.drill.hosts import HostsError, check_hosts
-from braid.jobs.session import WORKERS, environment
 
 
 def require_hosts() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.forked import Command
 
 ROOT = Path(__file__).resolve().parents[2]

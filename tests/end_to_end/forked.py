@@ -30,7 +30,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-PRELOADED = ("torch", "torch._dynamo", "braid.actors.stage.worker", "braid.jobs.cli", "braid.jobs.train")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "braid.actors.stage.rank.worker",
+    "braid.jobs.cli",
+    "braid.jobs.training.train",
+)
 _LINE = 1 << 20
 _START_SECONDS = 60.0
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.jobs.benchmarks.plain_torch import Layer, PlainModel, Projections
-from braid.scheduling.spec import ModelShape
+from braid.jobs.bench.plain_torch import Layer, PlainModel, Projections
+from braid.scheduling.model.shape import ModelShape
 
 
 class Weight(nn.Module):

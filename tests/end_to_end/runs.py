@@ -23,32 +23,33 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.config import Config, ParallelConfig, TrainConfig, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerError, WorkerGroup
 from braid.actors.controller.planning import build_schedule, setting_of
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Finished, StepDone
-from braid.actors.controller.step_record import StepRecord
-from braid.actors.stage.assembly import DTYPES
-from braid.actors.stage.data import read_index, sample_ids
-from braid.actors.stage.messages import RunPlan
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.rank import Rank
-from braid.jobs.benchmarks.plain_torch import (
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.run_records import Event, Finished, StepDone
+from braid.actors.controller.records.step_record import StepRecord
+from braid.actors.stage.data.token_files import read_index, sample_ids
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.assembly import DTYPES
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import RunPlan
+from braid.actors.stage.state.parameters import Place
+from braid.jobs.bench.plain_torch import (
     PlainModel,
     PlainTrainer,
     learning_rate,
     load_named,
 )
+from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import prepare
-from braid.jobs.identity import DataRequest
 from braid.kernels.operators.context_blocks import causal_order
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.decide import evaluate
-from braid.scheduling.schedule_text import write
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.generate.named import SCHEDULES
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.plan.layouts import plan_of
+from braid.scheduling.schedule.text import write
 from tests.end_to_end.plain_experts import Counted, ExpertModel
 from tests.scheduling.plans import cluster
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import (
     braid,

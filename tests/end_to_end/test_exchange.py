@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from braid.actors.config import Config, load_config
-from braid.actors.stage import exchange as exchanging
-from braid.actors.stage.hub_files import StoredTensor
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, load_named
+from braid.actors.stage.files.hub_files import StoredTensor
+from braid.actors.stage.state import exchange as exchanging
+from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer, load_named
 from braid.jobs.cli import main
-from braid.scheduling.presets.hugging_face import initial_shape
+from braid.scheduling.model.presets.hugging_face import initial_shape
 from tests.end_to_end.plain_experts import ExpertModel
 from tests.end_to_end.runs import (
     Run,

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import NoRoomError, WorkerGroup
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Started, StepDone
-from braid.actors.controller.step_record import StepRecord
+from braid.actors.controller.ranks.group import NoRoomError, WorkerGroup
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import Event, Started, StepDone
+from braid.actors.controller.records.step_record import StepRecord
 from tests.end_to_end.runs import Run, run_layout, run_plan, small_config, trained
 
 SECTIONS: dict[str, dict[str, Any]] = {

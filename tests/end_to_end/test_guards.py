@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerError
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import Event, Incident, StepDone
+from braid.actors.controller.ranks.group import WorkerError
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import Event, Incident, StepDone
 from braid.actors.controller.steps import Stepper
-from braid.actors.stage.messages import Fault, RunPlan
+from braid.actors.stage.rank.messages import Fault, RunPlan
 from tests.actors.stand_ins import losses
 from tests.actors.test_records import strict
 from tests.end_to_end.command import braid, write_config

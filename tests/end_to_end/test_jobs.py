@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.json_lines import read_lines
+from braid.actors.controller.records.json_lines import read_lines
 from braid.jobs.drill.hosts import JOB_PORT, Host, ray_cluster, two_hosts
 from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import ROOT, environment, processes_mentioning, write_config, write_corpus

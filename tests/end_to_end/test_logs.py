@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.stage.log import log_file, put_aside
+from braid.actors.stage.rank.log import log_file, put_aside
 from tests.end_to_end.command import ROOT, braid, environment, start, write_config, write_corpus
 
 TALK = """
@@ -66,7 +66,9 @@ def test_a_rank_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
 
 def in_a_process(code: str) -> "subprocess.CompletedProcess[str]":
     """Run code that changes where its process writes to."""
-    head = "import os, sys; from pathlib import Path; from braid.actors.stage.log import Logged, write_to\n"
+    head = (
+        "import os, sys; from pathlib import Path; from braid.actors.stage.rank.log import Logged, write_to\n"
+    )
     command = [sys.executable, "-c", head + code]
     return subprocess.run(command, env=environment(), capture_output=True, text=True)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from braid.actors.config import load_config
-from braid.actors.controller.group import NoRoomError, WorkerError, WorkerGroup
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import Started
-from braid.actors.stage.rank import Rank
+from braid.actors.controller.ranks.group import NoRoomError, WorkerError, WorkerGroup
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import Started
+from braid.actors.stage.rank.interface import Rank
 from tests.end_to_end.clusters import headed_cluster
 from tests.end_to_end.command import braid, environment, write_config, write_corpus
 from tests.end_to_end.runs import small_config
@@ -55,7 +55,7 @@ def alive() -> list[dict[str, Any]]:
 
 def test_ranks_are_numbered_by_node_not_as_bundles_come(tmp_path: Path, data: Path, nodes: Any) -> None:
     """Tensor groups lie inside nodes."""
-    from braid.actors.controller.placement import RayLauncher
+    from braid.actors.controller.ranks.placement import RayLauncher
 
     class Scrambled(RayLauncher):
         """Hands out bundles in an order of the test's."""
@@ -93,7 +93,7 @@ def test_a_place_that_is_lost_while_its_rank_starts(
     """A rank is started where Ray still sees a node that is gone: an error soon, no endless wait."""
     from ray.util.placement_group import PlacementGroup
 
-    from braid.actors.controller.placement import RayLauncher
+    from braid.actors.controller.ranks.placement import RayLauncher
 
     cluster = {"launcher": "ray", "placement_timeout_s": 3.0, "cpus_per_rank": 2.0}
     launcher = RayLauncher(load_config(write_config(tmp_path, cluster=cluster), []))

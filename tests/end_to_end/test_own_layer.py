@@ -11,8 +11,8 @@ from torch import Tensor
 
 from braid.actors.controller.planning import model_graphs, plan_run
 from braid.actors.controller.profiling import measure
-from braid.actors.stage.layers import load_layer, load_layers
-from braid.jobs.benchmarks.plain_torch import (
+from braid.actors.stage.model.layers import load_layer, load_layers
+from braid.jobs.bench.plain_torch import (
     Layer,
     PlainModel,
     PlainTrainer,
@@ -21,10 +21,11 @@ from braid.jobs.benchmarks.plain_torch import (
     Seen,
     load_named,
 )
-from braid.scheduling.layers import layer_part
-from braid.scheduling.operators import Kind, Part
-from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import layer_part
+from braid.scheduling.model.operators import Kind, Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import PartSizes, part_sizes
 from tests.actors.test_profiling import operators_of
 from tests.end_to_end.command import ROOT, overlap_of, write_config
 from tests.end_to_end.runs import (

@@ -16,14 +16,14 @@ import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.planning import build_schedule, setting_of
-from braid.actors.controller.processes import Place, ProcessLauncher
-from braid.actors.controller.routing import ExpertNumbers
-from braid.actors.stage.messages import RunPlan
-from braid.scheduling.operators import Stream
-from braid.scheduling.partition import parse_partition
-from braid.scheduling.planner.cluster import plan_of
-from braid.scheduling.planner.decide import evaluate
-from braid.scheduling.schedule_text import write
+from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace
+from braid.actors.controller.records.routing import ExpertNumbers
+from braid.actors.stage.rank.messages import RunPlan
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.partition import parse_partition
+from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.plan.layouts import plan_of
+from braid.scheduling.schedule.text import write
 from tests.end_to_end.runs import (
     BYTES_VOCABULARY,
     PlainRun,
@@ -124,7 +124,7 @@ def test_partitions_run_inside_hosts_and_between_them(tmp_path: Path, data: Path
     shape = config.check(BYTES_VOCABULARY)
     text = write(build_schedule(config, shape))
     assert all(f"\npartition {one}\n" in text for one in partitions)
-    launcher = ProcessLauncher(config, [Place(machine=host) for host in "aabb"])
+    launcher = ProcessLauncher(config, [ProcessPlace(machine=host) for host in "aabb"])
     plan = RunPlan(config=config, shape=shape, schedule=text, data=str(data))
     events = tuple(Controller(plan, launcher, RunOptions()).run())
     run = Run(config=config, shape=shape, directory=config.run_directory, events=events)

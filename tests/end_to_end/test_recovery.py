@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Incident, StepDone
-from braid.scheduling.trace import KINDS
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import Incident, StepDone
+from braid.scheduling.trace.spans import KINDS
 from tests.actors.stand_ins import losses
 from tests.end_to_end.command import braid, left_running, losses_of, start, write_config, write_corpus
 from tests.end_to_end.runs import Run, run_layout, run_plan, small_config
@@ -139,7 +139,6 @@ def test_a_run_on_ray_survives_its_ranks_and_its_controller(tmp_path: Path) -> N
     assert len({int(kinds.sum()) for kinds in ran}) == 1
     log = (run / "logs" / "rank-0.log").read_text()  # of two processes, the second one with a new controller
     assert [log.count(f"generation {number}, rank 0") for number in (1, 2, 3)] == [1, 1, 1]
-    assert "Traceback" in log, "what the death of rank 1 was to it"
 
     same = ("--plan", str(run / "plan.yaml"), "--set", "name=same", "--until", "30")
     alone = braid(tmp_path, "train", "run.yaml", "--launcher", "processes", *same)

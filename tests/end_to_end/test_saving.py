@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.manifest import MANIFEST, CheckpointError, verify
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Event, Finished, Incident, Saved, StepDone
-from braid.actors.stage.checked_files import CheckedWriter
-from braid.actors.stage.checkpoint import Saves, read_tensors
-from braid.actors.stage.faults import FOLDER, fire, fired_at
-from braid.actors.stage.global_state import UPDATES
-from braid.actors.stage.messages import Written
-from braid.actors.stage.worker import Worker
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.run_records import CheckpointSaved, Event, Finished, Incident, StepDone
+from braid.actors.controller.state.manifest import MANIFEST, CheckpointError, verify
+from braid.actors.stage.files.checked_files import CheckedWriter
+from braid.actors.stage.rank.faults import FOLDER, fire, fired_at
+from braid.actors.stage.rank.messages import Written
+from braid.actors.stage.rank.worker import Worker
+from braid.actors.stage.state.checkpoint import Saves, read_tensors
+from braid.actors.stage.state.global_state import UPDATES
 from tests.end_to_end.runs import KeptRanks, run_plan, small_config, trained
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_checkpoints_go_to_the_mirror_where_the_disk_is_full(
     )
     plan = run_plan(config, data)
     events = trained(plan).events
-    assert [event.step for event in events if isinstance(event, Saved)] == [5, 10, 12]
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [5, 10, 12]
     assert isinstance(events[-1], Finished)
     assert events[-1].complete
     assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
@@ -166,7 +166,9 @@ def troubled(rank: int, address: str) -> Worker:
 
 def tensors(events: list[Event]) -> dict[int, dict[str, torch.Tensor]]:
     """Of all checkpoints of a run: parameters, moments and the number of updates, by step and name."""
-    return {event.step: read_tensors(Path(event.path)) for event in events if isinstance(event, Saved)}
+    return {
+        event.step: read_tensors(Path(event.path)) for event in events if isinstance(event, CheckpointSaved)
+    }
 
 
 def test_what_is_saved_is_the_state_of_its_step_however_late_it_is_written(
@@ -179,9 +181,9 @@ def test_what_is_saved_is_the_state_of_its_step_however_late_it_is_written(
     for event in events_of(tmp_path / "late", data, lambda config: ProcessLauncher(config, serve=troubled)):
         events.append(event)
         if isinstance(event, StepDone) and event.record.step == 6:
-            assert not [one for one in events if isinstance(one, Saved)]
+            assert not [one for one in events if isinstance(one, CheckpointSaved)]
             gate.touch()
-        if isinstance(event, Saved):
+        if isinstance(event, CheckpointSaved):
             assert 0 < event.stalled_seconds < event.seconds
     (told,) = [event.text for event in events if isinstance(event, Incident)]
     assert told.startswith("the checkpoint of step 4 failed")

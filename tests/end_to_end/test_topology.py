@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from braid.actors.controller.planning import model_graphs
-from braid.actors.controller.processes import Place, ProcessLauncher
 from braid.actors.controller.profiling import find_or_measure
-from braid.actors.controller.records import Event, Started
+from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace
+from braid.actors.controller.records.run_records import Event, Started
 from braid.dashboards.trace_folder import TraceFolder
-from braid.scheduling.mesh import MeshShape
-from braid.scheduling.operators import Stream
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.mesh import MeshShape
 from tests.end_to_end.runs import BYTES_VOCABULARY, run_plan, small_config, trained
 from tests.spans import read_folder, spans_of
 
@@ -46,8 +46,8 @@ def check_spans(traces: TraceFolder, mesh: MeshShape, hosts: Sequence[str]) -> N
     assert seen > 20
 
 
-def places(*hosts: str) -> list[Place]:
-    return [Place(machine=host) for host in hosts]
+def places(*hosts: str) -> list[ProcessPlace]:
+    return [ProcessPlace(machine=host) for host in hosts]
 
 
 def test_neighbours_and_ends_of_a_pipeline(tmp_path: Path, data: Path) -> None:

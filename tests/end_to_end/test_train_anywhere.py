@@ -12,7 +12,7 @@ from aiohttp import web
 
 from braid import train
 from braid.actors.config import Config, parse_config
-from braid.actors.controller.records import Finished, Incident
+from braid.actors.controller.records.run_records import Finished, Incident
 from braid.dashboards.metrics_feed import metrics_route
 from braid.dashboards.report import report_html
 from braid.dashboards.server import make_app

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from braid.actors.controller.rank_environment import default_environment
+from braid.actors.controller.ranks.rank_environment import default_environment
 from tests.gpu.conftest import FAILED, PASSED, STAND_IN, Claim, read, write_report
 
 HERE: Final = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.actors.stage.accelerator import accelerator_of
+from braid.actors.stage.run.accelerator import accelerator_of
 from braid.kernels.collectives.communicator import Communicator
 
 COPIED = SimpleNamespace(wait=lambda: None)
@@ -103,7 +103,7 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class HostGroups:
-    """Makes communicators of `HostGroup` for one rank (`braid.actors.stage.mesh.Groups`)."""
+    """Makes communicators of `HostGroup` for one rank (`braid.actors.stage.rank.groups.Groups`)."""
 
     device: torch.device
     rank: int

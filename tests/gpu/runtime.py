@@ -15,25 +15,27 @@ import torch
 from torch import Tensor
 
 from braid.actors.controller.combining import combine
-from braid.actors.stage.accelerator import accelerator_of
-from braid.actors.stage.assembly import code_of, put_together
-from braid.actors.stage.executor import Executor, MicroBatch
-from braid.actors.stage.kernel_choice import KernelChoice
-from braid.actors.stage.mesh import Mesh, build_mesh
-from braid.actors.stage.messages import Samples
-from braid.actors.stage.optimizer import OptimizerSettings
-from braid.actors.stage.profiling import Profiler
-from braid.actors.stage.step_graph import step_graph
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.operators import Part
-from braid.scheduling.planner.decide import anything, decide, measured
-from braid.scheduling.planner.space import PART_BY_PART
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import PartSizes, part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.trace import OverlapNumbers
+from braid.actors.stage.measure.kernel_choice import KernelChoice
+from braid.actors.stage.measure.profiling import Profiler
+from braid.actors.stage.rank.assembly import code_of, put_together
+from braid.actors.stage.rank.groups import Mesh, build_mesh
+from braid.actors.stage.rank.messages import Samples
+from braid.actors.stage.run.accelerator import accelerator_of
+from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.micro_batch import MicroBatch
+from braid.actors.stage.run.step_graph import step_graph
+from braid.actors.stage.state.optimizer import OptimizerSettings
+from braid.scheduling.generate.lower import Choices, training_schedule
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.sizes import PartSizes, part_sizes
+from braid.scheduling.plan.decide import anything, decide, measured
+from braid.scheduling.plan.space import PART_BY_PART
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.trace.spans import OverlapNumbers
 from tests.gpu.host_link import HostGroups
 
 SERIAL: Final = "megatron"

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.actors.stage.kernel_choice import uses
+from braid.actors.stage.measure.kernel_choice import uses
 from braid.kernels.clock import DeviceClock
 from braid.kernels.family import Kind, OperatorFamily, candidates
 from braid.kernels.trials import _TRIALS, Laboratory, Use, _Operands, _results
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import llama
 from tests.gpu.test_schedules import NOISE

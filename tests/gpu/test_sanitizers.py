@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import TINY, Job, host_rank
 from tests.gpu.test_kernels import OPERATORS, results, use_of

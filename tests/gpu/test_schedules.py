@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from braid.actors.controller.rank_environment import default_environment
-from braid.actors.stage.mesh import build_mesh, make_world
-from braid.actors.stage.network import bind_gloo
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.spec import ParallelLayout
+from braid.actors.controller.ranks.rank_environment import default_environment
+from braid.actors.stage.rank.groups import build_mesh, make_world
+from braid.actors.stage.rank.network import bind_gloo
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import parse, write
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import PATIENCE, SCHEDULES, SERIAL, TINY, Job, LocalRank, forget, host_rank, llama
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer, load_named
+from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer, load_named
 from braid.kernels.clock import DeviceClock
-from braid.scheduling.memory import model_flops, rank_memory
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.memory import model_flops, rank_memory
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import SERIAL, TINY, Job, forget, host_rank, llama, peak_bytes, synchronise
 from tests.gpu.test_schedules import NEAR, NOISE

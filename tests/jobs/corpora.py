@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from braid.actors.config import Config, parse_config
-from braid.actors.stage.data import read_index
+from braid.actors.stage.data.token_files import read_index
+from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
 from braid.jobs.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
-from braid.jobs.identity import DataRequest
 
 DOCUMENTS = [f"document {n}: naïve Ωμέγα 語 🙂\nsecond line\u2028{'x' * (n * 7 % 50)}" for n in range(60)]
 

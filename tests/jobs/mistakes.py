@@ -85,6 +85,6 @@ def _forked(folder: str, call: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     import braid.jobs.cli
-    import braid.jobs.train  # noqa: F401 - imported once for all calls
+    import braid.jobs.training.train  # noqa: F401 - imported once for all calls
 
     print(json.dumps([_forked(folder, call) for folder, call in json.load(sys.stdin)]))

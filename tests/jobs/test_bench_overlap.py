@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.processes import ProcessLauncher, enter_namespace
-from braid.actors.stage.rank import Rank
-from braid.jobs.benchmarks.overlap_case import OverlapCase
+from braid.actors.controller.ranks.processes import ProcessLauncher, enter_namespace
+from braid.actors.stage.rank.interface import Rank
+from braid.jobs.bench.overlap_case import OverlapCase
 from braid.jobs.drill.hosts import two_hosts
 from tests.end_to_end.clusters import require_hosts
 from tests.end_to_end.command import braid, environment, start
@@ -180,7 +180,7 @@ def test_hosts_do_not_share_cpus() -> None:
 def without_root(folder: Path, change: str, words: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     """A benchmark as another user, once its modules are there, which others may not be able to read."""
     code = (
-        "import os, sys, braid.jobs.benchmarks.overlap, braid.jobs.benchmarks.peers, numpy.testing\n"
+        "import os, sys, braid.jobs.bench.overlap, braid.jobs.bench.peers, numpy.testing\n"
         "import braid.jobs.drill.hosts as hosts\n"
         "from braid.jobs.cli import main\n"
         f"{change}\n"

@@ -7,9 +7,9 @@ import math
 import pytest
 from rich.console import Console
 
-from braid.jobs.benchmarks.cases import Case
-from braid.jobs.benchmarks.loops import BRAID, PLAIN, PROCESSES, RAY
-from braid.jobs.benchmarks.training import run, show
+from braid.jobs.bench.cases import Case
+from braid.jobs.bench.loops import BRAID, PLAIN, PROCESSES, RAY
+from braid.jobs.bench.training import run, show
 
 TINY = Case(
     name="tiny",

@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerError
-from braid.actors.controller.manifest import CheckpointStore, verify
 from braid.actors.controller.planning import build_schedule
-from braid.actors.stage import exchange
-from braid.actors.stage.messages import RunPlan
-from braid.jobs.checkpoints import new_directory
-from braid.scheduling.schedule_text import write
+from braid.actors.controller.ranks.group import WorkerError
+from braid.actors.controller.state.manifest import CheckpointStore, verify
+from braid.actors.stage.rank.messages import RunPlan
+from braid.actors.stage.state import exchange
+from braid.jobs.commands.checkpoints import new_directory
+from braid.scheduling.schedule.text import write
 from tests.actors.saved import Marker, digests, flip
 from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
 from tests.foreign_models import opened
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_goes_away_meanwhile(
         shutil.rmtree(path)
         file.stat()
 
-    monkeypatch.setattr("braid.jobs.checkpoints.verify", verify_too_late)
+    monkeypatch.setattr("braid.jobs.commands.checkpoints.verify", verify_too_late)
     refused(command("verify", step(run, 2)), "step-2", "__0_0.distcp cannot be read")
 
 

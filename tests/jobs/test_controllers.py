@@ -9,14 +9,14 @@ import pytest
 from ray.exceptions import RayActorError
 
 from braid.actors.controller.controller import RunOptions
-from braid.actors.controller.records import Saved, Started
-from braid.actors.stage.messages import RunPlan
-from braid.jobs import controllers
-from braid.jobs.controllers import Controllers
+from braid.actors.controller.records.run_records import CheckpointSaved, Started
+from braid.actors.stage.rank.messages import RunPlan
+from braid.jobs.training import controllers
+from braid.jobs.training.controllers import Controllers
 from tests.end_to_end.runs import BYTES_VOCABULARY, small_config
 
 STARTED = Started(first_step=1, last_step=9, ranks=1, layout="", run_directory="")
-SAVED = Saved(step=4, path="", seconds=1.0)
+SAVED = CheckpointSaved(step=4, path="", seconds=1.0)
 
 
 class Fakes:

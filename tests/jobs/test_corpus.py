@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from braid.actors.stage.data import TokenShards, read_index
+from braid.actors.stage.data.token_files import TokenShards, read_index
 from braid.jobs.data import corpus as corpus_module
 from braid.jobs.data import tokenise as tokenise_module
 from braid.jobs.data.corpus import cut

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from braid.actors.config import Config, parse_config
-from braid.actors.controller.records import Incident
-from braid.actors.stage.data import read_index
-from braid.jobs import identity
+from braid.actors.controller.records.run_records import Incident
+from braid.actors.stage.data.token_files import read_index
+from braid.jobs.data import identity
 from braid.jobs.data.data_sets import RECORD, check_data, data_record, prepare_data
 from braid.jobs.data.prepare import Prepared
 from tests.jobs.corpora import contents, hidden, request_of

@@ -11,17 +11,24 @@ import pytest
 from rich.console import Console
 
 from braid.actors.config import Config, parse_config
-from braid.actors.controller.json_lines import read_lines
-from braid.actors.controller.records import Finished, Started, StepDone
-from braid.actors.controller.reporting import build_report
-from braid.actors.controller.step_record import StepRecord
+from braid.actors.controller.records.json_lines import read_lines
+from braid.actors.controller.records.reporting import build_report
+from braid.actors.controller.records.run_records import Finished, Started, StepDone
+from braid.actors.controller.records.step_record import StepRecord
+from braid.jobs.commands.demo import PICTURE, STRETCH, Demo
 from braid.jobs.data.prepare import Prepared
-from braid.jobs.demo import PICTURE, STRETCH, Demo
-from braid.jobs.display import Display, curve, duration, prediction_line, report_table, validation_line
 from braid.jobs.planning.searching import Searching
 from braid.jobs.planning.view import show_presets
-from braid.jobs.remarks import on_data, on_learning_rate
-from braid.scheduling.presets.library import cluster_names, model_names
+from braid.jobs.training.display import (
+    Display,
+    curve,
+    duration,
+    prediction_line,
+    report_table,
+    validation_line,
+)
+from braid.jobs.training.remarks import on_data, on_learning_rate
+from braid.scheduling.model.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
 from tests.end_to_end.command import braid
 from tests.jobs.corpora import prepared

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.jobs.page import LivePage
+from braid.jobs.training.page import LivePage
 from tests.end_to_end.command import environment, processes_mentioning
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PARENT = """
 import sys, time
 from pathlib import Path
-from braid.jobs.page import LivePage
+from braid.jobs.training.page import LivePage
 print(LivePage().open(Path(sys.argv[1])), flush=True)
 time.sleep(600)
 """

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from braid.actors.config import ConfigError, parse_config
-from braid.actors.controller.records import RunDirectory
-from braid.scheduling.gone import GONE
-from braid.scheduling.lowering.named import ScheduleName
+from braid.actors.controller.records.run_records import RunDirectory
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.schedule.gone import GONE
 from tests.in_process import Capture, called, refused
 from tests.jobs.mistakes import Made, make
 
@@ -337,7 +337,9 @@ def test_a_script_that_its_ranks_would_run_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_whose_ranks_do_not(tmp_path: Path, start: str) -> None:
-    ended = _script(tmp_path, "from braid.jobs.refusals import check_script as check", start, "print('fine')")
+    ended = _script(
+        tmp_path, "from braid.jobs.training.refusals import check_script as check", start, "print('fine')"
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "fine\n"
 

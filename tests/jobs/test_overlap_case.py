@@ -10,11 +10,11 @@ import pytest
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.planning import model_graphs, plan_run
-from braid.actors.controller.processes import Place
-from braid.jobs.benchmarks import overlap
-from braid.jobs.benchmarks.cases import Spread
-from braid.jobs.benchmarks.cli import bench_overlap
-from braid.jobs.benchmarks.overlap_case import (
+from braid.actors.controller.ranks.processes import ProcessPlace
+from braid.jobs.bench import overlap
+from braid.jobs.bench.cases import Spread
+from braid.jobs.bench.cli import bench_overlap
+from braid.jobs.bench.overlap_case import (
     FILLED,
     LAYOUTS,
     MIXED,
@@ -24,17 +24,17 @@ from braid.jobs.benchmarks.overlap_case import (
     compared,
     drawn,
 )
-from braid.jobs.benchmarks.replicated_peers import KINDS
+from braid.jobs.bench.replicated_peers import KINDS
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.hosts import Paced
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.cluster import Link
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.operations import Reduce, Wait
-from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.profile import Profile
-from braid.scheduling.schedule import sums_in
-from braid.scheduling.spec import ModelShape
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.mesh.cluster import Link
+from braid.scheduling.model.presets.library import cluster_preset
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.operations import Reduce, Wait
+from braid.scheduling.schedule.schedule import sums_in
 from tests.in_process import Capture, called, refused
 
 REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batches=3)
@@ -63,8 +63,8 @@ class FakeLink:
         assert (message_bytes, inside_mbit) == (REPLICAS.message_bytes, None)
         self.mbit = mbit
 
-    def places(self, ranks: int, *, filled: bool = False) -> Sequence[Place]:
-        return [Place()] * ranks
+    def places(self, ranks: int, *, filled: bool = False) -> Sequence[ProcessPlace]:
+        return [ProcessPlace()] * ranks
 
 
 def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERL
 from torch.nn import functional as F
 
 from braid.actors.config import TrainConfig, parse_config
-from braid.jobs.benchmarks.peers import (
+from braid.jobs.bench.peers import (
     DUALPIPEV,
     DUALPIPEV_THREADS,
     PIPELINE,
@@ -26,10 +26,10 @@ from braid.jobs.benchmarks.peers import (
     Peer,
     PeerPlan,
 )
-from braid.jobs.benchmarks.plain_torch import PlainModel, PlainTrainer
-from braid.jobs.benchmarks.replicated_peers import CP, DDP, EP, FSDP2, FSDP2_KEPT, KINDS, DdpPeer, Mixture
-from braid.jobs.benchmarks.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
-from braid.scheduling.spec import ModelShape
+from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
+from braid.jobs.bench.replicated_peers import CP, DDP, EP, FSDP2, FSDP2_KEPT, KINDS, DdpPeer, Mixture
+from braid.jobs.bench.threaded_overlap import BACKWARD_THREAD, ThreadedOverlap
+from braid.scheduling.model.shape import ModelShape
 from tests.end_to_end.plain_experts import ExpertModel, Weight
 from tests.forking import run_forked
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from braid.actors.controller.planning import setting_of
 from braid.jobs.planning import work as planning
 from braid.jobs.planning.view import show_explanation, show_plan, usual_line
-from braid.scheduling.plan import Plan, RunnerUp
-from braid.scheduling.planner.cluster import plan_of, usual_schedules
-from braid.scheduling.planner.decide import evaluate, modelled, within
-from braid.scheduling.planner.explain import Explanation, WhatIf
+from braid.scheduling.plan.decide import evaluate, modelled, within
+from braid.scheduling.plan.explain import Explanation, WhatIf
+from braid.scheduling.plan.layouts import plan_of, usual_schedules
+from braid.scheduling.plan.plan import Plan, RunnerUp
 from tests.architecture.test_imports import loaded_after
 from tests.in_process import Capture, called
 from tests.scheduling.plans import cluster, setting
@@ -140,7 +140,7 @@ def test_presets_name_their_sources(says: Says) -> None:
 
 def test_planning_loads_neither_torch_nor_ray_nor_scipy() -> None:
     modules = ("braid.jobs.cli", "braid.jobs.planning.work", "braid.jobs.planning.view")
-    loaded = loaded_after(f"import {', '.join(modules)}, braid.scheduling.planner.explain")
+    loaded = loaded_after(f"import {', '.join(modules)}, braid.scheduling.plan.explain")
     assert not loaded & {"torch", "ray", "scipy", "triton"}
 
 

@@ -9,10 +9,10 @@ import pytest
 from braid.actors.config import ConfigError, parse_config
 from braid.actors.controller.planning import build_schedule
 from braid.jobs.planning.work import Request, make_plan, with_plan
-from braid.scheduling.plan import read_plan
-from braid.scheduling.planner.decide import replay
-from braid.scheduling.schedule_text import write
-from braid.scheduling.yaml_text import parse_yaml
+from braid.scheduling.plan.decide import replay
+from braid.scheduling.plan.plan import read_plan
+from braid.scheduling.schedule.text import write
+from braid.scheduling.text.yaml_text import parse_yaml
 from tests.scheduling.plans import cluster
 
 VOCABULARY = 257

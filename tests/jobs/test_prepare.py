@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import braid
-from braid.actors.stage.data import TokenShards
+from braid.actors.stage.data.token_files import TokenShards
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import Preparation, prepare
 from braid.jobs.data.tokenise import document_hash
@@ -198,7 +198,7 @@ import multiprocessing, sys, time
 from pathlib import Path
 from braid.actors.config import parse_config
 from braid.jobs.data import corpus
-from braid.jobs.identity import DataRequest
+from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import prepare
 
 def stop(progress):

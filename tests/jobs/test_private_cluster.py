@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from braid.actors.config import parse_config
 from braid.dashboards.metrics import METRICS
 from braid.dashboards.metrics_feed import told_to_ray
-from braid.jobs import doors
+from braid.jobs.cluster import doors
 from braid.jobs.data.prepare import prepare
 from tests.dashboards.lines import EVENTS, PREDICTED, metrics_line, ranks_line
 from tests.end_to_end.command import BASE, processes_mentioning, write_corpus
@@ -33,7 +33,7 @@ def authentication() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def token() -> Iterator[Path]:
     """The file with the token of a cluster that this process is connected to."""
-    from braid.jobs.session import ray_session
+    from braid.jobs.cluster.session import ray_session
 
     with pytest.MonkeyPatch.context() as patch:
         for name in authentication():

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from braid.actors.controller.group import StoppedError
-from braid.actors.controller.locks import FileHold
-from braid.jobs import stopping, train
-from braid.jobs.stopping import SecondSignalError, StopSignals
-from braid.jobs.train import _explained
+from braid.actors.controller.ranks.group import StoppedError
+from braid.actors.controller.state.locks import FileHold
+from braid.jobs.training import stopping, train
+from braid.jobs.training.stopping import SecondSignalError, StopSignals
+from braid.jobs.training.train import _explained
 from tests.waiting import alive, within
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -135,7 +135,7 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
 COMMAND = """
 import os, subprocess, sys, time
 from pathlib import Path
-from braid.jobs.guardian import MARK, guarded
+from braid.jobs.cluster.guardian import MARK, guarded
 folder = Path(sys.argv[1])
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 own = (folder / "own").open("w")

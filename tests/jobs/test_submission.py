@@ -16,8 +16,8 @@ import ray
 from ray.dashboard.modules.job.sdk import JobSubmissionClient
 
 from braid.actors.config import ConfigError, load_config, parse_config
-from braid.jobs import doors, session, submission
-from braid.jobs.session import check_lasting, ray_session
+from braid.jobs.cluster import doors, session, submission
+from braid.jobs.cluster.session import check_lasting, ray_session
 from tests.in_process import Capture, Outcome, called, refused
 from tests.jobs.job_server_stub import TOKEN, State, job_server
 
@@ -73,7 +73,12 @@ def test_what_is_shipped(server: State, braid: Braid, tmp_path: Path) -> None:
     assert config.cluster.address is None
     (module,) = environment["py_modules"]
     package = _unpacked(server, module, tmp_path / "package")
-    for name in ("__main__.py", "jobs/cli.py", "actors/stage/worker.py", "scheduling/presets/clusters.yaml"):
+    for name in (
+        "__main__.py",
+        "jobs/cli.py",
+        "actors/stage/rank/worker.py",
+        "scheduling/model/presets/clusters.yaml",
+    ):
         assert (package / "braid" / name).is_file()
     assert CANARY not in json.dumps(server.submitted)
     assert not [name for name, content in server.packages.items() if CANARY.encode() in content]

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from braid.actors.config import ConfigError, parse_config
 from braid.jobs.data.tokenizer import BytesTokenizer, HuggingFaceTokenizer, load_tokenizer, tokenizer_of
-from braid.jobs.display import Display
+from braid.jobs.training.display import Display
 from tests.foreign_models import random_model
 from tests.jobs.corpora import DOCUMENTS, prepared, stored_ids, text_of, train_tokenizer, write_lines
 

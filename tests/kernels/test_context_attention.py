@@ -12,7 +12,7 @@ from torch import Tensor
 from braid.kernels.operators.context_attention import context_attention
 from braid.kernels.operators.context_blocks import (
     Documents,
-    Order,
+    TokenOrder,
     causal_order,
     document_order,
     documents_of,
@@ -48,7 +48,9 @@ def reference(qkv_bsX: Tensor, heads: int, kv_heads: int, mask_bss: Tensor, posi
 class Rank:
     """The operators of one rank and what it has."""
 
-    def __init__(self, order: Order, ring: bool, heads: int, kv_heads: int, own_bs: list[list[int]]) -> None:
+    def __init__(
+        self, order: TokenOrder, ring: bool, heads: int, kv_heads: int, own_bs: list[list[int]]
+    ) -> None:
         sequence = order.length * sum(map(len, order.pieces))
         sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": HEAD_DIM}
         self.modules = context_attention(**sizes, sequence=sequence, rotary_base=BASE, order=order, ring=ring)

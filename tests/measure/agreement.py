@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from braid.jobs.benchmarks.overlap_rows import FEWEST, Step, rank_correlation
+from braid.jobs.bench.overlap_rows import FEWEST, StepTimes, rank_correlation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Step):
+class Judged(StepTimes):
     """A step that was simulated before its rounds too."""
 
     before: float

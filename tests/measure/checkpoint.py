@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.actors.config import CheckpointConfig, Config, parse_config
-from braid.actors.controller.homes import Homes
-from braid.actors.controller.manifest import CheckpointStore
-from braid.actors.controller.meeting import rendezvous
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import Incident, RunDirectory, Saved
-from braid.actors.controller.saving import Saver, manifest_facts
-from braid.actors.stage.rank import Rank
-from braid.jobs.benchmarks.cases import Spread, prepare_text
+from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import CheckpointStore
+from braid.actors.controller.state.saving import Saver, manifest_facts
+from braid.actors.stage.rank.interface import Rank
+from braid.jobs.bench.cases import Spread, prepare_text
 from tests.end_to_end.runs import run_plan
 
 ALONE, SYNCHRONOUS, ASYNCHRONOUS = "alone", "synchronous", "asynchronous"
@@ -81,7 +81,7 @@ class Legs:
     def leg(self, kind: str, steps: int) -> Leg:
         """Steps, after a save of some kind."""
         saver = self.savers.get(kind)
-        told: list[Saved | Incident] = []
+        told: list[CheckpointSaved | Incident] = []
         begin = time.perf_counter()
         if saver is not None:
             told += saver.begin(self.group, self.step, GENERATION, self.facts)
@@ -93,7 +93,9 @@ class Legs:
         if saver is not None:
             told += saver.finish(self.group)
         seconds = time.perf_counter() - begin
-        return Leg(seconds, sum(event.stalled_seconds for event in told if isinstance(event, Saved)))
+        return Leg(
+            seconds, sum(event.stalled_seconds for event in told if isinstance(event, CheckpointSaved))
+        )
 
 
 def run(runs: Path, hidden: int, layers: int, rounds: int, steps: int) -> dict[str, Any]:

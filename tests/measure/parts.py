@@ -18,15 +18,15 @@ from dataclasses import replace
 
 from braid.actors.config import Config
 from braid.actors.controller.planning import model_graphs, setting_of
-from braid.jobs.benchmarks.overlap import Decide, planned, run
-from braid.jobs.benchmarks.overlap_case import OverlapCase
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.operators import Stream
-from braid.scheduling.planner.decide import Outcome, anything, measured, outcome_of
-from braid.scheduling.planner.orders import layer_pair, segment_steps
-from braid.scheduling.planner.pairing import pair
-from braid.scheduling.profile import Profile
-from braid.scheduling.spec import ModelShape
+from braid.jobs.bench.overlap import Decide, planned, run
+from braid.jobs.bench.overlap_case import OverlapCase
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.plan.decide import Outcome, anything, measured, outcome_of
+from braid.scheduling.plan.orders import layer_pair, segment_steps
+from braid.scheduling.plan.pairing import pair
 from tests.papers.dhelix_parts import PARTS, Part, restricted
 
 

@@ -22,16 +22,16 @@ import numpy as np
 
 from braid.actors.config import Config, load_config, parse_config
 from braid.actors.controller.controller import Controller, RunOptions
-from braid.actors.controller.group import WorkerGroup
-from braid.actors.controller.processes import ProcessLauncher
-from braid.actors.controller.records import StepDone
-from braid.actors.controller.span_files import SpanFiles, socket_collector
-from braid.actors.stage.rank import Rank
-from braid.actors.stage.span_stream import SocketSink, SpanStream
-from braid.jobs.benchmarks.cases import Spread, prepare_text
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import RECORD, Labels
-from braid.scheduling.trace import Label
+from braid.actors.controller.ranks.group import WorkerGroup
+from braid.actors.controller.ranks.processes import ProcessLauncher
+from braid.actors.controller.records.run_records import StepDone
+from braid.actors.controller.records.span_files import SpanFiles, socket_collector
+from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
+from braid.actors.stage.rank.interface import Rank
+from braid.jobs.bench.cases import Spread, prepare_text
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.batches import RECORD, Labels
+from braid.scheduling.trace.spans import Label
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.runs import run_plan
 from tests.spans import read_folder

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from braid.scheduling.planner.tensor_degrees import DegreeCosts, DegreeProblem, PassCosts
+from braid.scheduling.plan.tensor_degrees import DegreeCosts, DegreeProblem, PassCosts
 
 _SIZE: Final = ("hidden_size", "tp_degree", "batch_size")
 _MEASURED: Final = ("attn_fp", "attn_bp", "mlp_fp", "mlp_bp", "comm", "runtime_memory")

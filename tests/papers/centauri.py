@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from braid.scheduling.cluster import ClusterSpec, Gpu, Group, group_of
+from braid.scheduling.mesh.cluster import ClusterSpec, Gpu, RankGroup, group_of
 from tests.papers.data_parallel import StepResult, schedule_step
 from tests.papers.methods import Matmul, Method, Step, state_bytes, weight
 from tests.papers.rows import Figure, Row, number
@@ -45,7 +45,7 @@ MODELS = (
 )
 
 
-def llama_step(model: Model, batch: int, group: Group, gpu: Gpu, micro_batches: int = 1) -> Step:
+def llama_step(model: Model, batch: int, group: RankGroup, gpu: Gpu, micro_batches: int = 1) -> Step:
     """The work of one step: layers only, as the paper's metric counts attention and MLP."""
     tokens, h, f = batch * SEQUENCE, model.hidden, model.ffn
     rate = gpu.memory_bytes_per_s * gpu.memory_efficiency
@@ -88,7 +88,7 @@ def centauri_rows(small: ClusterSpec, large: ClusterSpec) -> Iterator[Row]:
 def _run(
     method: Method, model: Model, batch: int, ranks: int, cluster: ClusterSpec, steps: int = 1, **how: bool
 ) -> StepResult:
-    group = Group(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
+    group = RankGroup(size=ranks, per_node=min(ranks, cluster.gpus_per_node))
     return schedule_step(method, llama_step(model, batch, group, cluster.gpu), cluster, steps, **how)
 
 
@@ -184,7 +184,7 @@ def _replicated_rows(cluster: ClusterSpec) -> Iterator[Row]:
     )
     what = "Centauri before DDP, out-of-order backpropagation, ZeRO 1 and 2 (share of cases)"
     yield row("9", what, 1.0, best / (2 * len(BATCHES)), note)
-    group = Group(size=16, per_node=8)
+    group = RankGroup(size=16, per_node=8)
     sizes = {model.name: llama_step(model, 1, group, cluster.gpu).parameters for model in MODELS}
     over = [name for name, size in sizes.items() if state_bytes(Method.DDP, size, 16) > cluster.usable_bytes]
     note = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.operators import Kind, Stream
+from braid.scheduling.mesh.cluster import ClusterSpec, Stream
+from braid.scheduling.model.operators import Kind
 from tests.papers.methods import Choice, Method, Priority, Step, choices
 from tests.papers.step_builder import StepBuilder, StepTask, Use
 from tests.papers.tasks import makespan_ns, run_in_order

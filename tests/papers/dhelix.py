@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
 from tests.papers import rows
 from tests.papers.rows import RATE_TOLERANCE, Figure, Row
 from tests.papers.steps import BASELINES, OURS, Steps, axis_share, chosen_setting, setting_of, steps

@@ -11,22 +11,23 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.collectives import sent_bytes
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.memory import DTYPE_BYTES
-from braid.scheduling.operators import Graph, Kind, Pass
-from braid.scheduling.planner.decide import evaluate, modelled, replay
-from braid.scheduling.planner.orders import Bench, layer_pair, segment_steps
-from braid.scheduling.planner.pairing import pair
-from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.planner.strands import PairProblem, StrandGraph
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.units import chunk_parameters
+from braid.scheduling.cost.collectives import sent_bytes
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Graph, Kind, Phase
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.units import chunk_parameters
+from braid.scheduling.plan.decide import evaluate, modelled, replay
+from braid.scheduling.plan.orders import CostedSetting, layer_pair, segment_steps
+from braid.scheduling.plan.pairing import pair
+from braid.scheduling.plan.space import with_schedule
+from braid.scheduling.plan.strands import PairProblem, StrandGraph
+from braid.scheduling.schedule.memory import DTYPE_BYTES
 from tests.papers.dhelix import BATCH_TOKENS, claim, number, percentages
 from tests.papers.rows import FORMULA_TOLERANCE, RATE_TOLERANCE, Row
 from tests.papers.steps import chosen_setting
@@ -174,7 +175,7 @@ def _in_place(graph: StrandGraph, backward: Graph) -> StrandGraph:
     computes = [n for n, stream in enumerate(graph.streams) if stream == COMPUTE]
     for first, second in pairwise(computes):
         phases = {backward.operators[n].phase for n in (first, second)}
-        if Pass.WEIGHT_GRADIENT in phases:
+        if Phase.WEIGHT_GRADIENT in phases:
             before[second] |= 1 << first
     return replace(graph, before=tuple(before))
 
@@ -186,7 +187,7 @@ def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
     return tuple(100 * (base / _with_part(bench, part, cluster) - 1) for part in PARTS)
 
 
-def _with_part(bench: Bench, part: Part, cluster: ClusterSpec) -> float:
+def _with_part(bench: CostedSetting, part: Part, cluster: ClusterSpec) -> float:
     problem = restricted(layer_pair(bench), bench.members["layer"].backward, part)
     choices = Choices(orders={"F:layer|B:layer": segment_steps(problem, pair(problem))})
     return replay(bench.setting, choices, cluster).numbers.step_seconds

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
-from braid.scheduling.cluster import Gpu, Group
-from braid.scheduling.planner.tiers import PIECE_COUNTS
+from braid.scheduling.mesh.cluster import Gpu, RankGroup
+from braid.scheduling.plan.tiers import PIECE_COUNTS
 
 
 class Method(StrEnum):
@@ -88,9 +88,9 @@ class Step:
     """Of one layer, in the order of the forward pass."""
     layers: int
     micro_batches: int
-    group: Group
+    group: RankGroup
     """Ranks that share the parameters, or hold copies of them."""
-    replicas: Group | None = None
+    replicas: RankGroup | None = None
     """Ranks of different groups that hold the same shard, if parameters are sharded in several groups."""
     optimizer_ns_per_parameter: float = 0.0
     element_bytes: int = 2

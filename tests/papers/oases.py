@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import Final
 
-from braid.scheduling.planner.tensor_degrees import DegreeProblem, plan_degrees, strategy_cost
+from braid.scheduling.plan.tensor_degrees import DegreeProblem, plan_degrees, strategy_cost
 from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize, problem_from_profile
 from tests.papers.rows import RATE_TOLERANCE, Row, claim, number
 from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns

@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.list_schedule import exact_order, list_schedule, pairing_order
-from braid.scheduling.planner.orders import layer_pair
-from braid.scheduling.planner.pairing import pair
-from braid.scheduling.planner.strands import PairProblem
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ParallelLayout, Workload
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import Workload
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.list_schedule import exact_order, list_schedule, pairing_order
+from braid.scheduling.plan.orders import layer_pair
+from braid.scheduling.plan.pairing import pair
+from braid.scheduling.plan.strands import PairProblem
 from tests.scheduling.pairing_cases import brute_force, made_up_problem, round_robin
 
 NEAR: Final = 0.02

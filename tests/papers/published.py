@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.model.presets.library import cluster_preset
 from tests.papers.block_profile import read_block_profile
 from tests.papers.centauri import centauri_rows
 from tests.papers.dhelix import dhelix_rows

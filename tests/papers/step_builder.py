@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from braid.scheduling.cluster import ClusterSpec, Group, dim_group
-from braid.scheduling.collectives import collective_ns
-from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.topology import STREAM_OF
+from braid.scheduling.cost.collectives import collective_ns
+from braid.scheduling.mesh.cluster import ClusterSpec, RankGroup, Stream, dim_group
+from braid.scheduling.model.operators import Kind
 from tests.papers.methods import Choice, Step, Unit
 from tests.papers.tasks import Task
 
@@ -44,11 +43,11 @@ class Use:
         return f"{self.step}.{self.micro_batch}.{self.layer}.{self.unit.name}.{operator}.{piece}"
 
 
-Stage = tuple[Kind, Group, float]
+Stage = tuple[Kind, RankGroup, float]
 """A collective, over which ranks, and the bytes of its tensor."""
 
 
-def hierarchical(kind: Kind, payload: float, group: Group) -> tuple[Stage, ...]:
+def hierarchical(kind: Kind, payload: float, group: RankGroup) -> tuple[Stage, ...]:
     """Stages over nodes x ranks of a node, in the order that sends least between nodes; of an all-reduce
     perhaps as reduce-scatter and all-gather. None where the ranks have one kind of link."""
     mesh = (group.nodes, group.per_node)
@@ -107,7 +106,7 @@ class StepBuilder:
         kind: Kind,
         part: tuple[int, int],
         after: Iterable[str],
-        of: Group | None = None,
+        of: RankGroup | None = None,
     ) -> str:
         """All stages of a part (number, of how many) of a unit's collective; the name of the last.
 
@@ -124,7 +123,7 @@ class StepBuilder:
         for number, (stage, over, size) in enumerate(stages or ((kind, group, float(payload)),)):
             ns = self.cluster.gpu.launch_ns + collective_ns(self.cluster, stage, size / pieces, over)
             waits = (name,) if number else after
-            name = self._add(use, operator, f"{piece}.{number}", STREAM_OF[over.level], ns, waits)
+            name = self._add(use, operator, f"{piece}.{number}", over.stream, ns, waits)
         return name
 
     def room(self, size: float, budget: float) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from braid.scheduling.cluster import ClusterSpec
-from braid.scheduling.planner.decide import Outcome, evaluate
-from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.plan.decide import Outcome, evaluate
+from braid.scheduling.plan.space import with_schedule
 
 OURS: Final = ("braid:w", "braid:v")
 """Pipelines of ours, each by itself: the W is DHelix's."""

@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from braid.scheduling.in_order import run_in_order
-from braid.scheduling.operators import Stream
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule.timeline import run_in_order
 from tests.papers.block_profile import BLOCKS, BlockProfile
 
 

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from braid.scheduling import in_order
-from braid.scheduling.operators import Stream
-from braid.scheduling.trace import Interval
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule import in_order
+from braid.scheduling.trace.spans import Interval
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.scheduling.planner.tensor_degrees import (
+from braid.scheduling.plan.tensor_degrees import (
     DegreeProblem,
     plan_degrees,
     strategy_cost,

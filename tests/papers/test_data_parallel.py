@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.cluster import Group
-from braid.scheduling.collectives import collective_ns
-from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.presets.library import cluster_preset
+from braid.scheduling.cost.collectives import collective_ns
+from braid.scheduling.mesh.cluster import RankGroup, Stream
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.presets.library import cluster_preset
 from tests.papers.centauri import centauri_rows
 from tests.papers.data_parallel import schedule_step, step_tasks
 from tests.papers.methods import Matmul, Method, Step, choices, weight
@@ -18,11 +18,11 @@ from tests.papers.step_builder import StepTask
 from tests.papers.tasks import Task, makespan_ns, run_in_order
 
 CLUSTER = cluster_preset("centauri_a")
-GROUPS = (Group(size=16, per_node=8), Group(size=8, per_node=8), Group(size=4, per_node=1))
+GROUPS = (RankGroup(size=16, per_node=8), RankGroup(size=8, per_node=8), RankGroup(size=4, per_node=1))
 REPLICATED = (Method.DDP, Method.OOO_BACKPROP, Method.ZERO1, Method.ZERO2, Method.CENTAURI)
 
 
-def step(hidden: int, tokens: int, layers: int, micro_batches: int, group: Group) -> Step:
+def step(hidden: int, tokens: int, layers: int, micro_batches: int, group: RankGroup) -> Step:
     units = (
         weight("qkv", Matmul(tokens, hidden, 3 * hidden), 100_000, 200_000),
         weight("out", Matmul(tokens, hidden, hidden)),

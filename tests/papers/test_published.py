@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.orders import layer_pair
-from braid.scheduling.planner.pairing import pair
-from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.orders import layer_pair
+from braid.scheduling.plan.pairing import pair
+from braid.scheduling.plan.space import with_schedule
 from tests.papers import centauri, dhelix, dhelix_parts, pairing
 from tests.papers.dhelix import BATCH_TOKENS
 from tests.papers.dhelix_parts import PARTS, restricted

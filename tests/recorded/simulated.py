@@ -24,7 +24,7 @@ from typing import Any, Final
 from typer.testing import CliRunner
 
 from braid.jobs.cli import app
-from braid.scheduling.lowering.named import ScheduleName
+from braid.scheduling.generate.named import ScheduleName
 from tests.recorded.files import REFUSED, SCHEDULES, Case, asked, both, chosen, write_cases
 from tests.recorded.units import unit_cases
 

@@ -9,14 +9,15 @@ from functools import partial
 from itertools import product
 from typing import Any, Final
 
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.planner.decide import anything, modelled, outcome_of
-from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.profile import Profile
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.validate import check
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.plan.decide import anything, modelled, outcome_of
+from braid.scheduling.plan.orders import CostedSetting, decisions
+from braid.scheduling.schedule.validate import check
 from tests.recorded.files import SCHEDULES as NAMES
 from tests.recorded.files import Case
 
@@ -87,7 +88,7 @@ def _setting(shape: ModelShape, tp: int, pp: int, schedule: str, unit_layers: in
     )
 
 
-def _fastest(benches: Sequence[Bench], numbers: Numbers) -> Case:
+def _fastest(benches: Sequence[CostedSetting], numbers: Numbers) -> Case:
     """The step of the fastest decisions; of all, their number and the slowest step."""
     outcomes = [
         outcome_of(bench, choices, note, anything) for bench in benches for choices, note in decisions(bench)
@@ -100,7 +101,7 @@ def _fastest(benches: Sequence[Bench], numbers: Numbers) -> Case:
     return {**numbers(best.as_json()), "decisions": len(found), "slowest_seconds": others[-1]}
 
 
-def with_handling(bench: Bench) -> Profile:
+def with_handling(bench: CostedSetting) -> Profile:
     """Modelled costs with what only measured ones have: starting, going on afterwards, slowdowns by side."""
     profile = bench.profile
     links = {key: ns for key, ns in profile.solo_ns.items() if profile.classes[key] in ("intra", "inter")}

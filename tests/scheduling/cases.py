@@ -7,10 +7,8 @@ from functools import cache
 import pytest
 from hypothesis import strategies as st
 
-from braid.scheduling.code import Code
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.lower import Choices, scheduled_parts, training_schedule, with_update
-from braid.scheduling.lowering.named import (
+from braid.scheduling.generate.lower import Choices, scheduled_parts, training_schedule, with_update
+from braid.scheduling.generate.named import (
     PIPELINES,
     SCHEDULES,
     PairMethod,
@@ -18,8 +16,17 @@ from braid.scheduling.lowering.named import (
     ScheduleKind,
     ScheduleName,
 )
-from braid.scheduling.lowering.programs import Order, graph_of
-from braid.scheduling.operations import (
+from braid.scheduling.generate.programs import Order, graph_of
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Part, Phase
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.units import unit_parts
+from braid.scheduling.plan.orders import FIXED
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.operations import (
     Direction,
     Norm,
     Pass,
@@ -32,16 +39,9 @@ from braid.scheduling.operations import (
     Strand,
     Wait,
 )
-from braid.scheduling.operators import Part
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.planner.orders import FIXED
-from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule
-from braid.scheduling.schedule_text import parse_sides, write_step
-from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.units import unit_parts
-from braid.scheduling.validate import linked
+from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule
+from braid.scheduling.schedule.text import parse_sides, write_step
+from braid.scheduling.schedule.validate import linked
 
 LLAMA = ModelShape(
     family="llama",

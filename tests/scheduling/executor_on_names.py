@@ -10,7 +10,8 @@ after the other, once, or (ZeRO 2) in every block that ends a pass's; then their
 
 from collections import defaultdict
 
-from braid.scheduling.operations import (
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.operations import (
     Compute,
     Direction,
     Gather,
@@ -25,8 +26,7 @@ from braid.scheduling.operations import (
     Step,
     Wait,
 )
-from braid.scheduling.schedule import Block, Instruction, Prefetch, Schedule
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule
 from tests.scheduling.cases import LLAMA, model_for
 
 Channel = tuple[int, int, Direction]

@@ -6,8 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.planner.pairing import Pairing, may_join, pairing_of, segment_ns
-from braid.scheduling.planner.strands import STREAMS, PairProblem, StrandGraph, bits
+from braid.scheduling.plan.pairing import Pairing, may_join, pairing_of, segment_ns
+from braid.scheduling.plan.strands import STREAMS, PairProblem, StrandGraph, bits
 
 Segmentation = tuple[int, ...]
 """An order that was cut into segments: the mask of each."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from braid.scheduling.operators import Graph, Kind, Operator, Part
-from braid.scheduling.partition import ABOUT_OWN, Partition
+from braid.scheduling.mesh.partition import ABOUT_OWN, Partition
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 
 WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.@~-]{0,12}", fullmatch=True)
 SIZES = st.lists(st.integers(2, 9), min_size=2, max_size=4).map(tuple)

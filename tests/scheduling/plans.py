@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 
-from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
-from braid.scheduling.draw_simulation import moving
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.operations import Compute, Node, PassKind, Start
-from braid.scheduling.planner.decide import Outcome, anything, outcome_of
-from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.profile import Profile
-from braid.scheduling.setting import Setting
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.simulator.engine import BlockRun, Executed
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.validate import check
+from braid.scheduling.cost.engine import BlockRun, Executed
+from braid.scheduling.cost.picture import moving
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.plan.decide import Outcome, anything, outcome_of
+from braid.scheduling.plan.orders import CostedSetting, decisions
+from braid.scheduling.schedule.operations import Compute, Node, PassKind, Start
+from braid.scheduling.schedule.validate import check
 
 SMALL = ModelShape(
     family="llama",
@@ -93,14 +94,14 @@ def free_ends(profile: Profile) -> Profile:
     )
 
 
-def lowered(bench: Bench, choices: Choices) -> Outcome:
+def lowered(bench: CostedSetting, choices: Choices) -> Outcome:
     """A setting under given decisions, validated and simulated."""
     outcome = outcome_of(bench, choices, None, anything)
     check(outcome.code)
     return outcome
 
 
-def fastest(bench: Bench) -> Outcome:
+def fastest(bench: CostedSetting) -> Outcome:
     """The best of what is decided with everything of the setting given, its pipeline too; validated."""
     found = [outcome_of(bench, choices, note, anything) for choices, note in decisions(bench)]
     best = min(found, key=lambda one: one.step_ns)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from braid.scheduling.operations import Pass, Receive, Start, Wait
-from braid.scheduling.schedule import Block
-from braid.scheduling.timeline import Timeline, unit_timeline
+from braid.scheduling.schedule.operations import Pass, Receive, Start, Wait
+from braid.scheduling.schedule.schedule import Block
+from braid.scheduling.schedule.timeline import Timeline, unit_timeline
 from tests.scheduling.cases import HOPS, PAIRED_W, STAGES, code_of, layout_for, named_schedule, sizes_of
 
 DURATIONS = pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 4), (3, 5)])

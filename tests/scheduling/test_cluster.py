@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.cluster import Efficiency, Level, Link, group_of
-from braid.scheduling.presets.library import cluster_preset, load_cluster, parse_cluster
-from braid.scheduling.records import to_mapping
+from braid.scheduling.mesh.cluster import Efficiency, Link, Stream, group_of
+from braid.scheduling.model.presets.library import cluster_preset, load_cluster, parse_cluster
+from braid.scheduling.text.records import to_mapping
 
 WHOLE = to_mapping(cluster_preset("a800"))
 
@@ -220,9 +220,9 @@ def test_a_link_takes_latency_and_bandwidth() -> None:
 
 def test_a_single_node_has_no_network() -> None:
     single = cluster_preset("a100x8")
-    assert single.link(Level.INTRA) == single.intra
+    assert single.link(Stream.INTRA) == single.intra
     with pytest.raises(ValueError, match="cluster a100x8 has one node and no network between nodes"):
-        single.link(Level.INTER)
+        single.link(Stream.INTER)
     assert single.usable_bytes == single.gpu.memory_bytes - single.gpu.reserved_bytes > 0
 
 
@@ -238,7 +238,7 @@ def test_groups_are_what_lies_on_the_nodes(stride: int, size: int, gpus_per_node
     on_nodes = Counter(stride * place // gpus_per_node for place in range(size))
     assert set(on_nodes.values()) == {group.per_node}
     assert group.nodes == len(on_nodes)
-    assert group.level is (Level.INTRA if len(on_nodes) == 1 else Level.INTER)
+    assert group.stream is (Stream.INTRA if len(on_nodes) == 1 else Stream.INTER)
     assert group.size == size
 
 

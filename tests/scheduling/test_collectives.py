@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.cluster import Group, Level
-from braid.scheduling.collectives import bytes_by_level, collective_ns, hops, sent_bytes
-from braid.scheduling.operators import Kind
-from braid.scheduling.presets.library import cluster_names, cluster_preset
+from braid.scheduling.cost.collectives import bytes_by_level, collective_ns, hops, sent_bytes
+from braid.scheduling.mesh.cluster import RankGroup, Stream
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.presets.library import cluster_names, cluster_preset
 
 COLLECTIVES = [kind for kind in Kind if kind.communicates]
 KINDS = pytest.mark.parametrize("kind", COLLECTIVES)
 RINGS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER]
 GROUPS = st.builds(
-    lambda per_node, nodes: Group(size=per_node * nodes, per_node=per_node),
+    lambda per_node, nodes: RankGroup(size=per_node * nodes, per_node=per_node),
     st.integers(1, 8),
     st.integers(1, 8),
 )
 PAYLOADS = st.floats(1, 1e11)
 CLUSTER = cluster_preset("a800")
-INTRA = Group(size=8, per_node=8)
+INTRA = RankGroup(size=8, per_node=8)
 BEYOND = {"bytes_per_s": 1e30, "latency_ns": 0}
 """Reach: of a link that costs nothing."""
 
@@ -49,20 +49,20 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, payload:
     assert hops(Kind.ALL_REDUCE, size) == sum(hops(kind, size) for kind in RINGS)
 
 
-def counted(group: Group, payload: float, *, pairwise: bool) -> dict[Level, float]:
+def counted(group: RankGroup, payload: float, *, pairwise: bool) -> dict[Stream, float]:
     """Bytes of each level, per rank: when a ring of all ranks passes every part on, or each to each."""
-    found = dict.fromkeys(Level, 0.0)
+    found = dict.fromkeys(Stream, 0.0)
     for rank in range(group.size):
         others = [n for n in range(group.size) if n != rank]
         parts = [(n, 1) for n in others] if pairwise else [((rank + 1) % group.size, len(others))]
         for other, count in parts:
             same = rank // group.per_node == other // group.per_node
-            found[Level.INTRA if same else Level.INTER] += count * payload / group.size**2
+            found[Stream.INTRA if same else Stream.INTER] += count * payload / group.size**2
     return found
 
 
 @given(GROUPS, PAYLOADS, st.sampled_from([*RINGS, Kind.ALL_TO_ALL, Kind.ALL_REDUCE]))
-def test_bytes_over_each_level_are_those_counted(group: Group, payload: float, kind: Kind) -> None:
+def test_bytes_over_each_level_are_those_counted(group: RankGroup, payload: float, kind: Kind) -> None:
     twice = 1 + (kind is Kind.ALL_REDUCE)
     found = counted(group, payload, pairwise=kind is Kind.ALL_TO_ALL)
     for level, volume in bytes_by_level(kind, payload, group).items():
@@ -70,7 +70,7 @@ def test_bytes_over_each_level_are_those_counted(group: Group, payload: float, k
 
 
 @given(GROUPS, PAYLOADS, st.sampled_from(COLLECTIVES))
-def test_levels_share_what_is_sent(group: Group, payload: float, kind: Kind) -> None:
+def test_levels_share_what_is_sent(group: RankGroup, payload: float, kind: Kind) -> None:
     volume = bytes_by_level(kind, payload, group)
     assert sum(volume.values()) == pytest.approx(sent_bytes(kind, payload, group.size))
 
@@ -87,7 +87,7 @@ def test_what_is_no_collective_has_no_volume() -> None:
 @pytest.mark.parametrize("name", cluster_names())
 def test_one_rank_and_no_bytes_cost_nothing(kind: Kind, name: str) -> None:
     cluster = cluster_preset(name)
-    assert collective_ns(cluster, kind, 1e9, Group(size=1, per_node=1)) == 0
+    assert collective_ns(cluster, kind, 1e9, RankGroup(size=1, per_node=1)) == 0
     assert collective_ns(cluster, kind, 0, INTRA) == 0
     assert hops(kind, 1) == sent_bytes(kind, 1e9, 1) == 0
     assert collective_ns(cluster, kind, 1, INTRA) > 0
@@ -97,14 +97,14 @@ def test_one_rank_and_no_bytes_cost_nothing(kind: Kind, name: str) -> None:
 @pytest.mark.parametrize(("per_node", "nodes"), [(8, 1), (2, 1), (1, 4), (2, 4), (8, 2), (8, 32)])
 def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int, nodes: int) -> None:
     """A hop between nodes is counted for every node boundary, there and back, the others inside."""
-    group, payload = Group(size=per_node * nodes, per_node=per_node), 1e8
+    group, payload = RankGroup(size=per_node * nodes, per_node=per_node), 1e8
     volume, count = bytes_by_level(kind, payload, group), hops(kind, group.size)
     there_and_back = 2 * nodes * (2 if kind is Kind.ALL_REDUCE else 1)
     levels = {}
-    for level, link in ((Level.INTRA, CLUSTER.intra), (Level.INTER, CLUSTER.inter)):
+    for level, link in ((Stream.INTRA, CLUSTER.intra), (Stream.INTER, CLUSTER.inter)):
         assert link is not None
         link = replace(link, half_bytes=0.0, all_to_all_share=1.0)
-        passed = min(count, there_and_back) if level is Level.INTER else count * (per_node > 1)
+        passed = min(count, there_and_back) if level is Stream.INTER else count * (per_node > 1)
         rate = link.bytes_per_s * link.efficiency / 1e9
         levels[level] = link, passed * link.latency_ns + volume[level] / rate if volume[level] else 0.0
     (intra, inside), (inter, between) = levels.values()
@@ -119,7 +119,7 @@ def test_time_is_latency_and_bytes_of_the_slower_level(kind: Kind, per_node: int
 @given(st.integers(2, 16), PAYLOADS)
 def test_an_all_to_all_may_be_slower_than_a_ring(size: int, payload: float) -> None:
     """By the link's share for it: all pairs cross the same root at a time."""
-    group = Group(size=size, per_node=size)
+    group = RankGroup(size=size, per_node=size)
     slow = replace(CLUSTER, intra=replace(CLUSTER.intra, all_to_all_share=0.5, half_bytes=0.0, latency_ns=0))
     fast = replace(slow, intra=replace(slow.intra, all_to_all_share=1.0))
     doubled = 2 * collective_ns(fast, Kind.ALL_TO_ALL, payload, group)

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.mesh import beyond, tensor_axis
-from braid.scheduling.operators import Kind
-from braid.scheduling.pattern import base_kind, own_degree
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.update_axes import gradient_axes
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import beyond, tensor_axis
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.schedule.update_axes import gradient_axes
+from braid.scheduling.text.pattern import base_kind, own_degree
 from tests.scheduling.cases import LLAMA
 
 MICRO_BATCH = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from braid.scheduling.draw_simulation import (
+from braid.scheduling.cost.picture import (
     moving,
     pair_pieces,
     pair_svg,
@@ -16,14 +16,14 @@ from braid.scheduling.draw_simulation import (
     pipeline_rows,
     pipeline_svg,
 )
-from braid.scheduling.operations import PassKind
-from braid.scheduling.operators import Stream
-from braid.scheduling.planner.decide import evaluate
-from braid.scheduling.presets.library import cluster_preset
-from braid.scheduling.schedule import on_side
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.svg import EXPOSED, MOVES
-from braid.scheduling.trace_arrays import length, shares
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.presets.library import cluster_preset
+from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.schedule import on_side
+from braid.scheduling.trace.arrays import length, shares
+from braid.scheduling.trace.svg import EXPOSED, MOVES
 from tests.scheduling.plans import SMALL, paired_runs, setting
 
 WIDE = replace(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from braid.jobs.display import overlap_line
-from braid.scheduling.figures import lost, recovered, share
+from braid.jobs.training.display import overlap_line
+from braid.scheduling.trace.figures import lost, recovered, share
 
 MEASURED = {
     "hidden_fraction": 0.9,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from braid.scheduling.draw import grid, summary
-from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.partition import parse_partition
-from braid.scheduling.schedule import Schedule
-from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.generate.lower import training_schedule
+from braid.scheduling.mesh.partition import parse_partition
+from braid.scheduling.schedule.draw import grid, summary
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import parse, write
 from tests.scheduling.cases import layout_for, named_schedule, parts_for, setting_for
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "golden" / "schedules"

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.layer_builder import LayerBuilder
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, with_recompute
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Pass, Precision
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.builder import LayerBuilder
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES, with_recompute
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
 from tests.scheduling.cases import GPT, LLAMA, QWEN, TOKENS, model_parts
 
 FORWARD = """
@@ -63,7 +64,7 @@ def test_the_operators_of_a_layer(shape: ModelShape, tp: int) -> None:
     communicating = [op for part in parts.values() for op in both(part) if op.kind.communicates]
     assert bool(communicating) == (tp > 1)
     if shape.head_norm:
-        assert layer.backward.named("head_norm.grad").phase is Pass.GRADIENT
+        assert layer.backward.named("head_norm.grad").phase is Phase.GRADIENT
         assert layer.modules["head_norm"].whole == 2 * shape.head_dim
 
 
@@ -102,7 +103,7 @@ def check_data_flow(part: Part) -> None:
     left = run_symbolically(part, part.backward, given, gradients)
     assert gradients <= left
     assert left <= {*gradients, *part.constants}, "the backward pass leaves values behind"
-    written = Counter(name for op in both(part) if op.phase is not Pass.RECOMPUTE for name in op.writes)
+    written = Counter(name for op in both(part) if op.phase is not Phase.RECOMPUTE for name in op.writes)
     assert set(written.values()) <= {1}
     assert gradients <= set(written)
     assert {op.module for op in part.backward.operators} <= {op.own_name for op in part.forward.operators}
@@ -151,7 +152,7 @@ def gradient_of(part: Part, weights: dict[str, int]) -> tuple[int, int]:
     expected = values[part.output] - forward(0)[part.output]
     kept = {name: values[name] for name in part.saved()} | {f"d.{part.output}": 1}
     for op in part.backward.operators:
-        (linear_forward if op.phase is Pass.RECOMPUTE else linear_backward)(op, kept, weights)
+        (linear_forward if op.phase is Phase.RECOMPUTE else linear_backward)(op, kept, weights)
     return kept["d.x"], expected
 
 
@@ -292,7 +293,7 @@ def test_what_is_recomputed(shape: ModelShape, policy: str, tp: int, expected: s
     if shape.head_norm:
         expected = expected.replace("qkv attention", "qkv head_norm attention")
     layer = model_parts(shape, tp, policy)["layer"]
-    again = [op for op in layer.backward.operators if op.phase is Pass.RECOMPUTE]
+    again = [op for op in layer.backward.operators if op.phase is Phase.RECOMPUTE]
     assert tuple(again) == layer.backward.operators[: len(again)], "recomputation comes first"
     assert [op.name for op in again] == [f"{name}.again" for name in expected.split()]
     assert layer.backward.operators[len(again) :] == model_parts(shape, tp)["layer"].backward.operators
@@ -318,7 +319,7 @@ def test_the_head_leaves_only_the_gradient_of_its_input(shape: ModelShape, tp: i
     assert head.backward == Graph(operators=())
     gradients = {op.name for op in head.forward.operators} - set(names(head.evaluation))
     assert gradients >= {"loss.grad", "head.wgrad", "head.dgrad", "final_norm.grad"}
-    assert all(op.phase is Pass.FORWARD for op in head.evaluation.operators)
+    assert all(op.phase is Phase.FORWARD for op in head.evaluation.operators)
     assert head.evaluation.operators[-1].writes[0] == head.output
     order = names(head.forward)
     assert order.index("head.wgrad") == order.index("head.dgrad") - 1, "what was gathered dies before it"

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.programs import Order
-from braid.scheduling.operations import Start
-from braid.scheduling.operators import Graph
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.orders import Bench, decisions
-from braid.scheduling.schedule_text import parse, parse_sides, write
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.trace import Span
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.programs import Order
+from braid.scheduling.model.operators import Graph
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.orders import CostedSetting, decisions
+from braid.scheduling.schedule.operations import Start
+from braid.scheduling.schedule.text import parse, parse_sides, write
+from braid.scheduling.trace.spans import Span
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
 from tests.scheduling.test_lowering_programs import given_values, orders
 
@@ -28,7 +28,7 @@ MICRO_BATCHES = 4
 
 def bench(
     micro_batches: int = MICRO_BATCHES, layers: int = LAYERS, pp: int = 1, rate: float = 8.4e9
-) -> Bench:
+) -> CostedSetting:
     """A model in units of four layers, on links on which it communicates almost as long as it computes."""
     model = replace(SMALL, layers=layers, hidden=2048, ffn=5440, heads=32, kv_heads=32, sequence=256)
     own = setting("braid:w", tp=2, pp=pp, micro_batches=micro_batches, model=model, unit_layers=4)

@@ -8,20 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES, policies_of, with_policies
-from braid.scheduling.pattern import base_kind, measured_kind, own_degree, own_recompute
-from braid.scheduling.planner.decide import Outcome, decide, modelled, within
-from braid.scheduling.planner.layer_choices import (
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import load_cluster
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES, policies_of, with_policies
+from braid.scheduling.model.shape import Workload
+from braid.scheduling.plan.decide import Outcome, decide, modelled, within
+from braid.scheduling.plan.layer_choices import (
     LayerSearch,
     choose_layers,
     degrees_within,
     with_choices,
 )
-from braid.scheduling.planner.space import COARSE
-from braid.scheduling.planner.tensor_degrees import LayerChoice
-from braid.scheduling.presets.library import load_cluster
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ParallelLayout, Workload
+from braid.scheduling.plan.space import COARSE
+from braid.scheduling.plan.tensor_degrees import LayerChoice
+from braid.scheduling.text.pattern import base_kind, measured_kind, own_degree, own_recompute
 from tests.scheduling.cases import LLAMA
 
 TP, LAYERS = 4, 6

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.layers import layer_part
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.programs import graph_of, program_of, serial_program
-from braid.scheduling.operations import Barrier, Compute, Operation, PassKind, Start, Wait
-from braid.scheduling.operators import Graph, Kind, Part, Stream
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Program, Side
-from braid.scheduling.schedule_text import parse, parse_sides, write, write_step
-from braid.scheduling.sizes import PartSizes
+from braid.scheduling.generate.named import PairMethod
+from braid.scheduling.generate.programs import graph_of, program_of, serial_program
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.layers import layer_part
+from braid.scheduling.model.operators import Graph, Kind, Part, Phase
+from braid.scheduling.model.sizes import PartSizes
+from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
+from braid.scheduling.schedule.schedule import Program, Side
+from braid.scheduling.schedule.text import parse, parse_sides, write, write_step
 from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
 
 LAYER = model_parts(tp=2)["layer"]

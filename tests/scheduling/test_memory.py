@@ -21,37 +21,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from braid.actors.stage.buckets import RankBuckets
-from braid.actors.stage.executor import Executor, MicroBatch
-from braid.actors.stage.gloo_streams import HostStreams
-from braid.actors.stage.layers import LayerDefinition, load_layers
-from braid.actors.stage.memory_meter import held_bytes
-from braid.actors.stage.mesh import Mesh, build_mesh
-from braid.actors.stage.model import StageModel
-from braid.actors.stage.parameters import Place
-from braid.actors.stage.telemetry import Recorder
-from braid.scheduling import buckets
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.code import Code
-from braid.scheduling.layers import model_parts as every_part
-from braid.scheduling.link import link
-from braid.scheduling.lowering.beside import operators_beside
-from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.lowering.partitions import mega_scale
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
-from braid.scheduling.operations import Operation, Reduce, Release, Wait
-from braid.scheduling.operators import Part
-from braid.scheduling.partition import Partition, parse_partition
-from braid.scheduling.planner.decide import measured
-from braid.scheduling.planner.orders import decisions
-from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Placement
-from braid.scheduling.sweep import Sweep
-from braid.scheduling.units import members_of
-from braid.scheduling.validate import ScheduleError, check_memory, linked
+from braid.actors.stage.measure.memory_meter import held_bytes
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.model.layers import LayerDefinition, load_layers
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.groups import Mesh, build_mesh
+from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.gloo_streams import HostStreams
+from braid.actors.stage.run.micro_batch import MicroBatch
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.parameters import Place
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.generate.lower import training_schedule, validation_schedule
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.partition_checks import operators_beside
+from braid.scheduling.generate.partitions import mega_scale
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout, Placement
+from braid.scheduling.mesh.partition import Partition, parse_partition
+from braid.scheduling.model.layers import model_parts as every_part
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.units import members_of
+from braid.scheduling.plan.decide import measured
+from braid.scheduling.plan.orders import decisions
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.link import link
+from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
+from braid.scheduling.schedule.operations import Operation, Reduce, Release, Wait
+from braid.scheduling.schedule.sweep import Sweep
+from braid.scheduling.schedule.validate import ScheduleError, check_memory, linked
 from tests.end_to_end.command import ROOT
 from tests.scheduling.cases import (
     GPT,

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.layer_builder import LayerBuilder
-from braid.scheduling.layers import built_in_parts, layer_part
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.operators import Kind, Part, Precision, Stream
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout
-from braid.scheduling.units import chunk_parameters
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.builder import LayerBuilder
+from braid.scheduling.model.layers import built_in_parts, layer_part
+from braid.scheduling.model.operators import Kind, Part, Precision
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.units import chunk_parameters
 from tests.scheduling.cases import GPT, LLAMA, MOE, QWEN
 from tests.scheduling.test_graphs import both, check_data_flow, names
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from braid.scheduling.gone import GONE
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import SCHEDULES, ScheduleName
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.generate.lower import Choices, training_schedule
+from braid.scheduling.generate.named import SCHEDULES, ScheduleName
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.gone import GONE
 from tests.scheduling.cases import LOWERED, exists, layout_for, parts_for, setting_for
 
 

@@ -10,12 +10,13 @@ from statistics import median
 import numpy as np
 import pytest
 
-from braid.scheduling.lowering.fixed_orders import by_turns
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.planner.beam import beam_order
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.list_schedule import (
+from braid.scheduling.generate.fixed_orders import by_turns
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import PairMethod
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.plan.beam import beam_order
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.list_schedule import (
     IssueOrder,
     exact_order,
     improved,
@@ -23,12 +24,11 @@ from braid.scheduling.planner.list_schedule import (
     list_schedule,
     pairing_order,
 )
-from braid.scheduling.planner.orders import Bench, decide_pairing, exact_pairing, layer_pair, order_steps
-from braid.scheduling.planner.pairing import Pairing, pair, segment_ns
-from braid.scheduling.planner.strands import PairProblem, StrandGraph
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.schedule import Sides
-from braid.scheduling.schedule_text import parse_sides, write_sides
+from braid.scheduling.plan.orders import CostedSetting, decide_pairing, exact_pairing, layer_pair, order_steps
+from braid.scheduling.plan.pairing import Pairing, pair, segment_ns
+from braid.scheduling.plan.strands import PairProblem, StrandGraph
+from braid.scheduling.schedule.schedule import Sides
+from braid.scheduling.schedule.text import parse_sides, write_sides
 from tests.scheduling.pairing_cases import brute_force, is_segment, made_up_problem, orders, round_robin
 from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
@@ -99,7 +99,7 @@ def test_segment_needs_nothing_of_its_own_on_another_stream_even_through_others(
 
 
 @cache
-def bench_of(cluster: str = "a40") -> Bench:
+def bench_of(cluster: str = "a40") -> CostedSetting:
     """A layer of a preset on a modelled cluster, folded over two stages of one layer a chunk."""
     model = replace(model_preset("llama-25b"), layers=4)
     own = setting("braid:w", tp=8, pp=2, micro_batches=6, model=model)
@@ -249,7 +249,7 @@ def test_prices_are_those_of_the_simulator(method: PairMethod) -> None:
         assert duration == pytest.approx(expected, rel=1e-6)
 
 
-def _paired_blocks_ns(bench: Bench, sides: Sides, steps: tuple[str, ...]) -> list[float]:
+def _paired_blocks_ns(bench: CostedSetting, sides: Sides, steps: tuple[str, ...]) -> list[float]:
     """Times of the last stage's paired blocks, whose chunks hold nothing but one layer."""
     outcome = lowered(bench, Choices(orders={write_sides(sides): steps}))
     return [run.course.duration for run in paired_runs(outcome.simulation)[-1]]

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.partitions import mega_scale, with_partitions
-from braid.scheduling.partition import (
+from braid.scheduling.generate.partitions import mega_scale, with_partitions
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.partition import (
     Factor,
     Partition,
     bounds,
@@ -17,9 +18,8 @@ from braid.scheduling.partition import (
     parse_partition,
     whole_axis,
 )
-from braid.scheduling.records import from_mapping, to_mapping
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.spec import ParallelLayout
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.text.records import from_mapping, to_mapping
 from tests.scheduling.cases import LLAMA, model_parts, named_schedule, setting_for
 from tests.scheduling.partition_cases import PARTITIONS, SIZES, collectives_of
 

@@ -7,20 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.layers import layer_part
-from braid.scheduling.lowering.beside import operators_beside
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.partitions import WAYS, cut_gemms, mega_scale, with_partitions
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.operators import Graph, Part, Stream
-from braid.scheduling.partition import Partition, parse_partition
-from braid.scheduling.planner.decide import evaluate, modelled
-from braid.scheduling.planner.strands import joint_problem
-from braid.scheduling.profile import TransferFit, with_piece_costs
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.sizes import PartSizes
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.validate import ScheduleError, linked
+from braid.scheduling.cost.profile import TransferFit, with_piece_costs
+from braid.scheduling.generate.lower import Choices, training_schedule
+from braid.scheduling.generate.partition_checks import operators_beside
+from braid.scheduling.generate.partitions import WAYS, cut_gemms, mega_scale, with_partitions
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.partition import Partition, parse_partition
+from braid.scheduling.model.layers import layer_part
+from braid.scheduling.model.operators import Graph, Part
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.sizes import PartSizes
+from braid.scheduling.plan.decide import evaluate, modelled
+from braid.scheduling.plan.strands import joint_problem
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.schedule.validate import ScheduleError, linked
 from tests.scheduling.cases import (
     GPT,
     LLAMA,

@@ -6,24 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.analytic import analytic_profile
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.lowering.named import ScheduleName
-from braid.scheduling.memory import model_flops
-from braid.scheduling.operations import PassKind
-from braid.scheduling.pattern import is_layer, kinds_of, pattern_of
-from braid.scheduling.planner.candidates import Search, candidates
-from braid.scheduling.planner.decide import Outcome, decide, measured, modelled, within
-from braid.scheduling.planner.space import PART_BY_PART
-from braid.scheduling.planner.tiers import operation_tier
-from braid.scheduling.profile import Profile
-from braid.scheduling.rounds import rounds
-from braid.scheduling.schedule import Block
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.setting import Setting
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ModelShape, ParallelLayout, Workload
-from braid.scheduling.units import chunk_parameters, chunk_parts
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.model.units import chunk_parameters, chunk_parts
+from braid.scheduling.plan.candidates import Search, candidates
+from braid.scheduling.plan.decide import Outcome, decide, measured, modelled, within
+from braid.scheduling.plan.space import PART_BY_PART
+from braid.scheduling.plan.tiers import operation_tier
+from braid.scheduling.schedule.memory import model_flops
+from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.rounds import rounds
+from braid.scheduling.schedule.schedule import Block
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.text.pattern import is_layer, kinds_of, pattern_of
 from tests.scheduling.cases import LLAMA, PAIRED, exists, layout_for
 from tests.scheduling.plans import cluster
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import validation_schedule
-from braid.scheduling.lowering.pipelines import one_forward_one_backward, sub_batches
-from braid.scheduling.operations import (
+from braid.scheduling.generate.lower import validation_schedule
+from braid.scheduling.generate.pipelines import one_forward_one_backward, sub_batches
+from braid.scheduling.mesh.layout import ParallelLayout, Placement
+from braid.scheduling.schedule.operations import (
     Compute,
     Direction,
     Gather,
@@ -21,9 +22,8 @@ from braid.scheduling.operations import (
     Strand,
     Wait,
 )
-from braid.scheduling.schedule import Block, Prefetch, Schedule, passes_in
-from braid.scheduling.spec import ParallelLayout, Placement
-from braid.scheduling.timeline import in_flight, unit_timeline
+from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule, passes_in
+from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
     LLAMA,

@@ -6,16 +6,16 @@ from functools import cache
 
 import pytest
 
-from braid.scheduling.lowering.named import PIPELINES, ScheduleName
-from braid.scheduling.plan import Plan, parse_plan
-from braid.scheduling.planner.candidates import Search, candidates
-from braid.scheduling.planner.cluster import LEAST, DoesNotFitError, plan_layout, plan_of
-from braid.scheduling.planner.decide import EQUAL, best_of, evaluate, modelled, replay, within
-from braid.scheduling.planner.explain import explain
-from braid.scheduling.planner.space import COARSE, PART_BY_PART, variants, with_schedule
-from braid.scheduling.presets.library import load_cluster, model_preset
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.simulator.engine import RankRun
+from braid.scheduling.cost.engine import RankRun
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.generate.named import PIPELINES, ScheduleName
+from braid.scheduling.model.presets.library import load_cluster, model_preset
+from braid.scheduling.plan.candidates import Search, candidates
+from braid.scheduling.plan.decide import EQUAL, best_of, evaluate, modelled, replay, within
+from braid.scheduling.plan.explain import explain
+from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
+from braid.scheduling.plan.plan import Plan, parse_plan
+from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule
 from tests.scheduling.plans import SMALL, cluster, setting
 
 

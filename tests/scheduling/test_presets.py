@@ -2,7 +2,7 @@
 
 import pytest
 
-from braid.scheduling.presets.library import (
+from braid.scheduling.model.presets.library import (
     cluster_names,
     cluster_preset,
     load_cluster,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
-from braid.scheduling.profile import Profile, TransferFit, parse_profile
-from braid.scheduling.records import from_mapping, require_fraction, require_positive, to_mapping
-from braid.scheduling.yaml_text import parse_yaml, write_yaml
+from braid.scheduling.cost.profile import Profile, TransferFit, parse_profile
+from braid.scheduling.mesh.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
+from braid.scheduling.text.records import from_mapping, require_fraction, require_positive, to_mapping
+from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
 
 class Colour(StrEnum):

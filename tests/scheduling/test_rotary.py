@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from braid.scheduling.presets.library import model_preset
-from braid.scheduling.rotary import RotaryScaling
+from braid.scheduling.model.presets.library import model_preset
+from braid.scheduling.model.rotary import RotaryScaling
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear"])

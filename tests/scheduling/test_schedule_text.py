@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.operations import (
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.schedule.operations import (
     Barrier,
     Compute,
     Gather,
@@ -24,8 +25,7 @@ from braid.scheduling.operations import (
     Strand,
     Wait,
 )
-from braid.scheduling.operators import Stream
-from braid.scheduling.schedule import (
+from braid.scheduling.schedule.schedule import (
     Block,
     Instruction,
     Prefetch,
@@ -34,7 +34,7 @@ from braid.scheduling.schedule import (
     Side,
     Sides,
 )
-from braid.scheduling.schedule_text import (
+from braid.scheduling.schedule.text import (
     COLUMNS,
     parse,
     parse_instruction,

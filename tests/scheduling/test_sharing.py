@@ -11,11 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
-from braid.scheduling import buckets
-from braid.scheduling.buckets import BucketKey
-from braid.scheduling.code import Code, Stretch
-from braid.scheduling.lowering.lower import training_schedule, validation_schedule
-from braid.scheduling.operations import (
+from braid.scheduling.generate.lower import training_schedule, validation_schedule
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.model.operators import Parameters, Phase
+from braid.scheduling.model.units import members_of
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.buckets import BucketKey
+from braid.scheduling.schedule.code import Code, Stretch
+from braid.scheduling.schedule.operations import (
     Allocate,
     Clip,
     Compute,
@@ -30,12 +33,8 @@ from braid.scheduling.operations import (
     Update,
     Wait,
 )
-from braid.scheduling.operators import Parameters
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule import Block, Prefetch, Schedule
-from braid.scheduling.setting import Setting
-from braid.scheduling.units import members_of
-from braid.scheduling.validate import linked
+from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule
+from braid.scheduling.schedule.validate import linked
 from tests.scheduling.cases import (
     LLAMA,
     SEARCHED,

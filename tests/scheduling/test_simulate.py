@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import Choices
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.operations import (
+from braid.scheduling.cost.engine import Executed, RankRun
+from braid.scheduling.cost.prices import LANES, NORM_BYTES, Prices
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import SCHEDULES
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.units import chunk_parameters
+from braid.scheduling.plan.decide import evaluate, modelled
+from braid.scheduling.plan.list_schedule import issue_ns, turns_order
+from braid.scheduling.plan.orders import CostedSetting, layer_pair
+from braid.scheduling.schedule.operations import (
     Clip,
     Compute,
     Gather,
@@ -25,25 +34,17 @@ from braid.scheduling.operations import (
     Wait,
     name_of,
 )
-from braid.scheduling.operators import Kind, Stream
-from braid.scheduling.planner.decide import evaluate, modelled
-from braid.scheduling.planner.list_schedule import issue_ns, turns_order
-from braid.scheduling.planner.orders import Bench, layer_pair
-from braid.scheduling.simulator.engine import Executed, RankRun
-from braid.scheduling.simulator.prices import LANES, NORM_BYTES, Prices
-from braid.scheduling.spec import ModelShape
-from braid.scheduling.units import chunk_parameters
 from tests.scheduling.plans import SMALL, cluster, fastest, free_ends, lowered, paired_runs, setting
 from tests.spans import communication_of, merge
 
 
-def layer_ns(bench: Bench) -> int:
+def layer_ns(bench: CostedSetting) -> int:
     """Solo times of a layer's two passes added up."""
     graphs = bench.members["layer"].forward, bench.members["layer"].backward
     return sum(bench.profile.solo(op.key) for graph in graphs for op in graph.operators)
 
 
-def with_free_ends(bench: Bench) -> Bench:
+def with_free_ends(bench: CostedSetting) -> CostedSetting:
     return replace(bench, profile=free_ends(bench.profile))
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.operations import Gather, Pass, PassKind, Reduce, Strand
-from braid.scheduling.schedule import Block, Instruction, Program, Schedule, Sides, passes_in
-from braid.scheduling.schedule_text import write
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.validate import ScheduleError
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.schedule.operations import Gather, Pass, PassKind, Reduce, Strand
+from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Sides, passes_in
+from braid.scheduling.schedule.text import write
+from braid.scheduling.schedule.validate import ScheduleError
 from tests.scheduling.cases import (
     ORDERS,
     SEARCHED,

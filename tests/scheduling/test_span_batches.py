@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import (
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.batches import (
     RECORD,
     Batch,
     Labels,
@@ -21,7 +21,7 @@ from braid.scheduling.span_batches import (
     head,
     read_batches,
 )
-from braid.scheduling.trace import Label
+from braid.scheduling.trace.spans import Label
 from tests.scheduling.test_trace import _span
 from tests.spans import spans_of
 

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
-from braid.scheduling import buckets
-from braid.scheduling.code import Code
-from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.mesh import place_in, sub_groups
-from braid.scheduling.operations import Compute, Gather, Node, Norm, Operation, Reduce, Start, Wait
-from braid.scheduling.operators import Kind
-from braid.scheduling.partition import Partition
-from braid.scheduling.schedule import Prefetch
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.stages import Move, moves_of
-from braid.scheduling.validate import linked
+from braid.scheduling.generate.lower import training_schedule
+from braid.scheduling.mesh.mesh import place_in, sub_groups
+from braid.scheduling.mesh.partition import Partition
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.stages import Move, moves_of
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.operations import Compute, Gather, Node, Norm, Operation, Reduce, Start, Wait
+from braid.scheduling.schedule.schedule import Prefetch
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.schedule.validate import linked
 from tests.scheduling.cases import LLAMA, choices_for, layout_for, parts_for, setting_for
 from tests.scheduling.test_sharing import LEAST, check_shared
 

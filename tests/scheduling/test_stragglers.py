@@ -3,7 +3,7 @@
 import random
 from statistics import median
 
-from braid.scheduling.stragglers import LAST, STRETCH, stragglers
+from braid.scheduling.trace.stragglers import LAST, STRETCH, stragglers
 
 
 def test_stragglers_are_judged_within_their_stage() -> None:

@@ -4,13 +4,12 @@ from itertools import groupby
 
 import pytest
 
-from braid.scheduling.lowering.fixed_orders import across_passes, within_passes
-from braid.scheduling.lowering.programs import BARRIER
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.operators import Kind, Operator, Part
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.schedule_text import parse_sides, parse_step
-from braid.scheduling.units import joined
+from braid.scheduling.generate.fixed_orders import across_passes, within_passes
+from braid.scheduling.generate.programs import BARRIER
+from braid.scheduling.model.operators import Kind, Operator, Part, Phase
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.units import joined
+from braid.scheduling.schedule.text import parse_sides, parse_step
 from tests.scheduling.cases import LLAMA, model_parts
 
 HEAVY = (Kind.GEMM, Kind.ATTENTION)

@@ -4,9 +4,9 @@ import pytest
 
 from braid.actors.config import Config
 from braid.actors.config.wording import all_keys
-from braid.scheduling.lowering.named import SCHEDULES
-from braid.scheduling.presets.library import cluster_names, model_names
-from braid.scheduling.suggestions import OTHER_WORDS, hint, must_be_one_of, nearest
+from braid.scheduling.generate.named import SCHEDULES
+from braid.scheduling.model.presets.library import cluster_names, model_names
+from braid.scheduling.text.suggestions import OTHER_WORDS, hint, must_be_one_of, nearest
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling import buckets
-from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.operations import Compute, Node, Norm, Reduce, Start, Wait
-from braid.scheduling.planner.decide import anything, modelled, outcome_of
-from braid.scheduling.planner.orders import decisions
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.simulate import Simulation
-from braid.scheduling.units import chunk_parts
-from braid.scheduling.validate import linked
+from braid.scheduling.cost.simulate import Simulation
+from braid.scheduling.generate.lower import training_schedule
+from braid.scheduling.model.units import chunk_parts
+from braid.scheduling.plan.decide import anything, modelled, outcome_of
+from braid.scheduling.plan.orders import decisions
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.operations import Compute, Node, Norm, Reduce, Start, Wait
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.schedule.validate import linked
 from tests.scheduling.cases import (
     LLAMA,
     LOWERED,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.recompute import RECOMPUTE_POLICIES
-from braid.scheduling.planner.tensor_degrees import (
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.plan.tensor_degrees import (
     MEMORY_UNIT_BYTES,
     DegreeCosts,
     DegreeProblem,

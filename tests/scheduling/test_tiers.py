@@ -8,14 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.jobs.benchmarks.overlap_case import WithoutTier
-from braid.scheduling.lowering.beside import operators_beside
-from braid.scheduling.lowering.partitions import with_partitions
-from braid.scheduling.operators import Graph, Kind, Operator, Part, Stream
-from braid.scheduling.partition import ABOUT_OWN, Partition
-from braid.scheduling.planner.decide import evaluate, measured, modelled
-from braid.scheduling.planner.orders import Bench
-from braid.scheduling.planner.tiers import (
+from braid.jobs.bench.overlap_case import WithoutTier
+from braid.scheduling.cost.profile import Profile, with_piece_costs
+from braid.scheduling.generate.partition_checks import operators_beside
+from braid.scheduling.generate.partitions import with_partitions
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.partition import ABOUT_OWN, Partition
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.units import chunk_parameters
+from braid.scheduling.plan.decide import evaluate, measured, modelled
+from braid.scheduling.plan.orders import CostedSetting
+from braid.scheduling.plan.tiers import (
     cuts,
     node_mesh,
     operation_tier,
@@ -23,10 +27,7 @@ from braid.scheduling.planner.tiers import (
     sharing_partitions,
     stages_ns,
 )
-from braid.scheduling.profile import Profile, with_piece_costs
-from braid.scheduling.schedule import Block
-from braid.scheduling.spec import ModelShape
-from braid.scheduling.units import chunk_parameters
+from braid.scheduling.schedule.schedule import Block
 from tests.scheduling.cases import GPT, LLAMA
 from tests.scheduling.partition_cases import collectives_of
 from tests.scheduling.plans import SMALL, cluster, setting
@@ -51,13 +52,13 @@ def bench_of(
     nodes: int = 2,
     model: ModelShape = SMALL,
     recompute: str = "none",
-) -> Bench:
+) -> CostedSetting:
     """Four tensor-parallel ranks."""
     spec = cluster(nodes=nodes, gpus=4 // nodes, intra=intra, inter=inter)
     return modelled(spec)(setting("braid", tp=4, model=model, recompute=recompute))
 
 
-def kinds_of(bench: Bench) -> Iterator[tuple[Part, Graph, Operator]]:
+def kinds_of(bench: CostedSetting) -> Iterator[tuple[Part, Graph, Operator]]:
     """Every collective of the layer, that of its recomputation too."""
     part = bench.members["layer"]
     for graph, op in collectives_of(part):
@@ -161,7 +162,7 @@ def span_of(graph: Graph, names: set[str], profile: Profile) -> float:
     return max(ready.values())
 
 
-def spans(bench: Bench, part: Part, graph: Graph, op: Operator) -> dict[Partition | None, float]:
+def spans(bench: CostedSetting, part: Part, graph: Graph, op: Operator) -> dict[Partition | None, float]:
     """Of the whole collective, and of every point."""
     beside = {op.name, *(one.name for one in operators_beside(graph, op, 2))}
     found: dict[Partition | None, float] = {None: span_of(graph, beside, bench.profile)}
@@ -172,12 +173,12 @@ def spans(bench: Bench, part: Part, graph: Graph, op: Operator) -> dict[Partitio
     return found
 
 
-def tier_of(bench: Bench) -> tuple[Partition, ...]:
+def tier_of(bench: CostedSetting) -> tuple[Partition, ...]:
     """With costs of whole operators, as a measured profile has them."""
     return operation_tier(bench, measured(bench.members, bench.profile))
 
 
-def check_best(bench: Bench) -> set[Partition | None]:
+def check_best(bench: CostedSetting) -> set[Partition | None]:
     """Every collective's point is the least cut of those that take hardly longer than the shortest."""
     tier = {one.what: one for one in tier_of(bench)}
     for part, graph, op in kinds_of(bench):
@@ -243,7 +244,7 @@ def test_of_few_tokens_no_more_pieces_are_tried_than_there_are(shape: ModelShape
 # -- what replicas share -------------------------------------------------------------------------------------
 
 
-def replicas(schedule: str = "braid", zero: int = 0, **links: float) -> Bench:
+def replicas(schedule: str = "braid", zero: int = 0, **links: float) -> CostedSetting:
     """Two nodes of two replicas."""
     own = setting(schedule, dp=4)
     own = replace(own, layout=replace(own.layout, zero=zero), distances=(0, 0))

@@ -5,13 +5,12 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.analytic import axis_streams
-from braid.scheduling.cluster import group_of, node_mesh
-from braid.scheduling.mesh import MeshShape, place_in, sub_groups
-from braid.scheduling.operators import Stream
-from braid.scheduling.partition import Factor
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.topology import Topology
+from braid.scheduling.cost.analytic import axis_streams
+from braid.scheduling.mesh.cluster import Stream, group_of, node_mesh
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import MeshShape, place_in, sub_groups
+from braid.scheduling.mesh.partition import Factor
+from braid.scheduling.mesh.topology import Topology
 from tests.scheduling.partition_cases import SIZES
 
 FACTORS = ("pp", "dp", "tp")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.compare_traces import compare_traces
-from braid.scheduling.operators import Stream
-from braid.scheduling.span_batches import batches_of
-from braid.scheduling.trace import Interval, OverlapNumbers, Span
-from braid.scheduling.trace_arrays import outside, overlap_numbers, union, without
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.arrays import outside, overlap_numbers, union, without
+from braid.scheduling.trace.batches import batches_of
+from braid.scheduling.trace.compare import compare_traces
+from braid.scheduling.trace.spans import Interval, OverlapNumbers, Span
 from tests.spans import intervals, merge
 
 LONGEST = 40

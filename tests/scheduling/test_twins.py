@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import Choices, training_schedule
-from braid.scheduling.lowering.named import PairMethod
-from braid.scheduling.lowering.pipelines import paired_w, twin_ended
-from braid.scheduling.operations import Direction, PassKind
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.list_schedule import issue_ns
-from braid.scheduling.planner.strands import joint_problem
-from braid.scheduling.schedule import Block, Schedule, Side
-from braid.scheduling.schedule_text import parse, write
-from braid.scheduling.spec import ParallelLayout, Placement
-from braid.scheduling.timeline import in_flight, unit_timeline
+from braid.scheduling.generate.lower import Choices, training_schedule
+from braid.scheduling.generate.named import PairMethod
+from braid.scheduling.generate.pipelines import paired_w, twin_ended
+from braid.scheduling.mesh.layout import ParallelLayout, Placement
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.list_schedule import issue_ns
+from braid.scheduling.plan.strands import joint_problem
+from braid.scheduling.schedule.operations import Direction, PassKind
+from braid.scheduling.schedule.schedule import Block, Schedule, Side
+from braid.scheduling.schedule.text import parse, write
+from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import code_of, in_turn, model_parts, setting_for
 from tests.scheduling.plans import cluster, fastest, setting
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from braid.scheduling.layers import built_in_parts
-from braid.scheduling.operators import Part
-from braid.scheduling.profile import Profile
-from braid.scheduling.sizes import part_sizes
-from braid.scheduling.spec import ParallelLayout
-from braid.scheduling.uneven import of_fullest_rank
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.cost.uneven import of_fullest_rank
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.sizes import part_sizes
 from tests.scheduling.cases import MOE
 
 ON_ROWS = {"expert_order", "expert_in", "activation", "expert_out", "expert_return"}

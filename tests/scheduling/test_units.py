@@ -4,16 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.lowering.lower import with_ends
-from braid.scheduling.lowering.programs import serial_program
-from braid.scheduling.operations import Compute, Pass, PassKind, Reduce, Send, Start, Step, Strand, Wait
-from braid.scheduling.operators import Kind
-from braid.scheduling.operators import Pass as Phase
-from braid.scheduling.pattern import is_layer
-from braid.scheduling.rounds import rounds
-from braid.scheduling.schedule import Block, Instruction, Program, Schedule, Side, Sides
-from braid.scheduling.spec import ParallelLayout, Placement
-from braid.scheduling.units import (
+from braid.scheduling.generate.lower import with_ends
+from braid.scheduling.generate.programs import serial_program
+from braid.scheduling.mesh.layout import ParallelLayout, Placement
+from braid.scheduling.model.operators import Kind, Phase
+from braid.scheduling.model.units import (
     chunk_units,
     has_layers,
     joined,
@@ -22,6 +17,20 @@ from braid.scheduling.units import (
     unit_parts,
     units_in_use,
 )
+from braid.scheduling.schedule.operations import (
+    Compute,
+    Pass,
+    PassKind,
+    Reduce,
+    Send,
+    Start,
+    Step,
+    Strand,
+    Wait,
+)
+from braid.scheduling.schedule.rounds import rounds
+from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides
+from braid.scheduling.text.pattern import is_layer
 from tests.scheduling.cases import GPT, LLAMA, model_parts
 from tests.scheduling.test_graphs import check_data_flow
 

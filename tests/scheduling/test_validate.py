@@ -6,10 +6,11 @@ from itertools import groupby
 
 import pytest
 
-from braid.scheduling.lowering.fixed_orders import by_turns
-from braid.scheduling.lowering.lower import validation_schedule
-from braid.scheduling.lowering.programs import program_of
-from braid.scheduling.operations import (
+from braid.scheduling.generate.fixed_orders import by_turns
+from braid.scheduling.generate.lower import validation_schedule
+from braid.scheduling.generate.programs import program_of
+from braid.scheduling.mesh.layout import ParallelLayout, Placement
+from braid.scheduling.schedule.operations import (
     Barrier,
     Compute,
     Norm,
@@ -20,10 +21,9 @@ from braid.scheduling.operations import (
     Step,
     Wait,
 )
-from braid.scheduling.schedule import Block, Prefetch, Program, Schedule, Side, Sides
-from braid.scheduling.schedule_text import parse_instruction, parse_sides
-from braid.scheduling.spec import ParallelLayout, Placement
-from braid.scheduling.validate import ScheduleError
+from braid.scheduling.schedule.schedule import Block, Prefetch, Program, Schedule, Side, Sides
+from braid.scheduling.schedule.text import parse_instruction, parse_sides
+from braid.scheduling.schedule.validate import ScheduleError
 from tests.scheduling.cases import (
     LLAMA,
     PAIRED,

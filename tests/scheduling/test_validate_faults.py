@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from braid.scheduling.schedule_text import parse, write
+from braid.scheduling.schedule.text import parse, write
 from tests.scheduling.cases import layout_for, named_schedule
 from tests.scheduling.test_validate import message_of
 

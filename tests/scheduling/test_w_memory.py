@@ -10,15 +10,16 @@ from functools import cache
 
 import pytest
 
-from braid.scheduling.lowering.lower import training_schedule
-from braid.scheduling.memory import rank_memory
-from braid.scheduling.planner.decide import modelled
-from braid.scheduling.planner.orders import decisions
-from braid.scheduling.planner.space import with_schedule
-from braid.scheduling.presets.library import cluster_preset, model_preset
-from braid.scheduling.setting import Setting
-from braid.scheduling.spec import ParallelLayout, Workload
-from braid.scheduling.validate import linked
+from braid.scheduling.generate.lower import training_schedule
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import Workload
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.plan.orders import decisions
+from braid.scheduling.plan.space import with_schedule
+from braid.scheduling.schedule.memory import rank_memory
+from braid.scheduling.schedule.validate import linked
 
 A40 = cluster_preset("a40")
 # Layers alone: embedding and head, both on stage 0 of a folded model, are as good as left out.

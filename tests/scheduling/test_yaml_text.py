@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.scheduling.yaml_text import parse_yaml, write_yaml
+from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
 
 @pytest.mark.parametrize(

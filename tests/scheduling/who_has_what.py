@@ -1,6 +1,6 @@
 """Which rows and columns every rank has of every value of a cut layer, counted cell by cell.
 
-A reference for `braid.scheduling.lowering.partitions` that knows of stages no more than what a collective
+A reference for `braid.scheduling.generate.partitions` that knows of stages no more than what a collective
 along a dim of a mesh does: gathers bring what ranks have together, scatters add up what all of them have.
 """
 
@@ -11,8 +11,8 @@ from itertools import product
 
 import numpy as np
 
-from braid.scheduling.operators import Graph, Kind, Operator, Part
-from braid.scheduling.partition import Region, Share, Span, factor_of, whole_axis
+from braid.scheduling.mesh.partition import DimRanks, Region, Share, factor_of, whole_axis
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 
 Cells = np.ndarray
 """Booleans: [ranks along every dim of the mesh, rows of a rank, columns]."""
@@ -29,7 +29,7 @@ def cells(region: Region, place: tuple[int, ...], rows: int, columns: int) -> Ce
     ranks = []
     for span, size, own in zip(region.spans, region.mesh, place, strict=True):
         others = [n for n in range(size) if n != own]
-        ranks.append({Span.ALL: [*range(size)], Span.OWN: [own], Span.OTHERS: others}[span])
+        ranks.append({DimRanks.ALL: [*range(size)], DimRanks.OWN: [own], DimRanks.OTHERS: others}[span])
     found[np.ix_(*ranks, _range(region.rows, rows), _range(region.columns, columns))] = True
     return found
 
@@ -103,7 +103,7 @@ class CutGraph:
         mesh = (ranks,) if factor is None else factor.mesh
         assert int(np.prod(mesh)) == ranks
         places = [*product(*map(range, mesh))]
-        own, everybody = ((span,) * len(mesh) for span in (Span.OWN, Span.ALL))
+        own, everybody = ((span,) * len(mesh) for span in (DimRanks.OWN, DimRanks.ALL))
 
         def region_of(name: str) -> Region:
             if (region := values[name].region) is not None:
@@ -121,7 +121,7 @@ class CutGraph:
             (source,), target = stage.reads, stage.writes[0]
             held, made = region_of(source), region_of(target)
             spans = list(made.spans)
-            spans[dim] = Span.OWN if gathers else Span.ALL
+            spans[dim] = DimRanks.OWN if gathers else DimRanks.ALL
             moved = replace(made, spans=tuple(spans))
             for place in places:
                 line = [(*place[:dim], n, *place[dim + 1 :]) for n in range(mesh[dim])]
@@ -174,7 +174,9 @@ class CutGraph:
         assert first is not None
         for place, rows in self._places(first, self.part.values[z].rows):
             columns = self.part.values[z].columns
-            whole = cells(Region(first.axis, first.mesh, (Span.ALL,) * len(first.mesh)), place, rows, columns)
+            whole = cells(
+                Region(first.axis, first.mesh, (DimRanks.ALL,) * len(first.mesh)), place, rows, columns
+            )
             made = []
             for one, region in zip(pieces, regions, strict=True):
                 assert region is not None

@@ -1,0 +1,332 @@
+"""The ranks of a run as the controller sees them, wherever they run."""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
+from braid.actors.controller.ranks.health import Vigil
+from braid.actors.controller.records.span_files import SpanCounts
+from braid.actors.stage.files.reading import UnreadableError
+from braid.actors.stage.rank.interface import Pulse, Rank
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_PULSE_SECONDS = 0.5
+"""Between two questions to a rank that is at work."""
+_CAUSE_SECONDS = 0.3
+"""For so long a rank's error is not believed to be the first one: another rank may have died."""
+_INTERRUPT_SECONDS, _GPU_INTERRUPT_SECONDS = 5.0, 30.0
+"""A rank that has not dropped its work by then is killed; NCCL takes seconds to abort communicators."""
+_STEADY = frozenset(
+    method.__name__ for method in (Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
+)
+"""Calls during which ranks count what they do, or tell that they work by themselves: lack of progress bounds
+them. All other calls have a limit of time."""
+_LONG = frozenset(
+    method.__name__
+    for method in (
+        Rank.setup,
+        Rank.profile,
+        Rank.activation_bytes,
+        Rank.damage,
+        Rank.load,
+        Rank.load_initial,
+        Rank.restore_copies,
+        Rank.rescue,
+        Rank.begin_save,
+    )
+)
+"""Calls that read, write, send or measure as much as a model has."""
+_CALL_SECONDS, _LONG_SECONDS = 120.0, 1200.0
+"""Limits of a call and of a long call, at least; ``cluster.group_timeout_s`` beyond 120 s raises both."""
+
+
+class StoppedError(RuntimeError):
+    """The run was asked to stop while it waited for ranks that were not training."""
+
+
+class WorkerError(RuntimeError):
+    """A rank raised, ``died`` or was given up; ``user_error``: the message is for the user, without trace."""
+
+    def __init__(
+        self, rank: int, message: str, *, user_error: bool = False, trace: str = "", died: bool = False
+    ) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+        self.user_error = user_error
+        self.user_message = message
+        self.trace = trace
+        self.died = died
+        self.unwell_seconds = 0.0
+        """For how long before this the rank had not been known to be well."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        named: dict[str, Any] = {"user_error": self.user_error, "trace": self.trace, "died": self.died}
+        return partial(type(self), **named), (self.rank, self.user_message)
+
+
+def raised(rank: int, error: BaseException, trace: str) -> WorkerError:
+    """What a rank's exception is to the controller: a message for the user, or a failure with its trace."""
+    if isinstance(error, ValueError | UnreadableError):
+        return WorkerError(rank, str(error), user_error=True, trace=trace)
+    return WorkerError(rank, f"{type(error).__name__}: {error}", trace=trace)
+
+
+Outcome = tuple[Any] | WorkerError
+"""What a call came to."""
+Answer = tuple[int, str, Any]
+"""A rank, what it was asked beside its call, and its answer."""
+
+
+def never() -> bool:
+    return False
+
+
+class NoRoomError(ConfigError):
+    """The nodes of lost ranks are gone, and there are no others."""
+
+
+class WorkerGroup(ABC):
+    """All ranks of a run; notices ranks that die, fall silent or make no progress.
+
+    What is called are methods of `Rank`, with positional arguments. Subclasses say how to reach a rank.
+    """
+
+    hosts: Sequence[str]
+    """The host of every rank: equal where ranks share memory and links, and fail together."""
+    addresses: Sequence[str]
+    """Address of every rank's node, by rank."""
+
+    def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig, *, on_gpus: bool) -> None:
+        self._ranks = ranks
+        self._interrupt_s = _GPU_INTERRUPT_SECONDS if on_gpus else _INTERRUPT_SECONDS
+        self._silence_s = failure.silence_s
+        self._stall_s = cluster.group_timeout_s
+        self._limit_s = max(_CALL_SECONDS, cluster.group_timeout_s)
+        self._long_limit_s = max(_LONG_SECONDS, cluster.group_timeout_s * (_LONG_SECONDS / _CALL_SECONDS))
+        self._stopped: Callable[[], bool] = never
+        self._busy: set[int] = set()
+        """Ranks that have not answered their last call yet."""
+        self._gone: set[int] = set()
+        self._awake: set[int] = set()
+        """Ranks that have answered a question since they were started: the first answer may take long."""
+
+    def call(
+        self,
+        rank: int,
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> _R:
+        return self.call_some([rank], method, *arguments, **named)[0]
+
+    def call_all(
+        self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
+    ) -> list[_R]:
+        return self.call_some(range(self._ranks), method, *arguments, **named)
+
+    def call_some(
+        self,
+        ranks: Sequence[int],
+        method: Callable[Concatenate[Any, _P], _R],
+        *arguments: _P.args,
+        **named: _P.kwargs,
+    ) -> list[_R]:
+        """Call ranks at once and wait for all results, in the order of ``ranks``.
+
+        `WorkerError` as soon as a rank fails; `StoppedError` within `heeding`.
+        """
+        assert not named, "a rank is told its arguments by their places"
+        results = self._outcomes(ranks, method.__name__, arguments)
+        return [results[rank] for rank in ranks]
+
+    def left(self) -> list[int]:
+        """Ranks that are not gone."""
+        return [rank for rank in range(self._ranks) if rank not in self._gone]
+
+    def expect(self, stall_s: float) -> None:
+        """From now on, ranks that make no progress in a step for ``stall_s`` have failed."""
+        self._stall_s = stall_s
+
+    @contextlib.contextmanager
+    def heeding(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Within the block, calls that wait for ranks raise `StoppedError` once ``stopped()`` is true."""
+        before, self._stopped = self._stopped, stopped
+        try:
+            yield
+        finally:
+            self._stopped = before
+
+    def interrupt(self, generation: int) -> list[int]:
+        """Break off the calls of all ranks in a generation; returns the ranks that are gone: dead, or killed
+        because they did not break off. All other ranks have acknowledged the interrupt.
+
+        A rank's own `interrupt` may end later than the call that it breaks off, and the next generation
+        begins after both.
+        """
+        told = self._busy - self._gone
+        for rank in told:
+            self._ask(rank, "interrupt", generation)
+        deadline = time.monotonic() + self._interrupt_s
+        while (left := (self._busy | told) - self._gone) and time.monotonic() < deadline:
+            outcomes, answers = self._poll(left & self._busy, _PULSE_SECONDS)
+            for rank, outcome in outcomes:
+                self._answered(rank, outcome)
+            told -= {rank for rank, question, _ in answers if question == "interrupt"}
+        self._gone |= self._busy | told
+        for rank in self._gone:
+            self._kill(rank)
+        self._busy.clear()
+        return sorted(self._gone)
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start ranks that are gone anew; `NoRoomError` if there is no room for them."""
+        self._awake -= set(ranks)
+        self._restart(ranks)
+        self._gone -= set(ranks)
+
+    def _outcomes(self, ranks: Iterable[int], method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        waiting = set(ranks)
+        for rank in sorted(waiting):
+            self._busy.add(rank)
+            self._submit(rank, method, arguments)
+        stall_s = self._stall_s if method in _STEADY else None
+        limit_s = None if stall_s else self._long_limit_s if method in _LONG else self._limit_s
+        vigil = Vigil(waiting, self._awake, time.monotonic(), self._silence_s, stall_s, limit_s)
+        results: dict[int, Any] = {}
+        asked = 0.0
+        while waiting:
+            if self._stopped():
+                raise StoppedError
+            if (now := time.monotonic()) > asked + _PULSE_SECONDS:
+                asked = now
+                for rank in waiting:
+                    self._ask(rank, "pulse")
+            polled = time.monotonic()
+            outcomes, answers = self._poll(waiting, _PULSE_SECONDS)
+            now = time.monotonic()
+            vigil.forgive(max(0.0, now - polled - _PULSE_SECONDS))  # reading large answers takes long
+            for rank, question, answer in answers:
+                progress, awaits = answer if question == "pulse" and answer else Pulse(None)
+                vigil.beat(rank, progress, now, awaits)
+                self._awake.add(rank)
+            errors = []
+            for rank, outcome in outcomes:  # all of them: an answer comes once
+                waiting.discard(rank)
+                self._answered(rank, outcome)
+                if isinstance(outcome, WorkerError):
+                    errors.append(outcome)
+                else:
+                    vigil.done(rank, now)
+                    results[rank] = outcome[0]
+            if errors:
+                error = self._cause(errors, waiting)
+                error.unwell_seconds = now - vigil.last_heard(error.rank)
+                raise error
+            if (trouble := vigil.verdict(time.monotonic())) is not None:
+                if trouble.silent:
+                    self._gone.add(trouble.rank)
+                doing = "" if trouble.silent or method in _STEADY else f" ({method})"
+                error = WorkerError(trouble.rank, trouble.text + doing, died=trouble.silent)
+                error.unwell_seconds = trouble.seconds
+                raise error
+        return results
+
+    def _answered(self, rank: int, outcome: Outcome) -> None:
+        self._busy.discard(rank)
+        if isinstance(outcome, WorkerError) and outcome.died:
+            self._gone.add(rank)
+
+    def _cause(self, errors: list[WorkerError], waiting: Collection[int]) -> WorkerError:
+        """The death of a rank, if that is what others complain of; else a user's error, or the first one."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        left = set(waiting)
+        while True:
+            for error in errors:
+                if error.died or error.user_error:
+                    return error
+            if not left or (rest := deadline - time.monotonic()) <= 0:
+                return errors[0]
+            outcomes, _ = self._poll(left, rest)
+            for rank, outcome in outcomes:
+                left.discard(rank)
+                self._answered(rank, outcome)
+                if isinstance(outcome, WorkerError):
+                    errors.append(outcome)
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the ranks run on, for ``cluster.json``."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all ranks; nothing is left running."""
+
+    @abstractmethod
+    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Call a rank, without waiting until it takes the call; its outcome comes out of `_poll`."""
+
+    @abstractmethod
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        """Call ``pulse`` or ``interrupt`` of a rank that is at work; no pulse while an answer is due."""
+
+    @abstractmethod
+    def _poll(
+        self, waiting: Collection[int], timeout_s: float
+    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+        """Wait for something; returns outcomes of the ranks waited for, and answers to questions."""
+
+    @abstractmethod
+    def _kill(self, rank: int) -> None:
+        """End a rank at once, if it lives."""
+
+    @abstractmethod
+    def _restart(self, ranks: Sequence[int]) -> None:
+        """Start new processes in the places of ranks."""
+
+
+class Collector(Protocol):
+    """Takes the spans that ranks stream."""
+
+    @property
+    def target(self) -> Any:
+        """What ranks are told (`Worker.stream_spans`)."""
+
+    def counts(self) -> SpanCounts:
+        """What became of the spans so far, as far as that is known without waiting."""
+
+
+class Launcher(Protocol):
+    """Starts worker groups; picklable, so that it can be handed to a controller elsewhere."""
+
+    def check(self, ranks: int) -> None:
+        """Raise `ConfigError` if it is plain already that there is no room for that many ranks."""
+
+    def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
+        """Where ranks stream their spans to; it writes them into a folder."""
+
+    def machines(self) -> list[str]:
+        """What ranks may run on beside this machine, in words: part of a profile's identity."""
+
+    def hosts(self, ranks: int) -> Sequence[str]:
+        """Where so many ranks would be, by rank, as things stand; only the ranks themselves know."""
+
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
+        """Start that many ranks, not on the nodes of some addresses.
+
+        Raises `NoRoomError` if there is no room, `WorkerError` if a rank does not start, `StoppedError` once
+        ``stopped`` says so.
+        """
+
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        """Ranks there is room for, a group's own included, but not on the nodes of some addresses; and
+        whether one of the group's nodes is leaving."""

@@ -1,0 +1,360 @@
+"""Ranks as Ray actors: room for all of them at once, or an error that says what is missing."""
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.state
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from braid.actors.config import Config
+from braid.actors.config.variables import inherited
+from braid.actors.controller.ranks.group import (
+    Answer,
+    NoRoomError,
+    Outcome,
+    StoppedError,
+    WorkerError,
+    WorkerGroup,
+    never,
+    raised,
+)
+from braid.actors.controller.ranks.numbering import host_names, numbered
+from braid.actors.controller.ranks.rank_environment import rank_environment
+from braid.actors.controller.records.span_files import SpanCounts, SpanFiles
+from braid.actors.controller.state.recovery import rank_names
+from braid.actors.stage.rank.actor import BESIDE, StageActor, start_stage
+
+_EXIT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""Between two looks at the places of ranks that are being started."""
+_START_SECONDS = 300.0
+"""Limit for the start of an actor that has a place: it fetches the package and imports PyTorch."""
+
+
+class RayLauncher:
+    """Starts one actor per rank in one placement group."""
+
+    def __init__(self, config: Config, places: str = "") -> None:
+        """``places``: a name for the placement group, of which there is one at a time: that of a controller
+        that died, whose places outlive its actors, is removed."""
+        self._config, self._cluster, self._places = config, config.cluster, places
+        device = config.cluster.device
+        gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if gpus else {})}
+
+    def check(self, ranks: int) -> None:
+        """`NoRoomError` if the whole cluster is too small, and none of its kind can grow."""
+        total = ray.cluster_resources()
+        fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
+        grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
+        if not fits and not grows:
+            raise NoRoomError(self._too_small(ranks))
+
+    @contextlib.contextmanager
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator["ActorCollector"]:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        remote: Any = ray.remote(SpanFiles)
+        actor: Any = remote.options(num_cpus=0, scheduling_strategy=here).remote(files, bytes_per_rank)
+        try:
+            yield ActorCollector(actor)
+        finally:
+            with contextlib.suppress(RayError):
+                ray.get(actor.close.remote(), timeout=_EXIT_SECONDS)
+            ray.kill(actor)
+
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
+        """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
+        self.check(ranks)
+        if self._places:
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(self._places))
+        strategy = "SPREAD" if self._cluster.spread else "PACK"
+        bundles = self._bundles(ranks, avoid, stopped)
+        group = placement_group(bundles, strategy=strategy, name=self._places)
+        try:
+            if not _placed(group, self._cluster.placement_timeout_s, stopped):
+                raise NoRoomError(self._too_small(ranks))
+        except (NoRoomError, StoppedError):
+            remove_placement_group(group)
+            raise
+        return ActorGroup(group, ranks, self._bundle, self._config, stopped)
+
+    def _bundles(
+        self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
+    ) -> list[dict[str, float]]:
+        """The resources that ranks reserve; Ray puts them on nodes in an order of its own.
+
+        `NoRoomError` where nodes that are not to be avoided have too little room. Places that were given back
+        a moment ago may not be free yet.
+        """
+        if not avoid:
+            return [dict(self._bundle) for _ in range(ranks)]
+        deadline = time.monotonic() + self._cluster.placement_timeout_s
+        while True:
+            free = [address for address, slots in self._free(avoid, ()).items() for _ in range(slots)]
+            if len(free) >= ranks:  # of the resource "node:ADDRESS" every node has 1
+                return [{**self._bundle, f"node:{address}": 0.001} for address in free[:ranks]]
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
+            if stopped():
+                raise StoppedError
+            time.sleep(_LOOK_SECONDS / 4)
+
+    def machines(self) -> list[str]:
+        """The kinds of the cluster's nodes: addresses change, what a node computes with does not."""
+        return sorted({machine_name(node["Resources"]) for node in ray.nodes() if node["Alive"]})
+
+    def hosts(self, ranks: int) -> list[str]:
+        """As if every node were free: the fewest that hold all ranks, or one rank of each in turn.
+
+        Autoscaled nodes that are not there yet are taken to be as large as the largest that is.
+        """
+        rooms = sorted((self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]), reverse=True)
+        rooms = [room for room in rooms if room] or [ranks]
+        while sum(rooms) < ranks:
+            rooms.append(rooms[0])
+        if self._cluster.spread:
+            turns = sorted((turn, node) for node, room in enumerate(rooms) for turn in range(room))
+            return [f"node {node}" for node in sorted(node for _, node in turns[:ranks])]
+        return [f"node {node}" for node, room in enumerate(rooms) for _ in range(room)][:ranks]
+
+    def _room(self, free: Mapping[str, float]) -> int:
+        return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
+
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
+        group is leaving."""
+        leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
+        held = (
+            list(zip(group.node_ids, group.addresses, strict=True)) if isinstance(group, ActorGroup) else []
+        )
+        stay = sum(node not in leaving and address not in avoid for node, address in held)
+        leaves = any(node in leaving for node, _ in held)
+        return stay + sum(self._free(avoid, leaving).values()), leaves
+
+    def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
+        """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""
+        left = ray._private.state.available_resources_per_node()
+        rooms: dict[str, int] = defaultdict(int)
+        for node in ray.nodes():
+            address, free = node["NodeManagerAddress"], left.get(node["NodeID"], {})
+            if node["Alive"] and address not in addresses and node["NodeID"] not in ids:
+                rooms[address] += self._room(free)
+        return rooms
+
+    def _too_small(self, ranks: int) -> str:
+        bundle = self._bundle
+        total, free = ray.cluster_resources(), ray.available_resources()
+        asked = ", ".join(f"{need * ranks:g} {name}" for name, need in bundle.items())
+        there = ", ".join(
+            f"{total.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in bundle
+        )
+        return (
+            f"the layout asks for {ranks} ranks ({asked}), the Ray cluster has {there} on "
+            f"{sum(node['Alive'] for node in ray.nodes())} node(s); "
+            f"lower parallel.dp, parallel.tp or parallel.pp, add nodes, or free what other jobs hold"
+        )
+
+
+class ActorCollector:
+    """An actor that takes spans, as ranks and the controller know it."""
+
+    def __init__(self, actor: Any) -> None:
+        self.target = actor
+        self._answer: Any = None
+        self._known = SpanCounts()
+
+    def counts(self) -> SpanCounts:
+        """What the actor answered to an earlier call; nobody waits for it. Unknown once it is gone."""
+        try:
+            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+                answer, self._answer = self._answer, None
+                self._known = ray.get(answer)
+            if self._answer is None:
+                self._answer = self.target.counts.remote()
+        except RayError as error:
+            return SpanCounts(trouble=f"the collector of spans is gone: {str(error).splitlines()[0]}")
+        return self._known
+
+
+class ActorGroup(WorkerGroup):
+    """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
+
+    def __init__(
+        self,
+        group: PlacementGroup,
+        ranks: int,
+        bundle: dict[str, float],
+        config: Config,
+        stopped: Callable[[], bool],
+    ) -> None:
+        super().__init__(ranks, config.failure, config.cluster, on_gpus="GPU" in bundle)
+        self._group, self._bundle, self._config = group, bundle, config
+        self._timeout_s = config.cluster.placement_timeout_s
+        self._calls: dict[int, Any] = {}
+        """Calls under way, by rank."""
+        self._questions: dict[Any, tuple[int, str]] = {}
+        """Questions without an answer yet, by their calls: the rank and what it was asked."""
+        self._bundle_of = list(range(ranks))
+        """The place of every rank in the placement group."""
+        self._actors = [self._start(rank) for rank in range(ranks)]
+        self._nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        try:
+            with self.heeding(stopped):
+                self._number(range(ranks))
+        except (NoRoomError, StoppedError, WorkerError):
+            self.shutdown()
+            raise
+
+    def _start(self, rank: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self._bundle_of[rank]
+        )
+        options = {
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0.0),
+            "scheduling_strategy": place,
+            "runtime_env": {"env_vars": rank_environment(self._config, {})},
+        }
+        return start_stage(rank, options, inherited(self._config.cluster.env, os.environ))
+
+    def _number(self, ranks: Sequence[int]) -> None:
+        """Give ranks that have just been started their numbers."""
+        self._find_nodes()
+        order = numbered(self._nodes, ranks)
+        for own in (self._actors, self._bundle_of, self._nodes):
+            values: list[Any] = [own[rank] for rank in order]
+            for rank, value in zip(ranks, values, strict=True):
+                own[rank] = value
+        for rank in ranks:  # its other calls come after this one
+            self._actors[rank].number_as.remote(rank)
+        self.addresses = [str(node["address"]) for node in self._nodes]
+        self.hosts = host_names(self.addresses, self.node_ids)
+
+    def _find_nodes(self) -> None:
+        """Where all ranks run, once they do.
+
+        `NoRoomError` if a place is lost before its rank has started, `WorkerError` for a rank that has a
+        place and does not start.
+
+        A node may be gone, with its ranks, before Ray takes it to be: a rank that is started there meanwhile
+        waits for another place, which may never come.
+        """
+        ranks = {actor.node.remote(): rank for rank, actor in enumerate(self._actors)}
+        waiting = list(ranks)
+        deadline = time.monotonic() + max(_START_SECONDS, self._timeout_s)
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOOK_SECONDS)
+            if waiting and time.monotonic() > deadline:
+                late = ranks[waiting[0]]
+                self._gone.update(ranks[call] for call in waiting)
+                raise WorkerError(late, "its actor has a place and has not started", died=True)
+            if self._stopped():
+                raise StoppedError
+            if waiting and not _placed(self._group, self._timeout_s, self._stopped):
+                homeless = [ranks[call] for call in waiting]
+                self._gone.update(homeless)  # they will never answer
+                raise NoRoomError(_no_place(homeless))
+        self._nodes = self.call_all(StageActor.node)
+
+    @property
+    def node_ids(self) -> list[str]:
+        return [str(node["node"]) for node in self._nodes]
+
+    def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._calls[rank] = getattr(self._actors[rank], method).remote(*arguments)
+
+    def _ask(self, rank: int, question: str, *arguments: Any) -> None:
+        if question != "pulse" or (rank, question) not in self._questions.values():
+            call = getattr(self._actors[rank], question).options(concurrency_group=BESIDE)
+            self._questions[call.remote(*arguments)] = rank, question
+
+    def _poll(
+        self, waiting: Collection[int], timeout_s: float
+    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+        calls = {self._calls[rank]: rank for rank in waiting}
+        everything = [*calls, *self._questions]
+        if not everything:  # the rank that a question is due from cannot be reached
+            time.sleep(timeout_s)
+            return [], []
+        ray.wait(everything, num_returns=1, timeout=timeout_s)
+        ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
+        answers: list[Answer] = []
+        for reference in (r for r in ready if r in self._questions):
+            rank, question = self._questions.pop(reference)
+            with contextlib.suppress(RayError):
+                answers.append((rank, question, ray.get(reference)))
+        return [(calls[r], self._outcome(calls[r], r)) for r in ready if r in calls], answers
+
+    @staticmethod
+    def _outcome(rank: int, reference: Any) -> Outcome:
+        try:
+            return (ray.get(reference),)
+        except RayTaskError as error:
+            return raised(rank, error.cause, trace=str(error))
+        except RayError as error:  # it died, or its node cannot be reached
+            text = f"its actor died: {str(error).splitlines()[0]}"
+            return WorkerError(rank, text, died=True)
+
+    def describe(self) -> dict[str, Any]:
+        return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
+
+    def _kill(self, rank: int) -> None:
+        self._questions = {call: asked for call, asked in self._questions.items() if asked[0] != rank}
+        ray.kill(self._actors[rank])
+
+    def _restart(self, ranks: Sequence[int]) -> None:
+        # Ray finds another node for the places of a lost one; until then the group is not ready.
+        if not _placed(self._group, self._timeout_s, self._stopped):
+            raise NoRoomError(_no_place(ranks))
+        for rank in ranks:
+            self._actors[rank] = self._start(rank)
+        self._number(sorted(ranks))
+
+    def shutdown(self) -> None:
+        """Ask every actor to leave its groups, then end it and give its place back."""
+        reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
+        leaving = [actor.close.remote() for actor in reachable]
+        if leaving:
+            with contextlib.suppress(RayError):
+                ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+def machine_name(has: Mapping[str, float]) -> str:
+    """A node by what it has: CPUs, GPUs, and which."""
+    kinds = sorted(name for name in has if name.startswith("accelerator_type:"))
+    return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
+
+
+def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
+    """Wait for a placement group; False after ``timeout_s`` without room. `StoppedError` once ``stopped``."""
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if stopped():
+            raise StoppedError
+        if time.monotonic() >= deadline:
+            return False
+    return True
+
+
+def _no_place(ranks: Sequence[int]) -> str:
+    names = rank_names(ranks)
+    return f"there is no room to start {names}: its node is gone and no other one is free; add a node"

@@ -1,0 +1,151 @@
+"""How tokens were spread over experts in a step: numbers of its record, from the sums of all ranks.
+
+Legend: L layers with experts, E experts of each, G groups of ranks that exchange tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.actors.stage.rank.messages import RoutingSums
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
+
+_COUNTS_A_RECORD: Final = 256
+"""Counts of visits that a record holds on average, some 2 KB: of 32 layers of 8 experts every one has all."""
+_PLACES: Final = 5
+"""Decimal places of ratios and shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNumbers:
+    """Of one step. Where not said otherwise means over layers; ``worst`` is the layer that is worst by it."""
+
+    imbalance: float
+    """Visits of the fullest expert over the average: 1 if all have as many, at most E. 1 + MaxVio of Wang et
+    al. 2024 (arXiv 2408.15664)."""
+    worst_imbalance: float
+    entropy: float
+    """Of the load, as a share of log E, that of a balanced one: models of any E compare. E to its power is
+    the number of experts with equal loads that have the same entropy."""
+    worst_entropy: float
+    unvisited: int
+    """Experts that no token visited, of all layers."""
+    worst_unvisited: int
+    """The same in one layer."""
+    dropped: float | None = None
+    """Share of visits that found no place; None if experts have no capacity."""
+    worst_dropped: float | None = None
+    rank_imbalance: float | None = None
+    """Rows of the fullest rank over the average rank of its stage. None if experts are not cut over ranks
+    (ep), or have a capacity: then all ranks compute as many rows. Rows are the step's: single micro-batches,
+    which ranks wait for each other in, are further apart."""
+    worst_rank_imbalance: float | None = None
+    balance_loss: float | None = None
+    """Per token, the sum of all layers: what is trained beside ``loss``. None if there is no such loss."""
+    z_loss: float | None = None
+    layers: tuple[int, ...] = ()
+    """Layers of ``visits``."""
+    visits: tuple[tuple[int, ...], ...] = ()
+    """Of every expert, layer by layer (L x E); empty in records that are spared them (`tells_visits`)."""
+
+
+def tells_visits(shape: ModelShape, step: int, last: int) -> bool:
+    """Whether the record of a step (from 1) holds all counts: more of them are told every so many steps."""
+    every = ceil(shape.expert_layers * shape.experts / _COUNTS_A_RECORD)
+    return step == last or (step - 1) % max(1, every) == 0
+
+
+def expert_numbers(
+    ranks: Sequence[RoutingSums | None],
+    shape: ModelShape,
+    layout: ParallelLayout,
+    tokens: int,
+    *,
+    visits: bool,
+) -> ExpertNumbers | None:
+    """Numbers of a step from the sums of all ranks; None without experts. ``tokens``: of the step.
+
+    ``visits``: with all counts.
+    """
+    layers = tuple(sorted({layer for sums in ranks if sums is not None for layer in sums.layers}))
+    if not layers:
+        return None
+    visits_LE = _added(layers, shape.experts, ranks)
+    dropped_L = np.zeros(len(layers), np.int64)
+    losses_2 = np.zeros(2)
+    for sums in (sums for sums in ranks if sums is not None):
+        dropped_L[[layers.index(layer) for layer in sums.layers]] += sums.dropped
+        losses_2 += sums.losses.sum(0)
+    shares_LE = visits_LE / visits_LE.sum(1, keepdims=True)
+    numbers: dict[str, Any] = {
+        **_mean_and_worst("imbalance", shares_LE.max(1) * shape.experts, max),
+        **_mean_and_worst("entropy", _entropy(shares_LE), min),
+    }
+    if shape.capacity_factor:
+        numbers |= _mean_and_worst("dropped", dropped_L / visits_LE.sum(1), max)
+    elif layout.ep > 1:
+        numbers |= _mean_and_worst("rank_imbalance", _rank_imbalance(layers, ranks, shape, layout), max)
+    unvisited_L = (visits_LE == 0).sum(1)
+    return ExpertNumbers(
+        **numbers,
+        unvisited=int(unvisited_L.sum()),
+        worst_unvisited=int(unvisited_L.max()),
+        balance_loss=float(losses_2[0] / tokens) if shape.balance_loss else None,
+        z_loss=float(losses_2[1] / tokens) if shape.z_loss else None,
+        layers=layers if visits else (),
+        visits=tuple(map(tuple, visits_LE.tolist())) if visits else (),
+    )
+
+
+def numbers_of(content: Mapping[str, Any] | None) -> ExpertNumbers | None:
+    if content is None:
+        return None
+    visits = tuple(map(tuple, content["visits"]))
+    return ExpertNumbers(**{**content, "layers": tuple(content["layers"]), "visits": visits})
+
+
+def _added(layers: Sequence[int], experts: int, ranks: Iterable[RoutingSums | None]) -> NDArray[np.int64]:
+    """Visits of all ranks (L x E)."""
+    visits_LE = np.zeros((len(layers), experts), np.int64)
+    for sums in (sums for sums in ranks if sums is not None):
+        visits_LE[[layers.index(layer) for layer in sums.layers]] += sums.visits
+    return visits_LE
+
+
+def _mean_and_worst(name: str, values_L: NDArray[np.float64], worst: Any) -> dict[str, float]:
+    values = values_L.tolist()
+    mean = sum(values) / len(values)
+    return {name: round(mean, _PLACES), f"worst_{name}": round(worst(values), _PLACES)}
+
+
+def _entropy(shares_LE: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of every layer, as a share of log E."""
+    experts = shares_LE.shape[1]
+    if experts == 1:
+        return np.ones(len(shares_LE))
+    logs_LE = np.log(np.where(shares_LE > 0, shares_LE, 1.0))
+    entropy_L: NDArray[np.float64] = -(shares_LE * logs_LE).sum(1) / log(experts)
+    return entropy_L
+
+
+def _rank_imbalance(
+    layers: Sequence[int], ranks: Sequence[RoutingSums | None], shape: ModelShape, layout: ParallelLayout
+) -> NDArray[np.float64]:
+    """Rows of the fullest rank over the average, by layer.
+
+    Ranks of tp have the same experts, of which each has a part of the width: they compute the same rows.
+    """
+    mesh = layout.mesh
+    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # of ranks that exchange tokens
+    visits_LGE = np.stack([_added(layers, shape.experts, (ranks[r] for r in group)) for group in groups], 1)
+    rows_LG_ranks = visits_LGE.reshape(*visits_LGE.shape[:2], layout.ep, -1).sum(3)
+    # A group of another stage has no rows of a layer; all groups that have some have as many.
+    groups_L = (rows_LG_ranks.sum(2) > 0).sum(1)
+    average_L = rows_LG_ranks.sum((1, 2)) / (groups_L * layout.ep)
+    imbalance_L: NDArray[np.float64] = rows_LG_ranks.max((1, 2)) / average_L
+    return imbalance_L

@@ -1,0 +1,336 @@
+"""What a run leaves behind: ``runs/NAME`` with its lock, metrics and report, and the events it tells."""
+
+import contextlib
+import json
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.records.json_lines import WaitingLines, backwards, cut_off, last_line
+from braid.actors.controller.records.step_record import StepRecord, read_metrics, record_of
+from braid.actors.controller.state.locks import FileHold, HeldError
+from braid.actors.controller.state.manifest import write_durably
+from braid.actors.controller.state.mirror import RunIdentity
+from braid.actors.controller.state.recovery import Failure
+from braid.actors.stage.rank import log
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.text.json_text import json_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The ranks are ready; training goes on after ``first_step - 1`` finished steps."""
+
+    first_step: int
+    last_step: int
+    ranks: int
+    layout: str
+    run_directory: str
+    notes: tuple[str, ...] = ()
+    at_risk: str = ""
+    """What a failure would cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """A training step is over."""
+
+    record: StepRecord
+    ranks: dict[str, Any]
+    """A line of ``ranks.jsonl``: lists with an entry per rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint was published."""
+
+    step: int
+    path: str
+    seconds: float
+    """From its begin to its publication, most of it in the background."""
+    stalled_seconds: float = 0.0
+    """For so long training waited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The run is over, ``complete`` or stopped early; ``report`` is what ``report.json`` holds."""
+
+    complete: bool
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """Something that does not belong to every run: a line of ``events.jsonl``."""
+
+    kind: str
+    """``telemetry``, ``failed``, ``restarted``, ...: what the live page marks."""
+    text: str
+    step: int
+
+
+Event = Started | StepDone | CheckpointSaved | Finished | Incident
+
+
+_MARK = "run-mark"
+
+WINDOW = 20
+"""Records of the newest steps that are kept in memory; all are in the run's files."""
+
+
+def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
+    """What `RunDirectory` refuses, before anything starts. `HeldError` where another run is under way."""
+    path = config.run_directory
+    if path.resolve().parent != config.runs.resolve():
+        raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
+    if resume and not path.is_dir() and not mark:
+        raise ConfigError(f"there is no run in {path} to resume; start it without --resume")
+    if (path / ".lock").exists():
+        _acquire(path).release()
+    if _holds_a_run(path) and not resume and not overwrite:
+        raise ConfigError(
+            f"run directory {path} already holds a run; continue it with --resume, "
+            f"choose another with --set name=..., or replace it with --overwrite"
+        )
+
+
+def _holds_a_run(path: Path) -> bool:
+    return (path / "config.yaml").exists()
+
+
+def _acquire(path: Path) -> FileHold:
+    lock = FileHold(path / ".lock")
+    try:
+        lock.take()
+    except HeldError as error:
+        raise HeldError(
+            f"run directory {path} is in use by {error}; wait for it, or choose another with --set name=..."
+        ) from None
+    return lock
+
+
+class RunDirectory:
+    """``runs/NAME``, locked for as long as this object is open."""
+
+    def __init__(self, config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
+        """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
+        self.path = config.run_directory
+        check_run_directory(config, resume=resume, overwrite=overwrite, mark=mark)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        self._lock = _acquire(self.path)
+        self._replaces = not resume and _holds_a_run(self.path)
+        self.trouble = ""
+        """Why a line could not be written; empty if all could."""
+        self._described = False
+        self._description: dict[str, str | bytes] = {}
+        """Files that `describe` wrote."""
+        self.identity = identity_of(self.path, config.name, mark if resume else "")
+        """Tells this run's checkpoints from others'."""
+        self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
+        if self._replaces and not overwrite:  # of somebody who was faster
+            self.close()
+            check_run_directory(config, resume=resume, overwrite=overwrite)
+
+    def _empty(self) -> None:
+        begun = (self.path / ".lock").stat().st_mtime_ns
+        for old in (self.path / log.FOLDER).glob("*"):
+            if old.stat().st_mtime_ns < begun:  # the others are of ranks that have started
+                old.unlink()
+        for path in self.path.iterdir():
+            if path.name not in (".lock", log.FOLDER):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def describe(
+        self,
+        config: Config,
+        shape: ModelShape,
+        schedule: str,
+        cluster: dict[str, Any],
+        files: Mapping[str, str | bytes],
+    ) -> None:
+        """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
+        if self._replaces:
+            self._empty()
+            self._replaces = False
+        self._description = {
+            _MARK: "\n".join([self.identity.mark, *self.identity.replaces]),
+            "config.yaml": config.to_yaml(),
+            "schedule.txt": schedule,
+            "cluster.json": json_text(cluster, indent=1),
+            "model.json": json_text(asdict(shape), indent=1),
+            **files,
+        }
+        for name, content in self._description.items():
+            self._write(name, content)
+        self._described = True
+
+    def _make_anew(self) -> None:
+        """Write the description again where somebody has removed the directory: the run goes on in it.
+
+        `HeldError` if another run has begun there. A disk that does not answer is waited for, as always.
+        """
+        try:
+            locked = (self.path / ".lock").exists()
+            if (self.path / _MARK).exists() and locked:
+                return
+            if not locked:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock.release()
+                self._lock = _acquire(self.path)
+        except HeldError:
+            raise
+        except (OSError, ConfigError) as error:
+            self.trouble = f"{self.path} cannot be written: {error}"
+            return
+        for name, content in self._description.items():
+            self._write(name, content)
+        self.trouble = f"{self.path} was removed during the run; records of earlier steps are lost"
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        """Replace a file; a run that is under way goes on where there is no room for it."""
+        path = self.path / name
+        content = content.encode() if isinstance(content, str) else content
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists() or path.read_bytes() != content:
+                write_durably(path, content)
+        except OSError as error:
+            if not self._described:
+                raise _unwritable(path, error) from None
+            self.trouble = f"{path} cannot be written: {error.strerror}"
+
+    @property
+    def last_generation(self) -> int:
+        """Of the run that goes on here; 0 if it begins. A generation's number is never used again."""
+        if self._replaces:
+            return 0
+        newest = 0
+        for line, _ in backwards(self.path / "events.jsonl"):  # an older generation's saves may be told late
+            newest = max(newest, line.get("generation", 0))
+            if line.get("kind") == "started":
+                break
+        return newest
+
+    def unfinished(self) -> Failure | None:
+        """The end of a controller before this one, if it did not end as it should have."""
+        event, step = last_line(self.path / "events.jsonl"), last_line(self.metrics)
+        if not event or not step or event["kind"] in ("finished", "failed"):
+            return None
+        now = time.time()
+        text = "the controller died, and with it the ranks; a new one goes on"
+        return Failure(None, text, step["step"], now, unwell_seconds=max(0.0, now - step["time"]))
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    def rewind(self, first_step: int) -> list[StepRecord]:
+        """Drop the metrics of steps that will run again; returns the newest `WINDOW` records that stay."""
+        for name in ("metrics.jsonl", "ranks.jsonl"):
+            try:
+                cut_off(self.path / name, first_step)
+            except OSError as error:
+                if self._described:
+                    raise
+                raise _unwritable(self.path / name, error) from None
+            self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
+        waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
+        older = [line for line, _ in islice(backwards(self.metrics), WINDOW)]
+        return [record_of(line) for line in [*reversed(older), *waiting][-WINDOW:]]
+
+    def records(self) -> Iterator[StepRecord]:
+        """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
+        yield from read_metrics(self.metrics)
+        yield from (record_of(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
+
+    def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
+        """Add a step's lines: of the whole run, and by rank."""
+        self._make_anew()
+        content = asdict(record)
+        if record.experts is None:
+            del content["experts"]
+        self._add("metrics.jsonl", content)
+        self._add("ranks.jsonl", ranks)
+
+    def incident(self, **facts: Any) -> None:
+        """Add a line to ``incidents.jsonl``: what failed, when that was known, and what it cost."""
+        self._add("incidents.jsonl", facts)
+
+    def note(
+        self, kind: str, step: int, generation: int, text: str, shown_as: str = "", **facts: Any
+    ) -> Incident:
+        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks.
+
+        Returns the event to yield, if it is shown; its kind is ``shown_as`` where that is given.
+        """
+        line = {"time": time.time(), "kind": kind, "step": step, "generation": generation, "text": text}
+        self._add("events.jsonl", {**line, **facts})
+        return Incident(kind=shown_as or kind, text=text, step=step)
+
+    def _add(self, name: str, content: dict[str, Any]) -> None:
+        """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
+        self._waiting[name].add(json_text(content) + "\n")
+        if time.monotonic() >= self._waiting[name].again:
+            self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        try:
+            self._waiting[name].write(self.path / name)
+        except OSError as error:
+            self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
+
+    def write_report(self, report: dict[str, Any]) -> str:
+        """Write ``report.json``; returns why it could not be written, or nothing."""
+        self.trouble = ""
+        self._write("report.json", json_text(report, indent=1))
+        return self.trouble
+
+    def close(self) -> None:
+        """Write what waits, let go of the lock, and of the directory if the run never started."""
+        for name in [name for name, waiting in self._waiting.items() if waiting.lines]:
+            self._flush(name)
+        with contextlib.suppress(OSError):
+            names = {path.name for path in self.path.iterdir()}
+            if names <= {".lock", log.FOLDER} and not log.anything_said(self.path):
+                shutil.rmtree(self.path / log.FOLDER, ignore_errors=True)
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+                self.path.parent.rmdir()
+        self._lock.release()
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}; see to its rights, or name another folder with "
+        f"--set runs=..."
+    )
+
+
+def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:
+    """Of the run with a mark, which goes on in a directory; without one, of a run that begins there."""
+    before = read_identity(directory)
+    if mark:
+        return RunIdentity(name, mark, before.replaces if before is not None else ())
+    given_up = (before.mark, *before.replaces) if before is not None else ()
+    return RunIdentity(name, secrets.token_hex(8), given_up)
+
+
+def read_identity(directory: Path) -> RunIdentity | None:
+    """Of the run that a directory holds; None if it does not say."""
+    try:
+        mark, *replaces = (directory / _MARK).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return RunIdentity(directory.name, mark, tuple(replaces))

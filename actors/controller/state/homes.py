@@ -1,0 +1,182 @@
+"""Where the checkpoints of a run are: in its own directory and, if it has one, in its mirror."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import Config
+from braid.actors.controller.records.run_records import read_identity
+from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore, Manifest, inspect
+from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, mark_at
+from braid.scheduling.model.shape import ModelShape
+
+Verify = Callable[[Path], None]
+"""Reads all files of a checkpoint; `CheckpointError` if one is not what was saved."""
+
+
+class AwayError(CheckpointError):
+    """No home has a checkpoint to look at, or one did not answer: that may change."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from, and what was wrong with newer ones."""
+
+    path: str
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+
+    def check_data(self, here: dict[str, Any]) -> None:
+        """`CheckpointError` if other samples would come next than in the run that wrote it."""
+        if odd := [key for key in here if self.manifest.data.get(key) != here[key]]:
+            raise CheckpointError(
+                f"checkpoint {self.path} was trained with {odd[0]}={self.manifest.data.get(odd[0])!r}, "
+                f"this run has {here[odd[0]]!r}; the sample order would change"
+            )
+
+
+class Homes:
+    """All places that a run can go on from."""
+
+    def __init__(
+        self, store: CheckpointStore, mirror: Mirror | None, run: str, *, unmarked: bool = True
+    ) -> None:
+        """run: the mark that this run's checkpoints have. unmarked: checkpoints without a mark, which older
+        versions wrote, are this run's too: not in a folder whose run is being replaced."""
+        self.store, self.mirror, self.run = store, mirror, run
+        self._own = (run, "") if unmarked else (run,)
+
+    @classmethod
+    def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
+        """The homes in a configuration; `ConfigError` if no file system answers to the mirror's URL."""
+        url = config.checkpoint.mirror
+        mirror = Mirror(url, run) if url is not None else None
+        store = CheckpointStore(config.run_directory / "checkpoints")
+        return cls(store, mirror, run.mark, unmarked=resume)
+
+    @property
+    def spare(self) -> CheckpointStore | None:
+        """Another disk to write to, where there is no room in the run's own directory."""
+        return self.mirror.store if self.mirror is not None else None
+
+    def steps(self) -> list[int]:
+        """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
+        folder that cannot be read has none at present."""
+        steps: set[int] = set()
+        with contextlib.suppress(OSError):
+            steps |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
+        with contextlib.suppress(OSError):
+            steps |= set(self.spare.steps()) if self.spare is not None else set()
+        return sorted(steps)
+
+    def begun(self) -> bool:
+        """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""
+        return bool(self._here() or (self.mirror is not None and self.mirror.steps()))
+
+    def _here(self) -> list[int]:
+        """Steps in the run's own directory that are not known to be another run's."""
+        return [step for step in self.store.steps() if self.store.run_of(step) in (*self._own, None)]
+
+    def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
+        """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model.
+
+        Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
+        """
+        found = self.newest_good(verify)
+        # What older checkpoints do not know, their models have not; attention masks have no parameters.
+        usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
+        ours, theirs = asdict(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
+        if theirs != ours:
+            odd = next(key for key in ours if theirs.get(key) != ours[key])
+            raise CheckpointError(
+                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, "
+                f"the configuration says {odd}={ours[odd]}"
+            )
+        return found
+
+    def newest_good(self, verify: Verify | None = None) -> Found:
+        """The newest checkpoint that nothing is wrong with, and what there is to tell of it.
+
+        `CheckpointError` if there is none; `AwayError` if no home holds a checkpoint, or one is unreadable.
+        If both places hold a good checkpoint of a step, the run's directory is preferred to the mirror.
+        """
+        complaints: list[str] = []
+        here, there = set[int](), set[int]()
+        try:
+            self.store.undo_replacements()
+            here = set(self._here())
+        except OSError as error:
+            complaints.append(f"{self.store.directory} cannot be read: {error.strerror}")
+        try:
+            there = set(self.mirror.steps()) if self.mirror is not None else set()
+        except MirrorError as error:
+            complaints.append(str(error))
+        away = bool(complaints) or not (here or there)
+        for step in sorted(here | there, reverse=True):
+            if step in here:
+                try:
+                    path = self.store.directory / f"step-{step}"
+                    return Found(
+                        str(path),
+                        _checked(path, verify),
+                        tuple(f"{text}; falling back to step {step}" for text in complaints),
+                    )
+                except CheckpointError as error:
+                    complaints.append(str(error))
+            if step in there and self.mirror is not None:
+                try:
+                    place, manifest = self._bring(self.mirror, step, verify)
+                    verb = "fetched" if self.spare is None else "read"
+                    note = "; ".join([*complaints, f"step {step} is {verb} from {self.mirror.url}"])
+                    return Found(place, manifest, (note,))
+                except (CheckpointError, MirrorError, OSError) as error:
+                    complaints.append(str(error))
+        places = " or ".join([str(self.store.directory), *([self.mirror.url] if self.mirror else [])])
+        if complaints:
+            nowhere = f"no older checkpoint is left to fall back to; there is none in {places}"
+            raise (AwayError if away else CheckpointError)("; ".join([*complaints, nowhere]))
+        others = set(self.store.steps()) - here
+        text = f"; step-{max(others)} there is another run's" if others else ""
+        raise AwayError(f"there is no checkpoint in {places}{text}; start without --resume")
+
+    def _bring(self, mirror: Mirror, step: int, verify: Verify | None) -> tuple[str, Manifest]:
+        """A copy as one of this machine's folders: in place, or fetched into the run's own directory."""
+        if mirror.store is not None:
+            path = mirror.store.directory / f"step-{step}"
+            mirror.manifest(step)
+            return str(path), _checked(path, verify)
+        if verify is None:
+            return f"{mirror.url}, step {step}", mirror.manifest(step)
+        folder = self.store.begin(step, 0)
+        try:
+            mirror.fetch(step, folder)
+            manifest = _checked(folder, verify)
+            return str(self.store.adopt(folder, manifest)), manifest
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked(path: Path, verify: Verify | None) -> Manifest:
+    manifest = inspect(path)
+    if verify is not None:
+        verify(path)
+    return manifest
+
+
+def begun_mark(config: Config) -> str:
+    """The mark of the run that a configuration names, wherever it has left one; empty if nowhere.
+
+    It stands in the run's directory and in its checkpoints; where those are lost, the mirror knows.
+    `MirrorError` if that does not answer: a run must not begin anew because nobody could be asked.
+    """
+    if (identity := read_identity(config.run_directory)) is not None:
+        return identity.mark
+    store = CheckpointStore(config.run_directory / "checkpoints")
+    for step in reversed(store.steps()):
+        if mark := store.run_of(step):
+            return mark
+    url = config.checkpoint.mirror
+    return mark_at(url, config.name) if url is not None else ""

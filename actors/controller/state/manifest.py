@@ -1,0 +1,275 @@
+"""Checkpoints as directories: made aside, checksummed, published by one rename, verified before use.
+
+``checkpoints/step-N/`` holds what the ranks wrote and ``manifest.json``: size and SHA-256 of every file, the
+step, the layout that wrote it, the data it was trained on. ``latest`` names the newest. Nothing is ever
+overwritten, and nothing is loaded that does not match its manifest (docs/design.md, Failure).
+"""
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from braid.actors.stage.files.digests import MANIFEST, Digests, damage
+from braid.actors.stage.files.reading import read_text
+
+VERSION = 1
+STEP_NAME = re.compile(r"step-(\d+)")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing or damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
+
+    version: int
+    step: int
+    layout: dict[str, Any]
+    data: dict[str, Any]
+    shape: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+    run: str = ""
+    """Mark of the run that wrote it (`RunDirectory.identity`); empty if that has none."""
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Manifest":
+        """Read the text of a manifest; `ValueError` if it is none."""
+        try:
+            content = json.loads(text)
+            files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+            manifest = Manifest(**{**content, "files": files})
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if not all(isinstance(part, dict) for part in (manifest.layout, manifest.data, manifest.shape)):
+            raise ValueError("layout, data and shape must be mappings")
+        if type(manifest.step) is not int:
+            raise ValueError(f"step {manifest.step!r} is no number")
+        if manifest.version != VERSION:
+            raise ValueError(f"version {manifest.version}; this Braid reads {VERSION}")
+        return manifest
+
+
+class CheckpointStore:
+    """The ``checkpoints`` directory of a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._trouble: list[str] = []
+
+    def trouble(self) -> list[str]:
+        """What could not be removed or written beside published checkpoints since the last question: nothing
+        that makes a checkpoint worse. Removals are tried again with the next checkpoint."""
+        told, self._trouble = self._trouble, []
+        return told
+
+    def begin(self, step: int, generation: int) -> Path:
+        """A fresh directory for the ranks to write into."""
+        path = self.directory / f"step-{step}.tmp-{generation}"
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def publish(self, written: Path, files: Digests, **facts: Any) -> Path:
+        """Give a folder of written files its name. ``files``: all of them, which their writers have made
+        durable. ``facts``: the other fields of `Manifest`.
+
+        `CheckpointError` if there are others in the folder, or of other sizes.
+        """
+        manifest = Manifest(version=VERSION, files=dict(sorted(files.items())), **facts)
+        write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        inspect(written)
+        _sync(written)
+        return self._give_name(written, manifest.step)
+
+    def adopt(self, folder: Path, manifest: Manifest) -> Path:
+        for name in (*manifest.files, MANIFEST):
+            _sync(folder / name)
+        _sync(folder)
+        return self._give_name(folder, manifest.step)
+
+    def _give_name(self, written: Path, step: int) -> Path:
+        final = self.directory / f"step-{step}"
+        aside = self.directory / f"step-{step}.replaced-{os.getpid()}"
+        if replaces := final.exists():
+            # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
+            for leftover in self.directory.glob(f"step-{step}.replaced-*"):
+                self._remove(leftover)  # or a crash would leave two, and nobody knew which of them is whole
+            os.rename(final, aside)
+        os.rename(written, final)
+        _sync(self.directory)
+        # It is published. What follows may fail without harm to it.
+        if replaces:
+            self._remove(aside)
+        try:
+            write_durably(self.directory / "latest", final.name)
+        except OSError as error:
+            self._trouble.append(f"{self.directory / 'latest'} cannot be written: {error.strerror}")
+        return final
+
+    def _remove(self, path: Path) -> None:
+        """Remove a folder, or tell in `trouble` why that failed.
+
+        The folder loses its name first: half a checkpoint must not look like a checkpoint.
+        """
+        names = (self.directory / f"{path.name.split('.')[0]}.tmp-old{n or ''}" for n in itertools.count())
+        try:
+            if ".tmp-" not in path.name:
+                gone = next(name for name in names if not name.exists())
+                os.rename(path, gone)
+                path = gone
+            shutil.rmtree(path)
+        except OSError as error:
+            what = error.filename or path
+            self._trouble.append(f"{what} cannot be removed: {error.strerror}; it is tried again")
+
+    def collect(
+        self,
+        keep: int,
+        keep_every: int = 0,
+        newest: int | None = None,
+        *,
+        run: str = "",
+        generation: int | None = None,
+        spared: Collection[int] = (),
+    ) -> None:
+        """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
+        saves that never finished. What cannot be removed is told by `trouble`.
+
+        newest      the step that was saved last. Later steps belong to a run that fell back because they
+                    are damaged; they do not count, or the good ones would go for their sake.
+        run         mark of the run whose checkpoints these are: checkpoints of other runs stay
+        generation  of the ranks that saved last: what later ones are writing stays
+        spared      steps that are in use and stay for now
+        """
+        for path in self.directory.glob("step-*.replaced-*"):
+            self._remove(path)
+        for path in self.directory.glob("step-*.tmp-*"):
+            writer = path.name.rpartition("-")[2]
+            if generation is None or not writer.isdecimal() or int(writer) <= generation:
+                self._remove(path)
+        steps = [step for step in self.steps() if newest is None or step <= newest]
+        own = [step for step in steps if self.run_of(step) in (None, "", run)]
+        for step in to_be_removed(own, keep, keep_every):
+            if step not in spared:
+                self._remove(self.directory / f"step-{step}")
+
+    def remove_unfinished(self) -> None:
+        """Remove what saves have left that nobody will finish; no run may be writing."""
+        for path in self.directory.glob("step-*.tmp-*"):
+            self._remove(path)
+
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        matches = [STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def run_of(self, step: int) -> str | None:
+        """The mark of the run that wrote a checkpoint; None if that cannot be read."""
+        try:
+            return read_manifest(self.directory / f"step-{step}").run
+        except CheckpointError:
+            return None
+
+    def undo_replacements(self) -> None:
+        """A crash between the two renames of `publish` leaves an older save of the step without its name."""
+        for aside in self.directory.glob("step-*.replaced-*"):
+            final = self.directory / aside.name.split(".")[0]
+            if not final.exists():
+                os.rename(aside, final)
+
+
+def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """The checkpoints that need not be kept. ``steps``: of all checkpoints, oldest first."""
+    return [step for step in steps[:-keep] if not keep_every or step % keep_every]
+
+
+def disk_is_full(path: Path, error: Exception | str) -> bool:
+    """Whether a write failed for want of space, or because a quota is used up.
+
+    A rank's error does not always say so (``torch.save`` complains of an unexpected position), so the disk is
+    asked too; ask before anything is removed.
+    """
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in full:
+        return True
+    if any(os.strerror(number) in str(error) for number in full):
+        return True
+    try:
+        return shutil.disk_usage(path).free < _NO_SPACE
+    except OSError:  # it is not there at present
+        return False
+
+
+_NO_SPACE = 1 << 20
+
+
+def inspect(path: Path) -> Manifest:
+    """Read a checkpoint's manifest, and compare names and sizes of all files with it; their content is not
+    read. `CheckpointError` names the file that differs."""
+    manifest = read_manifest(path)
+    try:
+        there = list(path.rglob("*"))
+        if links := [str(p.relative_to(path)) for p in there if p.is_symlink()]:
+            raise CheckpointError(f"checkpoint {path}: {min(links)} is a link, which no save writes")
+        present = {str(p.relative_to(path)) for p in there if p.is_file()} - {MANIFEST}
+        if odd := present ^ set(manifest.files):
+            raise CheckpointError(
+                f"checkpoint {path}: file {min(odd)} is missing or was not written by the save"
+            )
+        for name, (size, _) in manifest.files.items():
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(f"checkpoint {path}: file {name} has {found} bytes instead of {size}")
+    except OSError as error:
+        what = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
+        raise CheckpointError(what) from None
+    if path.name.startswith("step-") and path.name.split(".")[0] != f"step-{manifest.step}":
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} says step {manifest.step}; it was renamed")
+    return manifest
+
+
+def verify(path: Path) -> Manifest:
+    """`inspect`, and read every file of a checkpoint: in one process, for those who have no ranks."""
+    manifest = inspect(path)
+    if (what := damage(path, manifest.files)) is not None:
+        raise CheckpointError(f"checkpoint {path}: {what}")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What the manifest of a checkpoint says; `CheckpointError` if it cannot be."""
+    try:
+        return Manifest.from_json(read_text(path / MANIFEST))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} has no readable manifest ({error})") from None
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace a small file atomically, so that a crash leaves the old or the new content."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,170 @@
+"""A second home for checkpoints at any fsspec URL: object stores, other file systems.
+
+Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also runs of one name,
+never see each other's files. Object stores cannot rename, so the manifest is the last file of a checkpoint to
+be written: a folder without one is no checkpoint. A mirror that is a directory can also be written to by the
+ranks themselves, and read in place.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import ConfigError
+from braid.actors.config.urls import check_protocol, file_system
+from braid.actors.controller.state.manifest import (
+    MANIFEST,
+    STEP_NAME,
+    CheckpointStore,
+    Manifest,
+    read_manifest,
+    to_be_removed,
+)
+
+_RUN_FILE = "run.json"
+_KEY = "checkpoint.mirror"
+
+
+class MirrorError(ConfigError):
+    """The mirror cannot be reached or used."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What tells a run from all others."""
+
+    name: str
+    mark: str
+    """Drawn when the run begins; its manifests have it."""
+    replaces: tuple[str, ...] = ()
+    """Marks of the runs of this name that its user gave up for it (``--overwrite``)."""
+
+
+def check_url(url: str) -> None:
+    """`ConfigError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    check_protocol(_KEY, url)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    files, root = file_system(_KEY, url)
+    files.invalidate_cache()  # others write there
+    return files, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def _using(url: str, what: str) -> Iterator[None]:
+    """Raise `MirrorError`, with ``what`` failed, for any error in the block: file systems raise what they
+    like."""
+    try:
+        yield
+    except MirrorError:
+        raise
+    except Exception as error:
+        raise MirrorError(f"checkpoint.mirror={url!r}: {what}: {error}") from None
+
+
+def mark_at(url: str, name: str) -> str:
+    """The mark of the run of a name that has checkpoints at a mirror; empty if there is none.
+
+    `MirrorError` if there are several, none of which replaces the others, or the mirror does not answer.
+    """
+    files, root = _open(url)
+    with _using(url, "it cannot be read"):
+        begun = {
+            str(path).rsplit("/", 2)[1]: json.loads(files.cat_file(path))
+            for path in files.glob(f"{root}/{name}/*/{_RUN_FILE}")
+        }
+        saved = {str(path).rsplit("/", 3)[1] for path in files.glob(f"{root}/{name}/*/step-*/{MANIFEST}")}
+        replaced = {mark for content in begun.values() for mark in content["replaces"]}
+    marks = sorted((begun.keys() & saved) - replaced)
+    if len(marks) > 1:
+        raise MirrorError(
+            f"checkpoint.mirror={url!r} has checkpoints of {len(marks)} runs named {name!r} "
+            f"({', '.join(marks)}); write the mark of the one that is to go on into the file run-mark of the "
+            f"run's directory"
+        )
+    return marks[0] if marks else ""
+
+
+class Mirror:
+    """Copies of one run's checkpoints at a URL."""
+
+    def __init__(self, url: str, run: RunIdentity) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.url, self.run = url, run
+        self._files, root = _open(url)
+        self._root = f"{root}/{run.name}/{run.mark}"
+        local = isinstance(self._files, LocalFileSystem)
+        self.store = CheckpointStore(Path(self._root)) if local else None
+        """The mirror as a directory, if it is one: another disk, or a shared file system."""
+
+    def begin(self) -> None:
+        """Write down whose folder it is; to be called before anything is written there."""
+        place = f"{self._root}/{_RUN_FILE}"
+        with _using(self.url, f"{place} cannot be written"):
+            if not self._files.exists(place):
+                self._files.makedirs(self._root, exist_ok=True)
+                self._files.pipe_file(place, json.dumps(asdict(self.run)).encode())
+
+    def put(self, checkpoint: Path) -> None:
+        """Copy a published checkpoint, its manifest last."""
+        self.begin()
+        target = f"{self._root}/{checkpoint.name}"
+        manifest = read_manifest(checkpoint)
+        self._check_own(manifest.run, checkpoint.name)
+        with _using(self.url, f"{checkpoint.name} was not copied"):
+            if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
+                self._check_own(self._run_of(target), checkpoint.name)
+                self._files.rm_file(f"{target}/{MANIFEST}")
+            for name in [*sorted(manifest.files), MANIFEST]:
+                place = f"{target}/{name}"
+                self._files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
+                self._files.put_file(str(checkpoint / name), place)
+
+    def steps(self) -> list[int]:
+        """Steps whose copies are whole, oldest first."""
+        with _using(self.url, "it cannot be read"):
+            self._files.invalidate_cache()
+            manifests = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
+        names = [str(path).rsplit("/", 2)[1] for path in manifests]
+        return sorted(int(match.group(1)) for name in names if (match := STEP_NAME.fullmatch(name)))
+
+    def collect(self, keep: int, keep_every: int, newest: int) -> None:
+        """Remove old copies by the same rule as in the run's own directory; ``newest`` was copied last."""
+        steps = [step for step in self.steps() if step <= newest]
+        for step in to_be_removed(steps, keep, keep_every):
+            folder = f"{self._root}/step-{step}"
+            with _using(self.url, f"{folder} cannot be removed"):
+                self._check_own(self._run_of(folder), f"step-{step}")
+                self._files.rm_file(f"{folder}/{MANIFEST}")  # first: half a folder is no checkpoint
+                self._files.rm(folder, recursive=True)
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a copy; `MirrorError` if the copy is another run's, or cannot be read."""
+        with _using(self.url, f"step {step} cannot be copied"):
+            manifest = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
+        self._check_own(manifest.run, f"step-{step}")
+        return manifest
+
+    def fetch(self, step: int, into: Path) -> None:
+        """Copy a checkpoint back, into an empty folder; nothing of it is good before it is verified."""
+        with _using(self.url, f"step {step} cannot be copied"):
+            for name in [*self.manifest(step).files, MANIFEST]:
+                place = (into / name).resolve()
+                if not place.is_relative_to(into.resolve()):
+                    raise MirrorError(
+                        f"checkpoint.mirror={self.url!r}: step {step} names a file {name!r} outside"
+                    )
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/step-{step}/{name}", str(place))
+
+    def _run_of(self, folder: str) -> Any:
+        return json.loads(self._files.cat_file(f"{folder}/{MANIFEST}")).get("run")
+
+    def _check_own(self, mark: Any, what: str) -> None:
+        if mark != self.run.mark:
+            raise MirrorError(f"checkpoint.mirror={self.url!r}: {what} is of another run and is left alone")

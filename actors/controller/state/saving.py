@@ -1,0 +1,357 @@
+"""Checkpoints of a run while it trains: written by the ranks, published by a thread here, in the background.
+
+A save has two halves. The ranks copy their state to host memory, which is all that training waits for, write
+it, hash it meanwhile and read it back; then the controller collects what the files are, gives the checkpoint
+its name and removes old ones. The mirror gets its copy later, from a thread of its own (`uploads.py`). A save
+that fails is tried again with the same state; where there is no room in the run's directory, in the mirror,
+if that is another disk. Whatever comes of it, training goes on. One save is under way at a time.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import CheckpointConfig, Config
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
+from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
+from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.manifest import CheckpointStore, disk_is_full
+from braid.actors.controller.state.recovery import newest_common, rank_names
+from braid.actors.controller.state.uploads import Uploads
+from braid.actors.stage.rank.interface import Rank
+from braid.actors.stage.rank.messages import CopiesHeld, Rendezvous, Rescue, Written
+
+_TRIES = 3
+"""Of one save; then training goes on to the next one."""
+_UPLOAD_SECONDS = 60.0
+"""For a rescued checkpoint to come to the mirror, when the run ends by an error."""
+_LATE_SECONDS = 30.0
+"""For publications that are under way, where what comes next needs them."""
+_AGAIN_SECONDS = 60.0
+"""After a save that failed, until the next one is due whatever the configuration says."""
+
+
+@dataclass
+class _Save:
+    """One that is under way."""
+
+    step: int
+    generation: int
+    facts: Mapping[str, Any]
+    home: CheckpointStore
+    begun: float = field(default_factory=time.perf_counter)
+    folder: Path = Path()
+    tries: int = 0
+    stalled_s: float = 0.0
+    published: "Future[Path] | None" = None
+
+
+class Saver:
+    """Saves checkpoints of one run."""
+
+    def __init__(self, homes: Homes, directory: RunDirectory, keeping: CheckpointConfig) -> None:
+        self._homes, self._directory, self._keeping = homes, directory, keeping
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._uploads = Uploads(homes.mirror, keeping) if homes.mirror is not None else None
+        self._save: _Save | None = None
+        self._late: list[_Save] = []
+        """Abandoned by their ranks, but written: their publication is told when it is over."""
+        self.last_step: int | None = None
+        """Of the newest checkpoint of this run."""
+        self._asked = 0
+        """The step that a checkpoint was last asked of; there may have been no room for it."""
+        self._asked_at = time.monotonic()
+        self._failed_at: float | None = None
+        self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
+        """A disk that stays full is told of again after pauses that grow."""
+        self.why_not = ""
+        """What became of the save that failed last."""
+        self.published = False
+        """Whether a checkpoint of this run has been published since this controller began."""
+        self._rescued = False
+        self._told_of: set[str] = set()
+        """Trouble with old checkpoints that was told."""
+
+    def step_done(
+        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """What there is to do between two steps: look after the save under way, begin a save that is due.
+
+        Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
+        """
+        yield from self.look(group)
+        if self.due(step):
+            yield from self.begin(group, step, generation, facts)
+        most = self._keeping.lose_at_most
+        if most is not None and self._save is not None and step + 1 - (self.last_step or 0) > most:
+            yield from self.finish(group)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the newest save has failed."""
+        return self._failed_at is not None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is wanted of a state: at every so many steps, or so many seconds after the
+        last one, and where one was lost.
+
+        That is so after a failure that copies in memory made up for: it also ended the save under way.
+        """
+        if step <= self._asked:
+            return False
+        every, now = self._keeping.every, time.monotonic()
+        if every and (step % every == 0 or step - self._asked > every):
+            return True
+        if self._failed_at is not None and now - self._failed_at > _AGAIN_SECONDS:
+            return True
+        seconds = self._keeping.seconds_between
+        return seconds > 0 and now - self._asked_at > seconds
+
+    def resumed(self, done: int) -> None:
+        """The run goes on from the state after ``done`` steps, which may have been in memory alone."""
+        self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
+        self._asked = self.last_step or 0
+
+    def begin(
+        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
+        save = _Save(step, generation, facts, self._homes.store)
+        yield from self.finish(group)  # the save under way
+        self._asked, self._asked_at, self._failed_at = step, time.monotonic(), None
+        self._save = save
+        yield from self._write(group, save)
+        save.stalled_s = time.perf_counter() - save.begun
+
+    def _write(self, group: WorkerGroup, save: _Save) -> Iterator[CheckpointSaved | Incident]:
+        """Let the ranks write, into a folder of its own; the state is taken at the first try."""
+        save.tries += 1
+        save.published = None
+        try:
+            save.folder = save.home.begin(save.step, save.generation)
+        except OSError as error:
+            yield from self._failed(group, save, error)
+            return
+        if self._keeping.asynchronous:
+            group.call_all(Rank.begin_save, str(save.folder), save.step, save.tries > 1)
+            return
+        written: list[Written] = group.call_all(Rank.save, str(save.folder), save.step)
+        yield from self._written(group, save, written)
+        yield from self.finish(group)
+
+    def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[CheckpointSaved | Incident]:
+        """See how the save under way gets on; a step passes between two looks."""
+        yield from self._look_after_late_ones()
+        yield from self._look_after_old_ones()
+        if (save := self._save) is None:
+            return
+        if save.published is None:
+            written: list[Written | None] = group.call_all(Rank.save_finished, wait)
+            if None in written:
+                return
+            yield from self._written(group, save, [part for part in written if part is not None])
+        if save is self._save and save.published is not None and (wait or save.published.done()):
+            try:
+                path = save.published.result()
+            except (OSError, ValueError) as error:
+                yield from self._failed(group, save, error)
+            else:
+                self._save = None
+                yield from self._told(save, path)
+
+    def finish(self, group: WorkerGroup) -> Iterator[CheckpointSaved | Incident]:
+        """Wait until no save is under way; copies to the mirror may be."""
+        while self._save is not None:
+            yield from self.look(group, wait=True)
+
+    def settle(self) -> Iterator[CheckpointSaved | Incident]:
+        """Wait until all copies have come to the mirror, at the end of a run."""
+        if self._uploads is not None:
+            self._uploads.wait()
+        yield from self._look_after_late_ones()
+        yield from self._look_after_old_ones()
+
+    def abandon(self) -> None:
+        """The ranks have failed: what they have written whole is still published, the rest is removed.
+
+        Nothing here is waited for: recovery comes first.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return
+        if save.published is None:
+            self._publisher.submit(shutil.rmtree, save.folder, ignore_errors=True)
+        else:
+            self._late.append(save)
+
+    def late_ones(self) -> Iterator[CheckpointSaved | Incident]:
+        """Wait until saves that were abandoned, but written whole, are published: a state to go on from. That
+        takes a moment, unless the disk hangs."""
+        wait_for([save.published for save in self._late if save.published is not None], _LATE_SECONDS)
+        yield from self._look_after_late_ones()
+
+    def _look_after_late_ones(self) -> Iterator[CheckpointSaved | Incident]:
+        for save in [save for save in self._late if save.published is not None and save.published.done()]:
+            self._late.remove(save)
+            assert save.published is not None
+            if save.published.exception() is None:
+                yield from self._told(save, save.published.result())
+            else:
+                shutil.rmtree(save.folder, ignore_errors=True)
+        for copy in self._uploads.failed() if self._uploads is not None else ():
+            yield self._directory.note("save-failed", copy.step, copy.generation, copy.trouble)
+
+    def _look_after_old_ones(self) -> Iterator[Incident]:
+        """Tell, once each, what could not be removed of old checkpoints."""
+        homes = (self._homes.store, self._homes.spare)
+        for text in (text for home in homes if home is not None for text in home.trouble()):
+            if text not in self._told_of:
+                self._told_of.add(text)
+                yield self._directory.note("telemetry", self.last_step or 0, 0, text, shown_as="failed")
+
+    def rescue(
+        self, group: WorkerGroup, config: Config, done: int, generation: int, facts: Mapping[str, Any]
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
+
+        The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it
+        goes on from the newest checkpoint. ``done``: the number of recorded steps. Ranks that hold no state,
+        such as ranks that have just been replaced, are not asked.
+        """
+        layout, left = config.layout(), group.left()
+        try:
+            held = dict(zip(left, group.call_some(left, Rank.copies_held), strict=True))
+            nothing = CopiesHeld(own=(), partner=None, partners=())
+            all_held = [held.get(rank, nothing) for rank in range(layout.ranks)]
+            common = newest_common(all_held, layout.mesh, done)
+            if common is None or common[0] <= (self.last_step or 0):
+                return
+            step, sources = common
+            save = _Save(step, generation, facts, self._homes.store)
+            yield from self._write_copies(group, save, sources, config.cluster.group_timeout_s)
+            holders = rank_names(sorted(set(sources)))
+            kind, text = "rescued", f"{holders} held the states of all ranks after step {step} in memory"
+        except (WorkerError, ValueError, OSError) as error:
+            kind, text = "failed", f"copies in memory could not be written as a checkpoint: {error}"
+        yield self._directory.note(kind, done, generation, text)
+
+    def _write_copies(
+        self, group: WorkerGroup, save: _Save, sources: Sequence[int], timeout_s: float
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """Let ``sources`` write the states that they hold, and publish them at once: in the run's own
+        directory or, if that fails, in a mirror that is another disk. Raises the error if no place takes it.
+        """
+        holders = sorted(set(sources))
+        homes = [home for home in (self._homes.store, self._homes.spare) if home is not None]
+        for save.home in homes:
+            try:
+                save.folder = save.home.begin(save.step, save.generation)
+                group.call_some(holders, Rank.leave)
+                port = group.call(holders[0], Rank.open_store, timeout_s)
+                address = group.addresses[holders[0]]
+                plan = Rescue(
+                    meeting=Rendezvous(address=address, port=port, generation=save.generation),
+                    survivors=tuple(holders),
+                    step=save.step,
+                    sources=tuple(sources),
+                )
+                written = group.call_some(holders, Rank.rescue, str(save.folder), plan)
+                if failures := [part.failure for part in written if part.failure]:
+                    raise OSError("; ".join(failures))
+                path = self._publish(save, written)
+                break
+            except (OSError, ValueError, WorkerError):
+                if save.home is homes[-1]:
+                    raise
+            finally:
+                if save.folder.name:
+                    shutil.rmtree(save.folder, ignore_errors=True)  # published, it has another name
+        save.stalled_s = time.perf_counter() - save.begun
+        self._rescued = True
+        yield from self._told(save, path)
+
+    def close(self) -> None:
+        """Nothing is under way any more: what the ranks have not written whole is removed."""
+        self.abandon()
+        self._publisher.shutdown()
+        if self._uploads is not None and self._rescued:  # what is rescued may have no other home tomorrow
+            self._uploads.wait(_UPLOAD_SECONDS)
+        if self._uploads is not None:
+            self._uploads.close()
+
+    def _written(
+        self, group: WorkerGroup, save: _Save, written: Sequence[Written]
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """All ranks are done: publish what they wrote, unless one could not."""
+        if failures := list(dict.fromkeys(part.failure for part in written if part.failure)):
+            yield from self._failed(group, save, "; ".join(failures))
+        else:
+            save.published = self._publisher.submit(self._publish, save, written)
+
+    def _publish(self, save: _Save, written: Sequence[Written]) -> Path:
+        keeping = self._keeping
+        files = {name: digest for part in written for name, digest in part.files.items()}
+        if save.home is self._homes.spare and self._homes.mirror is not None:
+            self._homes.mirror.begin()
+        path = save.home.publish(save.folder, files, step=save.step, run=self._homes.run, **save.facts)
+        in_home = save.home is self._homes.store
+        if self._uploads is not None and in_home:
+            self._uploads.add(save.step, save.generation, path)
+        save.home.collect(
+            keeping.keep,
+            keeping.keep_every,
+            save.step,
+            run=self._homes.run,
+            generation=save.generation,
+            spared=self._uploads.in_use() if self._uploads is not None and in_home else (),
+        )
+        return path
+
+    def _told(self, save: _Save, path: Path) -> Iterator[CheckpointSaved | Incident]:
+        self.last_step, self.published = save.step, True
+        self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
+        seconds = time.perf_counter() - save.begun
+        if not self._keeping.asynchronous:  # told before `begin` is over
+            save.stalled_s = seconds
+        text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
+        if save.home is not self._homes.store:
+            text += f"; in {save.home.directory}, as the run's own disk is full"
+        self._directory.note(
+            "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
+        )
+        yield CheckpointSaved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
+
+    def _failed(
+        self, group: WorkerGroup, save: _Save, error: Exception | str
+    ) -> Iterator[CheckpointSaved | Incident]:
+        """Try again, elsewhere if the disk is full; after so many tries training goes on without."""
+        full = disk_is_full(save.home.directory, error)
+        shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
+        spare, what = self._homes.spare, f"the checkpoint of step {save.step}"
+        if full and spare is not None and save.home is not spare:
+            save.home = spare
+            yield from self._write(group, save)
+            return
+        if not full and save.tries < _TRIES:
+            text = f"{what} failed ({error}); it is tried again"
+            yield self._directory.note("save-failed", save.step, save.generation, text)
+            yield from self._write(group, save)
+            return
+        self._save, self._failed_at = None, time.monotonic()
+        self.why_not = "does not fit on the disk" if full else f"failed ({error})"
+        if full and self._failed_at < self._silent_until:
+            return  # it was told
+        self._silent_until = self._failed_at + self._silence_s
+        self._silence_s *= 2
+        text = f"{what} {self.why_not}; training goes on"
+        yield self._directory.note("save-failed", save.step, save.generation, text)
+
+
+def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:
+    """What a checkpoint's manifest says beside its files."""
+    return {"layout": asdict(layout), "data": data, "shape": asdict(shape)}

@@ -1,0 +1,1 @@
+"""Token files, and which samples a rank reads in which step (`samples.py`, `token_files.py`)."""

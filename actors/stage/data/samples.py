@@ -1,0 +1,226 @@
+"""A rank's samples, which are its data-parallel replica's, as micro-batches on its device.
+
+Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank has s and their successors,
+M micro-batches, T tokens of a micro-batch.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from braid.actors.config import Config
+from braid.actors.stage.data.token_files import (
+    TRAIN,
+    VALIDATION,
+    TokenShards,
+    read_index,
+    sample_ids,
+    samples_digest,
+)
+from braid.actors.stage.model.context import ModuleContext
+from braid.actors.stage.run.micro_batch import MicroBatch
+from braid.actors.stage.state.parameters import Place
+from braid.kernels.operators.context_blocks import (
+    Documents,
+    TokenOrder,
+    causal_order,
+    document_order,
+    documents_of,
+)
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import beyond
+from braid.scheduling.text.pattern import documents_seen
+
+Batches = list[MicroBatch | None]
+"""One for each micro-batch; None on a rank that has no part of the model that sees tokens."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
+    micro-batch, where tokens attend to those of their own only."""
+
+    tokens: torch.Tensor
+    documents: list[Documents]
+
+
+_Tokens = TypeVar("_Tokens")
+
+
+class ReadingAhead(Generic[_Tokens]):
+    """Calls ``read(step)`` one step ahead, in a thread: which tokens a step takes is known beforehand."""
+
+    def __init__(self, read: Callable[[int], _Tokens]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self._next: tuple[int, Future[_Tokens]] | None = None
+
+    def of(self, step: int) -> _Tokens:
+        """What ``read(step)`` gives, or raises; begins to read the next step's."""
+        ahead, self._next = self._next, None
+        tokens = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
+        self._next = step + 1, self._thread.submit(self._read, step + 1)
+        return tokens
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class ReplicaSamples:
+    """Training samples by step, read one step ahead, and samples of a validation."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        sequence: int,
+        layout: ParallelLayout,
+        place: Place,
+        chunks: Collection[int],
+        device: torch.device,
+    ) -> None:
+        """``place``: the rank's, whose replica has some samples, and which has some tokens of these.
+        ``chunks``: of the model, on the rank.
+
+        `ValueError` as `TokenShards.open`.
+        """
+        self._config, self._layout, self._device = config, layout, device
+        self._place = place
+        self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
+        index = read_index(directory)
+        self._train = TokenShards.open(directory, TRAIN, sequence, index)
+        validates = config.data.validation_fraction > 0
+        self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
+        self._validated = np.zeros(0, np.int64)
+        if self._validation is not None:
+            self._validated = self._validation.spread(config.train.validation_samples)
+        ends = any(layout.is_first(chunk) or layout.is_last(chunk) for chunk in chunks)
+        self._sees_tokens = ends or config.data.document_mask
+        self._ahead = ReadingAhead(self._read)
+        self._newest = np.zeros(0, np.int64)
+
+    def of_step(self, step: int) -> Batches:
+        """Micro-batches of a training step (from 0); the next step's are read meanwhile."""
+        self._newest, own = self._ahead.of(step)
+        return self._batches(self._newest, own)
+
+    def digest(self) -> int:
+        """Tells the samples of the step that was asked for last from others (`samples_digest`)."""
+        return samples_digest(self._newest)
+
+    @property
+    def validation_micro_batches(self) -> int:
+        """Of this replica, as of all others, in one validation; 0 if nothing is held out."""
+        return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.dp))
+
+    def of_validation(self) -> Batches:
+        """The samples that every validation takes; samples that only fill up micro-batches do not count."""
+        assert self._validation is not None
+        filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.dp
+        ids = self._mine(np.resize(self._validated, filled))
+        counted = self._mine(np.arange(filled) < len(self._validated))
+        return self._batches(ids, self._tokens(self._validation, ids), counted)
+
+    def documents(self) -> list[Mapping[str, Documents]]:
+        return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
+
+    def facts(self) -> dict[str, int | str | None]:
+        """The data's identity; and the tokens that a validation predicts, with their bytes of text."""
+        facts: dict[str, int | str | None] = {"fingerprint": self._train.index.fingerprint}
+        if self._validation is not None:
+            targets = self._validation.tokens_at(self._validated)[:, 1:]
+            facts["validation_tokens"] = targets.size
+            facts["validation_bytes"] = self._validation.index.bytes_of(targets)
+        return facts
+
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _mine(self, ids: np.ndarray) -> np.ndarray:
+        """Every dp-th micro-batch of a global batch belongs to this replica.
+
+        So those that ranks of ep have at once, whose rows an expert takes up in one product, are next to each
+        other in the batch, and are the same for any dp.
+        """
+        turns = ids.reshape(-1, self._layout.dp, self._config.train.micro_batch)
+        return turns[:, self._replica].flatten()
+
+    def _read(self, step: int) -> tuple[np.ndarray, _Own | None]:
+        train = self._config.train
+        batch = train.global_batch
+        ids = self._mine(sample_ids(train.seed, self._train.samples, step * batch, batch))
+        return ids, self._tokens(self._train, ids)
+
+    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own | None:
+        """On the host, in memory that a GPU can copy from by itself."""
+        if not self._sees_tokens:
+            return None
+        windows_NS = torch.from_numpy(shards.tokens_at(ids))
+        orders = self._orders(windows_NS[:, :-1], shards.index.end_of_document)
+        own_Ns = torch.tensor([order.own for order in orders])
+        tokens_2Ns = torch.stack([windows_NS.gather(1, own_Ns), windows_NS.gather(1, own_Ns + 1)])
+        if self._device.type == "cuda":
+            tokens_2Ns = tokens_2Ns.pin_memory()
+        if not self._config.data.document_mask:
+            return _Own(tokens_2Ns, [])
+        restart = self._config.data.restart_positions
+        each = self._config.train.micro_batch
+        batches = (orders[begin : begin + each] for begin in range(0, len(orders), each))
+        return _Own(tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches])
+
+    def _orders(self, inputs_Ns: torch.Tensor, end: int) -> list[TokenOrder]:
+        """Which tokens of every sample are this rank's. ``end``: the token that ends a document."""
+        sequence, ranks = inputs_Ns.shape[1], self._layout.cp
+        if not self._config.data.document_mask:
+            return [causal_order(ranks, self._context, sequence)] * len(inputs_Ns)
+        orders = []
+        for number, sample_s in enumerate(inputs_Ns):
+            documents = [0, *((sample_s[:-1] == end).nonzero().flatten() + 1).tolist()]
+            place = number % self._config.train.micro_batch
+            orders.append(document_order(ranks, self._context, sequence, documents, place))
+        return orders
+
+    def _batches(self, ids: np.ndarray, own: _Own | None, counted: np.ndarray | None = None) -> Batches:
+        """``counted``: which samples do, where not all of them."""
+        count = len(ids) // self._config.train.micro_batch
+        if own is None:
+            return [None] * count
+        tokens_2Ns = own.tokens.to(self._device, non_blocking=True)
+        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in tokens_2Ns)
+        documents = [
+            _by_degree(one.on(self._device), self._layout, self._place) for one in own.documents
+        ] or [{}] * count
+        counted_MT: Sequence[torch.Tensor | None] = [None] * count
+        if counted is not None:
+            counted_Ns = torch.from_numpy(counted)[:, None].expand(own.tokens.shape[1:]).to(self._device)
+            counted_MT = counted_Ns.reshape(count, -1).unbind()
+        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
+
+
+def documents_to_measure(
+    samples: ReplicaSamples | None, config: Config, context: ModuleContext
+) -> list[Mapping[str, Documents]]:
+    """`MicroBatch.documents` of the first step; without data of one whose samples are one document each.
+
+    None where tokens attend to all of their sample anyway.
+    """
+    shape, place, layout = context.shape, context.place, config.layout()
+    if samples is not None or not shape.documents:
+        return [] if samples is None else samples.documents()
+    numbers = range(config.train.micro_batch)
+    orders = [document_order(layout.cp, place.on("cp"), shape.sequence, [0], number) for number in numbers]
+    return [_by_degree(documents_of(orders, restart=False).on(context.device), layout, place)]
+
+
+def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> dict[str, Documents]:
+    """Of a micro-batch, and of the samples of this rank's group in layers with degrees of their own."""
+    found = {documents_seen(): documents}
+    for degree in layout.own_degrees:
+        groups = layout.tp // degree
+        found[documents_seen(degree)] = documents.part(place.on(beyond(degree)), groups)
+    return found

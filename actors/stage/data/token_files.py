@@ -1,0 +1,319 @@
+"""The reading side of training data: a prepared folder of token shards, and the order of its samples.
+
+A prepared data set (`braid.jobs.data.prepare` writes it) is a folder that never changes once it is visible:
+
+    index.json            what is there: tokenizer, dtype, and for every split its shards (`DataIndex`)
+    train-00000.bin ...   tokens, little-endian, nothing else; the split is the shards end to end
+    validation-00000.bin ...
+
+Sample i of a split is the window of sequence + 1 tokens that starts at token i * sequence, so that every
+token but the first is predicted once per epoch, and windows may cross document and shard borders.
+
+Shape suffixes: N samples, S = sequence + 1 tokens of a window.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from braid.actors.stage.files.reading import UnreadableError, read_text
+
+INDEX_FILE = "index.json"
+INDEX_FORMAT = "braid-tokens"
+INDEX_VERSION = 1
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TRAIN, VALIDATION = "train", "validation"
+
+_AGAIN = "prepare it again (`braid prepare`)"
+
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShard:
+    """One file of a split; a document is counted in the shard that holds its end."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    file: str
+    tokens: Count
+    bytes_of_text: Count
+    documents: Count
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIndex:
+    """What `index.json` says.
+
+    ``request`` identifies what the data set was made from (inputs' path, size and time, tokenizer,
+    parameters); ``sources`` and ``parameters`` are the readable part of that. When copies of the inputs are
+    found, their places are written down instead.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocabulary: Count
+    end_of_document: Count
+    dtype: Literal["uint16", "uint32"]
+    splits: Mapping[str, tuple[TokenShard, ...]]
+    documents_skipped: Count  # not UTF-8, and left out for that
+    documents_empty: Count  # nothing but white space, and left out
+    request: str
+    parameters: Mapping[str, Any]
+    sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
+    token_bytes: tuple[Count, ...] = ()
+    """UTF-8 bytes of text that every token id stands for, 0 for special tokens; empty in older data sets, and
+    where the tokenizer does not keep the text."""
+    # empty or 0 in older data sets:
+    contents: tuple[str, ...] = ()  # of every source, format and SHA-256
+    end_token: str = ""  # the name of end_of_document
+    characters: Count = 0  # of the documents
+    characters_lost: Count = 0  # without a token
+    tokens_unknown: Count = 0  # the tokenizer's own token for text that it does not know
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the tokens themselves: the same wherever, whenever and from whatever path prepared."""
+        content = [
+            INDEX_VERSION,
+            self.tokenizer_fingerprint,
+            self.vocabulary,
+            self.end_of_document,
+            self.dtype,
+            {split: [[s.tokens, s.sha256] for s in shards] for split, shards in self.splits.items()},
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.splits[split])
+
+    def bytes_of(self, tokens: np.ndarray) -> int | None:
+        """UTF-8 bytes of the text that tokens stand for; None if that is not known."""
+        return int(np.array(self.token_bytes)[tokens].sum()) if self.token_bytes else None
+
+    def to_json(self) -> str:
+        """Text of `index.json`; `read_index` is its inverse."""
+        return json.dumps({"format": INDEX_FORMAT, "version": INDEX_VERSION, **asdict(self)}, indent=1)
+
+
+def read_index(directory: Path) -> DataIndex:
+    """Read a prepared folder's index and check it against the sizes of the shards.
+
+    Raises `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data
+    set, was written by another version, is damaged, or has a shard of another size. Both name the remedy.
+    """
+    path = directory / INDEX_FILE
+    try:
+        entries = json.loads(read_text(path))
+    except OSError as fault:
+        raise UnreadableError(
+            f"data set {directory}: cannot read {INDEX_FILE} ({fault.strerror}); run `braid prepare`, "
+            "and put the folder where every node sees it"
+        ) from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is not JSON; {_AGAIN}") from None
+    if not isinstance(entries, dict) or entries.pop("format", None) != INDEX_FORMAT:
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is not that of a Braid data set; {_AGAIN}")
+    if (version := entries.pop("version", None)) != INDEX_VERSION:
+        raise ValueError(
+            f"data set {directory}: {INDEX_FILE} has version {version!r}, this Braid reads {INDEX_VERSION}; "
+            f"{_AGAIN}"
+        )
+    try:
+        index = _parse_index(entries)
+    except ValueError as fault:
+        raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
+    for shards in index.splits.values():
+        for shard in shards:
+            _check_size(directory, shard, TOKEN_DTYPES[index.dtype].itemsize)
+    return index
+
+
+def _parse_index(entries: dict[str, Any]) -> DataIndex:
+    """`ValueError` says what is wrong with the first wrong entry."""
+    try:
+        index = TypeAdapter(DataIndex).validate_python(entries)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    for shard in (shard for shards in index.splits.values() for shard in shards):
+        # a plain file name: an index cannot point outside its folder
+        if Path(shard.file).name != shard.file or not shard.tokens:
+            raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
+    if len(index.token_bytes) not in (0, index.vocabulary):
+        counts = f"{len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
+        raise ValueError(f"token_bytes has {counts}")
+    if set(index.splits) != {TRAIN, VALIDATION}:
+        raise ValueError(f"splits are {sorted(index.splits)}")
+    return index
+
+
+def _check_size(directory: Path, shard: TokenShard, itemsize: int) -> None:
+    wanted = shard.tokens * itemsize
+    try:
+        size = (directory / shard.file).stat().st_size
+    except OSError as fault:
+        raise UnreadableError(f"data set {directory}: {shard.file}: {fault.strerror}; {_AGAIN}") from None
+    if size != wanted:
+        raise ValueError(f"data set {directory}: {shard.file} has {size} bytes, not {wanted}; {_AGAIN}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenShards:
+    """One split of a prepared data set, memory-mapped and cut into samples. Make it with `open`."""
+
+    directory: Path
+    split: str
+    sequence: int  # tokens that a sample predicts; its window is one longer
+    index: DataIndex
+    arrays: tuple[np.ndarray, ...]  # one per shard, read-only
+    starts: np.ndarray  # [shards + 1] int64: first token of every shard, then the total
+
+    @classmethod
+    def open(
+        cls, directory: Path | str, split: str, sequence: int, index: DataIndex | None = None
+    ) -> "TokenShards":
+        """Open ``split`` of the data set in ``directory`` for windows of ``sequence`` + 1 tokens.
+
+        index: the folder's, if it was read before: reading it asks for the size of every shard.
+
+        Raises ValueError as `read_index` does, and if the split is too short for one sample.
+        """
+        assert sequence >= 1, sequence
+        directory = Path(directory)
+        index = index or read_index(directory)
+        shards = index.splits.get(split, ())
+        total = sum(shard.tokens for shard in shards)
+        if total < sequence + 1:
+            raise ValueError(
+                f"data set {directory}: split {split!r} has {total} tokens, one sample of sequence "
+                f"{sequence} needs {sequence + 1}; add text to data.files, "
+                + ("raise data.validation_fraction, " if split == VALIDATION else "")
+                + "or shorten the sequence"
+            )
+        dtype = TOKEN_DTYPES[index.dtype]
+        return cls(
+            directory=directory,
+            split=split,
+            sequence=sequence,
+            index=index,
+            arrays=tuple(np.memmap(directory / shard.file, dtype=dtype, mode="r") for shard in shards),
+            starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def samples(self) -> int:
+        """Samples in one epoch; the last tokens that do not fill a window are left out."""
+        return (self.tokens - 1) // self.sequence
+
+    def spread(self, most: int) -> np.ndarray:
+        """Ids of up to ``most`` samples at equal distances over the split, all different: [count] int64."""
+        count = min(most, self.samples)
+        return np.arange(count, dtype=np.int64) * self.samples // count
+
+    def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Windows of the given samples: [N] integers -> [N, sequence + 1] int64. IndexError if outside."""
+        windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=np.int64)
+        for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
+            if not 0 <= sample < self.samples:
+                raise IndexError(
+                    f"sample {sample} of {self.samples} in {self.directory}, split {self.split!r}"
+                )
+            self._read(sample * self.sequence, window_S)
+        return windows_NS
+
+    def _read(self, start: int, out_S: np.ndarray) -> None:
+        """Fill ``out_S`` with the split's tokens from ``start`` on, across as many shards as it takes."""
+        shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(out_S):
+            offset = start + filled - int(self.starts[shard])
+            piece = self.arrays[shard][offset : offset + len(out_S) - filled]
+            out_S[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            shard += 1
+
+
+# The order of samples: a keyed permutation per epoch, computed where it is asked for and never stored.
+
+_ROUNDS = 24  # four mix large sets; the orders of five samples need so many to be equally likely
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
+    """Sample ids at the global positions start ... start + count - 1: [count] int64.
+
+    Position n is place n % samples of epoch n // samples, and every epoch is another permutation of
+    [0, samples): a pure function of (seed, n, samples), whatever the number of ranks. Position
+    step * global_batch + i is sample i of a step. Needs memory for ``count`` numbers only.
+    """
+    assert samples >= 1, samples
+    assert start >= 0, start
+    assert count >= 0, count
+    first_epoch, first_place = divmod(start, samples)  # Python's integers: start may be any size
+    steps = np.arange(count, dtype=np.int64) + first_place
+    epochs = (steps // samples).astype(np.uint64) + np.uint64(first_epoch % 2**64)
+    return _permute(_round_keys(seed, epochs), (steps % samples).astype(np.uint64), samples)
+
+
+def samples_digest(ids: np.ndarray) -> int:
+    """A number for a multiset of samples; numbers of parts add up to that of their union, modulo 2^64."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    return int(mixed.sum(dtype=np.uint64))
+
+
+def _permute(keys_RN: np.ndarray, places_N: np.ndarray, samples: int) -> np.ndarray:
+    """Permute [0, samples) by a Feistel network on the next power of two, walking cycles back inside."""
+    bits = (samples - 1).bit_length()
+    ids_N = _feistel(keys_RN, places_N, bits)
+    outside = np.flatnonzero(ids_N >= samples)
+    while len(outside):
+        ids_N[outside] = _feistel(keys_RN[:, outside], ids_N[outside], bits)
+        outside = outside[ids_N[outside] >= samples]
+    return ids_N.astype(np.int64)
+
+
+def _feistel(keys_RN: np.ndarray, values_N: np.ndarray, bits: int) -> np.ndarray:
+    """A bijection of [0, 2**bits): the high and the low half are hashed into each other by turns."""
+    low_bits = np.uint64((bits + 1) // 2)
+    low_mask = np.uint64(2 ** ((bits + 1) // 2) - 1)
+    high_mask = np.uint64(2 ** (bits // 2) - 1)
+    high_N, low_N = values_N >> low_bits, values_N & low_mask
+    for number, key_N in enumerate(keys_RN):
+        if number % 2:
+            high_N = high_N ^ (_mix(low_N ^ key_N) & high_mask)
+        else:
+            low_N = low_N ^ (_mix(high_N ^ key_N) & low_mask)
+    return (high_N << low_bits) | low_N
+
+
+def _round_keys(seed: int, epochs_N: np.ndarray) -> np.ndarray:
+    """Keys of all rounds: [N] epochs -> [rounds, N] uint64."""
+    seed_1 = _mix(np.array([seed % 2**64], dtype=np.uint64))
+    key_N = _mix(epochs_N + seed_1)  # not symmetric: seed 1 in epoch 2 is not seed 2 in epoch 1
+    return np.stack([_mix(key_N + np.array([number], dtype=np.uint64)) for number in range(_ROUNDS)])
+
+
+def _mix(values_N: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection that mixes all bits."""
+    z_N = values_N + _GOLDEN
+    z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z_N ^ (z_N >> np.uint64(31))

@@ -1,0 +1,66 @@
+"""Checksums of a checkpoint's files.
+
+A checkpoint of a large model is hashed by its ranks, each its share, and never by one process alone: while
+they write it (`checked_files.py`), when they read back what they wrote, and before they read it again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from io import BufferedReader
+from pathlib import Path
+
+from braid.actors.stage.files.reading import open_regular, read_text
+
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that says what all others are (`braid.actors.controller.state.manifest`)."""
+
+Digests = Mapping[str, tuple[int, str]]
+"""Bytes and SHA-256 of files, by their names in a checkpoint's folder."""
+
+
+PIECE_BYTES = 16 << 20
+"""What is read or written between two signs of progress: 2 MB/s are enough for one every 8 seconds."""
+
+
+def damage(
+    directory: Path, files: Digests, progress: Callable[[int], object] = lambda count: None
+) -> str | None:
+    """The first file that differs from its digest, and how; None if none does.
+
+    ``progress`` is told how many bytes were read since it was last told.
+    """
+    for name, (size, digest) in files.items():
+        try:
+            with open_regular(directory / name) as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != size:
+                    return f"file {name} has {found} bytes instead of {size}"
+                if _sha256(file, progress) != digest:
+                    return f"the checksum of file {name} is wrong"
+        except OSError as error:
+            return f"file {name} cannot be read: {error.strerror}"
+    return None
+
+
+def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
+    """`damage` in one rank's share of the files in a checkpoint's manifest: of about as many bytes each."""
+    try:
+        files = dict(json.loads(read_text(directory / MANIFEST))["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the controller could read it a moment ago
+        return f"{MANIFEST} cannot be read ({error})"
+    largest_first = sorted(files, key=lambda name: (-files[name][0], name))
+    return damage(directory, {name: (files[name][0], files[name][1]) for name in largest_first[rank::ranks]})
+
+
+def _sha256(file: BufferedReader, progress: Callable[[int], object]) -> str:
+    """Of what is on the disk, not of what the kernel still remembers of its writing."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    digest = hashlib.sha256()
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+        progress(len(piece))
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""Which kernels a rank's operators take: what ``train.kernels: auto`` asks about a run's model on GPUs."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from braid.actors.stage.rank.groups import Mesh
+from braid.actors.stage.rank.log import HEADER
+from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_folder, choose
+from braid.kernels.clock import DeviceClock
+from braid.kernels.family import OperatorFamily, candidates, operator_family
+from braid.kernels.trials import Laboratory, Measured, Use
+from braid.scheduling.model.sizes import PartSizes
+
+
+class KernelChoice:
+    """A rank's, over all generations: what was chosen once stays."""
+
+    def __init__(self) -> None:
+        self._kept = KeptChoices(choices_folder(os.environ))
+        self.told = ""
+        """What was chosen, for people; empty where nothing was to choose."""
+
+    def family(
+        self, kernels: str, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype
+    ) -> OperatorFamily:
+        """What makes operators for ``train.kernels``; all ranks call this together.
+
+        ValueError as `operator_family`.
+        """
+        self.told = ""
+        return operator_family(kernels, device, dtype, lambda: self._choose(sizes, mesh, device, dtype))
+
+    def _choose(self, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Choice:
+        assert mesh.groups is not None
+        used = tuple(uses(sizes))
+        asked = partial(
+            Question,
+            dtype=str(dtype),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            uses=used,
+        )
+        trials = _Trials(used, device, dtype)
+        choice = choose(
+            card=card(device),
+            asked=lambda cards: asked(cards=cards),
+            rank=mesh.rank,
+            gather=mesh.groups.gather,
+            measure=trials.measure,
+            kept=self._kept,
+        )
+        trials.end()
+        self.told = "kernels: " + ", ".join(f"{operator} by {name}" for operator, name in choice.items())
+        if mesh.rank == 0:
+            print(f"{HEADER} {self.told}")
+        return choice
+
+
+class _Trials:
+    """Measures on this rank's device; its clock holds memory only while it does."""
+
+    def __init__(self, used: tuple[Use, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self._used, self._device, self._dtype = used, device, dtype
+        self._laboratory: Laboratory | None = None
+
+    def measure(self, operator: str) -> Measured:
+        """One operator in all its places; the rank's log tells the times."""
+        self._laboratory = self._laboratory or Laboratory(
+            device=self._device, dtype=self._dtype, clock=DeviceClock(self._device)
+        )
+        kinds = candidates(operator, self._device, self._dtype)
+        measured = self._laboratory.measure([use for use in self._used if use.operator == operator], kinds)
+        print(f"{HEADER} {operator}: {', '.join(f'{name} {_told(one)}' for name, one in measured.items())}")
+        return measured
+
+    def end(self) -> None:
+        """Give memory back to the device."""
+        if self._laboratory is not None:
+            self._laboratory = None
+            torch.cuda.empty_cache()
+
+
+def _told(measured: int | str) -> str:
+    return f"{measured / 1e6:.3f} ms" if isinstance(measured, int) else f"is out ({measured})"
+
+
+def uses(sizes: PartSizes) -> Iterator[Use]:
+    """The operators of a model on its fullest rank, as `braid.actors.stage.model.layers` makes them.
+
+    Layers of one's own count like built-in ones.
+    """
+    shape = sizes.shape
+    layers, local = shape.layers, sizes.local_tokens
+    norm = "layer_norm" if shape.norms_center else "rms_norm"
+    settings: dict[str, Any] = {"hidden": shape.hidden, "eps": shape.norm_eps}
+    yield Use(operator=norm, tokens=local, times=2 * layers + 1, settings=settings)
+    activation = "swiglu" if shape.gated else "gelu"
+    for width, times in (
+        (shape.ffn, layers - shape.expert_layers),
+        (shape.shared_experts * shape.expert_width, shape.expert_layers),
+    ):
+        if width and times:
+            local_width = width // sizes.tp
+            yield Use(operator=activation, tokens=sizes.tokens, times=times, settings={}, width=local_width)
+    if shape.expert_layers:
+        yield from _experts(sizes)
+    settings = {
+        "heads": shape.heads // sizes.tp,
+        "kv_heads": shape.kv_heads // sizes.tp,
+        "head_dim": shape.head_dim,
+        "sequence": shape.sequence,
+        "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
+    }
+    yield Use(operator="attention", tokens=sizes.tokens, times=layers, settings=settings)
+    settings = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
+
+
+def _experts(sizes: PartSizes) -> Iterator[Use]:
+    """What works on rows of experts. Routing is balanced: a rank gets as many rows as it sends."""
+    shape, local, times = sizes.shape, sizes.local_tokens, sizes.shape.expert_layers
+    capacity = shape.capacity(local) if shape.capacity_factor else None
+    rows = sizes.tp * (local * shape.top_k if capacity is None else shape.experts * capacity)
+    width = shape.expert_width // sizes.tp
+    yield Use(operator="swiglu", tokens=rows, times=times, settings={}, width=width)
+    for operator in ("permute", "unpermute"):
+        yield Use(
+            operator=operator,
+            tokens=local,
+            times=times,
+            settings={"experts": shape.experts, "capacity": capacity},
+            width=shape.hidden,
+            choices=shape.top_k,
+        )

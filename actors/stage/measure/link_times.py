@@ -1,0 +1,164 @@
+"""What transfers outside layers take: of what replicas share, of stages over nodes and inside, of messages
+between pipeline stages."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.groups import Mesh
+from braid.actors.stage.rank.messages import MESSAGE, SUM, Together
+from braid.actors.stage.run.streams import Streams, Transfer
+from braid.kernels.collectives.primitives import Launch
+from braid.scheduling.mesh.mesh import beyond
+
+_ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
+"""Axes over which gradients, or squares of them, are summed."""
+
+_LARGE: Final = 2**18
+"""Elements of a sum that tells the rate of a link: a bucket's, or as many as take a fortieth of a second over
+a slow one."""
+
+
+class LinkTimes:
+    """Measures on one rank; all ranks call the same at the same time."""
+
+    def __init__(self, mesh: Mesh, streams: Streams, model: StageModel) -> None:
+        self._mesh, self._streams = mesh, streams
+        context = model.context
+        self._shape = context.sizes.local_tokens, model.shape.hidden
+        self._like = torch.empty(0, device=context.device, dtype=context.dtype)
+        self._factors = [str(factor) for factor in mesh.topology.factors()]
+        self._group = mesh.lines.get("tp")
+        self._beyond = [beyond(degree) for degree in mesh.layout.own_degrees if degree > 1]
+        # As many gradients as a message has elements: a layer's would take the time of many operators.
+        elements = self._shape[0] * self._shape[1]
+        axes = {SUM: "dp", **{f"{factor}/sum": factor for factor in self._factors}}
+        self._sums = {
+            name: (axis, torch.zeros(elements, device=context.device))
+            for name, axis in axes.items()
+            if axis in mesh.lines
+        }
+        # A message each way between two neighbouring stages; the last of an odd number has no partner.
+        self._message: tuple[Tensor, int] | None = None
+        stage, stages = mesh.position["pp"], mesh.layout.pp
+        if stages > 1 and stages % 2 == 0:
+            self._message = self._like.new_zeros(self._shape), stage ^ 1
+
+    @property
+    def names(self) -> list[str]:
+        """Transfers that can be started at any time, `start`: sums, and a message."""
+        return [*self._sums, *([MESSAGE] if self._message is not None else [])]
+
+    @property
+    def axes(self) -> list[str]:
+        """All that ranks exchange along."""
+        return [*self._mesh.place.mesh.axes, *self._factors]
+
+    def start(self, name: str) -> Transfer:
+        """Start one of `names`."""
+        if name == MESSAGE:
+            assert self._message is not None
+            x, peer = self._message
+            launch, stream = self._mesh.neighbours.swap(x, peer), self._mesh.stream_to(peer)
+            return self._streams.start(stream, launch, awaited_next=False, lane="profile")
+        axis, gradients = self._sums[name]
+        launch = self._mesh.lines[axis].all_reduce(gradients)
+        return self._streams.start(self._mesh.stream(axis), launch, awaited_next=False, lane="data")
+
+    def meet(self) -> None:
+        """Let all ranks of the tensor-parallel group begin together, as they do after every collective, and
+        all replicas."""
+        self._streams.lead()
+        for axis in ("tp", "dp"):
+            if axis in self._mesh.lines:
+                self._mesh.lines[axis].align()
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Of `names`, sums inside nodes and between them."""
+        inside, between = self._factors[1::2], self._factors[::2]
+        return [(f"{inner}/sum", f"{outer}/sum") for inner, outer in zip(inside, between, strict=True)]
+
+    def both(self, start: Callable[[str], Transfer], names: tuple[str, str]) -> Together:
+        """Two transfers over different links, started at the same time, the second one first."""
+        self.meet()
+        begin = self._streams.mark()
+        second, first = transfers = [start(name) for name in reversed(names)]
+        for transfer in transfers:
+            self._streams.wait(transfer)
+        ends = [self._between(begin, transfer.end) for transfer in (first, second)]
+        for transfer in transfers:
+            transfer.take()
+        return Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))
+
+    def alone(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
+        """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind.
+
+        What is shared travels in buckets, far larger than a message of few tokens: a rate that is found with
+        those alone would be that of buffers.
+        """
+        measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        elements = self._shape[0] * self._shape[1]
+        lines, shared = self._mesh.lines, ("dp", "edp", *self._factors)
+        for _ in range(rounds):
+            for count in (elements, max(1, elements // 8)):
+                message = self._like.new_zeros(count)
+                if self._mesh.layout.pp > 1:
+                    measured["pp/send_receive"].append((message.nbytes, self._there_and_back(message)))
+            for count in (max(elements, _LARGE), max(1, elements // 8)):
+                x = self._like.new_zeros(count)
+                for axis in (axis for axis in (*_ALONG, *self._beyond, *self._factors) if axis in lines):
+                    ns = self._time(axis, lines[axis].all_reduce(x))
+                    measured[f"{axis}/all_reduce"].append((x.nbytes, ns))
+                for axis in (axis for axis in ("tp", *shared) if axis in lines):
+                    line = lines[axis]
+                    share = x[: -(-count // line.size)]
+                    ns = self._time(axis, line.all_gather(share))
+                    measured[f"{axis}/all_gather"].append((share.nbytes * line.size, ns))
+                    if axis in shared:
+                        whole = x[: max(1, count // line.size) * line.size]
+                        ns = self._time(axis, line.reduce_scatter(whole))
+                        measured[f"{axis}/reduce_scatter"].append((whole.nbytes, ns))
+        return dict(measured)
+
+    def drawn(self, random: Random, others: list[str]) -> list[str]:
+        """All of `names` and others, in an order that is drawn."""
+        names = sorted(others) + self.names
+        return random.sample(names, len(names))
+
+    def _time(self, axis: str, launch: Launch) -> int:
+        self._streams.lead()
+        # All groups along the axis share the links between nodes: all ranks begin together.
+        for line in (*self._mesh.lines.values(), self._mesh.lines[axis]):
+            line.align()
+        begin = self._streams.mark()
+        transfer = self._streams.start(self._mesh.stream(axis), launch, awaited_next=True)
+        self._streams.wait(transfer)
+        transfer.take()
+        return self._between(begin, self._streams.mark())
+
+    def _there_and_back(self, x: Tensor) -> int:
+        """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
+        stage, stages = self._mesh.position["pp"], self._mesh.layout.pp
+        other = stage ^ 1
+        self._streams.lead()
+        self._mesh.lines["pp"].align()
+        if other >= stages:
+            return 0
+        line = self._mesh.neighbours
+        begin = self._streams.mark()
+        out, back = partial(line.send, x, other, 0), partial(line.receive, x, other, 0)
+        for turn in (out, back) if stage < other else (back, out):
+            transfer = self._streams.start(self._mesh.stream_to(other), turn(), awaited_next=True)
+            self._streams.wait(transfer)
+            transfer.take()
+        return self._between(begin, self._streams.mark()) // 2
+
+    def _between(self, begin: Any, end: Any) -> int:
+        return self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)

@@ -1,0 +1,362 @@
+"""Times operators on one rank, alone and beside communication, at a run's real shapes and groups.
+
+The parts of the model run as they do in training, forward and backward, in the order of their graphs, so
+that every operator finds the caches as it will find them then. Beside an operator a spare transfer is under
+way, or another computation, or nothing; which is drawn anew for every operator and round, so that load that
+comes and goes reaches all of them alike. All ranks draw the same numbers.
+
+Alone, operators run as in the serial schedule, without further barriers: what ranks wait for each other is
+part of what a collective takes there. Beside something, ranks begin every operator together.
+
+Where a device works for itself, its own time is measured: the host gets ahead of it before every mark, and
+ranks begin collectives together, since a host that has just read a mark is behind in no schedule.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, product
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.measure.link_times import LinkTimes
+from braid.actors.stage.measure.products import Products
+from braid.actors.stage.model.model import PartInstance, StageModel
+from braid.actors.stage.model.repeated_routing import RepeatedRouting
+from braid.actors.stage.rank.devices import hardware
+from braid.actors.stage.rank.groups import Mesh
+from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
+from braid.actors.stage.run.bindings import collective_of, method_of
+from braid.actors.stage.run.regions import Rows
+from braid.actors.stage.run.streams import Streams, Transfer
+from braid.kernels.operators.context_blocks import Documents
+from braid.scheduling.generate.partitions import WAYS, cut_gemms
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.partition import DimRanks, Region
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Precision
+from braid.scheduling.text.pattern import is_layer, own_degree
+
+Values = dict[str, Any]
+"""Of a part, by name."""
+
+_ROOM = 1.5
+"""So many times an operator's length is left to it before a transfer's end, so that it ends within."""
+
+
+@dataclass(frozen=True)
+class _Spare:
+    """A transfer that can be started at any time: a collective of a layer with a tensor of its own."""
+
+    operator: Operator
+    x: Tensor
+    extents: Sequence[Any]
+    """How many rows go where, if it is told."""
+    part: str
+    """Where it was first met; stages that share the part know it. All measure layers of every kind."""
+
+
+@dataclass
+class Profiler:
+    """Measures on one rank; all ranks of a run call `run` at the same time."""
+
+    parts: Mapping[str, Part]
+    model: StageModel
+    mesh: Mesh
+    streams: Streams
+    seed: int = 0
+    documents: Sequence[Mapping[str, Documents]] = ()
+    """`MicroBatch.documents` of some, by turns."""
+    choices: Sequence[Tensor] = ()
+    """`RepeatedRouting.choices`."""
+    _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
+    _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _handling: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    _lasted: dict[str, int] = field(default_factory=dict)
+    """How long a spare transfer took last."""
+    _spares: dict[str, _Spare] = field(default_factory=dict)
+    _spare_of: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        context = self.model.context
+        self._generator = torch.Generator(context.device).manual_seed(self.seed)
+        self._products = Products(self.streams, context.device, context.dtype)
+        # One after the other: the parameters of one that ran just before would still be in the caches.
+        held = self.model.of_every_kind(self.seed)
+        self._instances = {name: cycle(instances) for name, instances in held.items()}
+        tp = self.mesh.layout.tp > 1
+        layers = [part for name, part in self.parts.items() if is_layer(name) and not own_degree(name)]
+        self._in_pieces = {key for part in layers if tp for key in cut_gemms(part)}
+        self._ways = WAYS[0]
+        self._documents = cycle(self.documents)
+        self._links = LinkTimes(self.mesh, self.streams, self.model)
+        self._routing = RepeatedRouting(self.model, self.choices)
+
+    @torch.no_grad()
+    def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
+        """Measure ``rounds`` times what stands alone, and as often what stands together."""
+        self._products.warm_clock()
+        for turn in range(-1, rounds):
+            self._ways = WAYS[turn % len(WAYS)]
+            for name, instances in self._instances.items():
+                for beside in (False, True):
+                    # Stages hold different parts; those that they share must draw alike.
+                    self._random.seed(f"{self.seed} {turn} {name} {beside}")
+                    self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
+        self._spares_alone(rounds)
+        parameters = sum(parameter.shape.numel() for parameter in self.model.parameters)
+        norms, updates = (
+            [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
+        )
+        return Samples(
+            solo_ns=dict(self._solo),
+            together=dict(self._together),
+            spares=dict(self._spare_times),
+            handling=dict(self._handling),
+            spare_of=dict(self._spare_of),
+            transfers=self._links.alone(rounds),
+            streams={axis: self.mesh.stream(axis) for axis in self._links.axes},
+            norm_ns_per_parameter=norms,
+            optimizer_ns_per_parameter=updates,
+            copy_ns_per_byte=self._copies(rounds),
+            expert_rows=self._routing.rows,
+            experts_with=self._experts_with() if self._routing.rows else (),
+            transfers_alone=self.streams.asynchronous,
+            hardware=hardware(self.model.context.device),
+        )
+
+    # -- passes --------------------------------------------------------------------------------------------
+
+    def _pass(self, part: Part, instance: PartInstance, beside: bool, counts: bool) -> None:
+        """One forward and backward pass through a part; nothing is freed before its end."""
+        values = self._inputs(part)
+        self._run(part, part.forward, instance, values, beside, counts)
+        output = part.values[part.output]
+        if output.precision is Precision.ACTIVATION:
+            values[f"d.{part.output}"] = torch.randn_like(values[part.output])
+        self._run(part, part.backward, instance, values, beside, counts)
+
+    def _inputs(self, part: Part) -> Values:
+        """Random inputs of a part."""
+        context = self.model.context
+        values: Values = {}
+        documents = next(self._documents, {})
+        for name in part.inputs:
+            value = part.values[name]
+            if name in documents:
+                values[name] = documents[name]
+            elif value.precision is Precision.INDEX:
+                high = self.model.shape.vocabulary
+                values[name] = torch.randint(
+                    high, (value.elements,), generator=self._generator, device=context.device
+                )
+            elif name in part.constants:
+                values[name] = 1e-6
+            else:
+                shape = (context.sizes.local_tokens, self.model.shape.hidden)
+                values[name] = torch.randn(
+                    shape, generator=self._generator, device=context.device, dtype=context.dtype
+                )
+        return values
+
+    def _run(
+        self, part: Part, graph: Graph, instance: PartInstance, values: Values, beside: bool, counts: bool
+    ) -> None:
+        for operator in graph.operators:
+            key = operator.key
+            if operator.kind.communicates:
+                ns = self._communicate(part, operator, values, key, meets=beside)
+                if counts and not beside:
+                    self._solo[key].append(ns)
+                continue
+            call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
+            choices: list[str] = []
+            if beside:
+                known = self._spares.items()
+                own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
+                choices = [*sorted(own), COMPUTE]
+            if beside and is_layer(part.name):
+                choices += self._links.names
+            choice = self._random.choice(choices) if choices else None
+            if beside:
+                self._links.meet()
+            else:
+                self.streams.lead()
+            if choice is None:
+                begin = self.streams.mark()
+                results = call(*arguments)
+                if counts and not beside:
+                    self._solo[key].append(self._between(begin, self.streams.mark()))
+                    if key in self._in_pieces:
+                        self._one_piece(call, *arguments, *results, key=key)
+            elif choice == COMPUTE:
+                results = self._beside_compute(call, arguments, key, counts)
+            else:
+                results = self._beside_transfer(call, arguments, key, choice, counts)
+            if operator.writes:
+                values.update(zip(operator.writes, self._routing.of(operator, results), strict=True))
+
+    def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
+        """Run a GEMM on one piece of its rows, as `intra_batch` does, in one of the numbers of pieces."""
+        ways, ranks = self._ways, (self.mesh.layout.tp,)
+        held = Region("tp", ranks, (DimRanks.ALL,))
+        piece = replace(held, rows=(1, ways))
+        rows, into = piece.elements(x.shape[0] // ranks[0], 1), torch.empty_like(whole)
+        if not rows:
+            return
+        self.streams.lead()
+        begin = self.streams.mark()
+        (part,) = call(x[:rows])
+        Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
+        self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
+
+    def _communicate(self, part: Part, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
+        (source, *more), (target,) = operator.reads, operator.writes
+        x: Tensor = values[source]
+        extents = [values[name] for name in more]
+        name = _class_of(operator, part.values[source].bytes(self.model.context.dtype.itemsize))
+        self._spare_of[key] = name
+        if name not in self._spares:
+            spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
+            self._spares[name] = _Spare(operator, spare, extents, key.partition("/")[0])
+        if meets or self.streams.asynchronous:
+            self._links.meet()
+        begin = self.streams.mark()
+        transfer = self._start(operator, x, extents, awaited_next=True)
+        self.streams.wait(transfer)
+        values[target] = transfer.take()
+        return self._between(begin, self.streams.mark())
+
+    def _start(
+        self, operator: Operator, x: Tensor, extents: Sequence[Any], *, awaited_next: bool
+    ) -> Transfer:
+        assert operator.axis is not None
+        launch = collective_of(operator.kind, operator.phase)(self.mesh.lines[operator.axis], x, *extents)
+        return self.streams.start(self.mesh.stream(operator.axis), launch, awaited_next=awaited_next)
+
+    def _beside_transfer(
+        self, call: Callable[..., Any], arguments: list[Any], key: str, name: str, counts: bool
+    ) -> Any:
+        begin = self.streams.mark()
+        transfer = self._start_spare(name)
+        issued = started = self.streams.mark()
+        if (delay := self._delay_ns(key, name)) > 0:
+            self.streams.delay(delay)
+            started = self.streams.mark()
+        results = call(*arguments)
+        ended = self.streams.mark()
+        self.streams.wait(transfer)
+        transfer_end = transfer.end
+        transfer.take()
+        taken = self.streams.mark()
+        if counts:
+            after = min(self._between(ended, taken), self._between(transfer_end, taken))
+            self._handling[name].append((self._between(begin, issued), after))
+            both = max(self._between(begin, ended), self._between(begin, transfer_end))
+            self._together[key, name].append(
+                Together(
+                    operator_ns=self._between(started, ended),
+                    other_ns=self._between(begin, transfer_end),
+                    both_ns=both,
+                    delay_ns=self._between(begin, started),
+                )
+            )
+        self._lasted[name] = self._between(begin, transfer_end)
+        return results
+
+    def _delay_ns(self, key: str, name: str) -> float:
+        """When to begin an operator that is shorter than the transfer beside it: at any time meanwhile.
+
+        On a CPU most of what a transfer costs the rank falls to its begin and its end. Operators that always
+        stood at its begin would tell of that alone, as if all of the transfer were like it.
+        """
+        share = self._random.random()
+        alone = median(self._solo.get(key, [0]))
+        return share * max(0.0, self._lasted.get(name, 0) - _ROOM * alone)
+
+    def _start_spare(self, name: str) -> Transfer:
+        if name in self._links.names:
+            return self._links.start(name)
+        spare = self._spares[name]
+        return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
+
+    def _spares_alone(self, rounds: int) -> None:
+        """Spare transfers with nothing beside them, and those between nodes beside those inside them."""
+        self._random.seed(f"{self.seed} transfers")
+        for _ in range(rounds):
+            for name in self._links.drawn(self._random, list(self._spares)):
+                self._links.meet()
+                transfer = self._start_spare(name)
+                self.streams.wait(transfer)
+                self._spare_times[name].append(self._between(transfer.begin, transfer.end))
+                transfer.take()
+        for pair in (*self._links.pairs, *self._of_two_links()):
+            for _ in range(rounds):
+                self._together[pair].append(self._links.both(self._start_spare, pair))
+
+    def _of_two_links(self) -> list[tuple[str, str]]:
+        """Layers' spare transfers inside nodes, each with those between nodes."""
+        streams = self.mesh.topology.streams()
+        links: dict[Stream, list[str]] = {Stream.INTRA: [], Stream.INTER: []}
+        for name, spare in sorted(self._spares.items()):
+            if is_layer(spare.part):
+                assert spare.operator.axis is not None
+                links[streams[spare.operator.axis]].append(name)
+        return list(product(links[Stream.INTRA], links[Stream.INTER]))
+
+    def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
+        """Multiplications that take about as long, in another thread or stream; not expected to pay."""
+        one_ns = self._time(partial(self._products.multiply, 1))
+        times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
+        other_ns = self._time(partial(self._products.multiply, times))
+        if self.streams.asynchronous:
+            self._links.meet()
+        begin = self.streams.mark()
+        end_other = self._products.aside(times)
+        results = call(*arguments)
+        ended = self.streams.mark()
+        end_other()
+        both_ended = self.streams.mark()
+        if counts:
+            self._together[key, COMPUTE].append(
+                Together(
+                    operator_ns=self._between(begin, ended),
+                    other_ns=other_ns,
+                    both_ns=self._between(begin, both_ended),
+                )
+            )
+        return results
+
+    # -- helpers -------------------------------------------------------------------------------------------
+
+    def _experts_with(self) -> tuple[int, ...]:
+        place = self.mesh.place
+        return tuple(place.mesh.members(place.position, place.mesh.factors_of("ep")))
+
+    def _copies(self, rounds: int) -> list[float]:
+        """Of rows from one place to another, every other row of twice as many."""
+        context = self.model.context
+        shape = (context.sizes.local_tokens, 2, self.model.shape.hidden)
+        x = torch.zeros(shape, device=context.device, dtype=context.dtype)
+        y = torch.empty_like(x)
+        return [self._time(lambda: y[:, 0].copy_(x[:, 1])) / (x.nbytes / 2) for _ in range(rounds)]
+
+    def _time(self, what: Callable[[], object]) -> int:
+        self.streams.lead()
+        begin = self.streams.mark()
+        what()
+        return self._between(begin, self.streams.mark())
+
+    def _between(self, begin: Any, end: Any) -> int:
+        return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
+
+
+def _class_of(operator: Operator, size: int) -> str:
+    """Collectives of one class take the same time, of rows of experts with as many on average."""
+    return f"{operator.axis}/{operator.kind.value} {size}"

@@ -1,0 +1,175 @@
+"""Streams a rank's spans: the training thread fills a queue of bounded size, a thread of its own empties it.
+
+The training thread never waits and never fails here. What the queue cannot hold is dropped and counted; when
+streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from braid.scheduling.trace.batches import Batch, Labels, Records
+
+
+class Sink(Protocol):
+    """Where batches go."""
+
+    def send(self, batch: bytes) -> bool:
+        """Take a batch; False: not now, ask again. `OSError`: there is nobody any more."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing more comes; wait until everything has arrived."""
+
+
+CAPACITY = 1 << 16
+"""Records: while so many wait (2 MiB), further steps are dropped."""
+MOST_SKIPPED = 64
+_CLOSE_SECONDS = 2.0
+
+
+class SpanStream:
+    """One rank's stream in one generation."""
+
+    def __init__(
+        self,
+        rank: int,
+        generation: int,
+        sink: Sink,
+        *,
+        capacity: int = CAPACITY,
+        interval_s: float = 0.5,
+        budget: float = 0.01,
+    ) -> None:
+        """``budget``: the share of a core that streaming may take before steps are left out."""
+        self._rank, self._generation, self._sink = rank, generation, sink
+        self._capacity, self._count = capacity, 0
+        self._waiting: deque[tuple[int, Labels, Records]] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._broken = False
+        self._told = Labels()
+        self._sequence = self._dropped = self._in_hand = 0
+        self._every = 1
+        self._interval_s, self._budget = interval_s, budget
+        self._spent_ns = 0
+        self._thread = threading.Thread(target=self._run, name="span stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were not sent and will not be."""
+        return self._dropped
+
+    @property
+    def every(self) -> int:
+        """Spans of every so many steps are streamed."""
+        return self._every
+
+    def put(self, labels: Labels, records: Records, step: int) -> None:
+        """Hand over a step's records, and the labels that they name."""
+        if step % self._every or not len(records):
+            return
+        begin = time.thread_time_ns()
+        with self._lock:
+            if self._broken or self._count >= self._capacity:
+                self._dropped += len(records)
+            else:
+                self._waiting.append((step, labels, records))
+                self._count += len(records)
+            self._spent_ns += time.thread_time_ns() - begin
+        if self._count > self._capacity // 4:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Send what is left, for two seconds at most."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(_CLOSE_SECONDS)
+        with contextlib.suppress(Exception):
+            self._sink.close(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        unsent: bytes | None = None
+        checked = time.perf_counter_ns()
+        while True:
+            last = self._closing
+            begin, told = time.thread_time_ns(), self._told
+            while (unsent := unsent or self._next()) is not None and self._try(unsent):
+                unsent = None
+            if self._broken:
+                return
+            if self._told is told:  # labels are new once: to leave out steps would not save that
+                self._spent_ns += time.thread_time_ns() - begin
+            if last and unsent is None:
+                return
+            now = time.perf_counter_ns()
+            if now - checked > 1e9:
+                self._adapt(self._spent_ns / (now - checked))
+                checked, self._spent_ns = now, 0
+            self._wake.wait(0.02 if last else self._interval_s)
+            self._wake.clear()
+
+    def _try(self, batch: bytes) -> bool:
+        try:
+            return self._sink.send(batch)
+        except Exception:  # whatever it is, it is not worth a training run
+            with self._lock:  # nobody listens: all that comes is dropped, and counted
+                self._broken = True
+                self._dropped += self._count + self._in_hand
+                self._count = 0
+                self._waiting.clear()
+            return False
+
+    def _adapt(self, share: float) -> None:
+        if share > self._budget:
+            self._every = min(MOST_SKIPPED, self._every * 2)
+        elif share < self._budget / 4 and self._every > 1:
+            self._every //= 2
+
+    def _next(self) -> bytes | None:
+        """The oldest step as a batch; None if there is none."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            step, labels, records = self._waiting.popleft()
+            self._in_hand = len(records)
+            self._count -= self._in_hand
+            dropped = self._dropped
+        batch = Batch(
+            rank=self._rank,
+            step=step,
+            generation=self._generation,
+            sequence=self._sequence,
+            dropped=dropped,
+            every=self._every,
+            labels=labels,
+            records=records,
+        )
+        self._told = labels
+        self._sequence += 1
+        return batch.encode()
+
+
+class SocketSink:
+    """Sends batches to a Unix socket of this machine, which may be gone by now."""
+
+    def __init__(self, path: str) -> None:
+        self._path: str | None = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(5.0)
+
+    def send(self, batch: bytes) -> bool:
+        """Send; `OSError` if there is no other side, or it takes nothing for five seconds."""
+        if self._path is not None:
+            self._socket.connect(self._path)
+            self._path = None
+        self._socket.sendall(batch)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """What was sent arrives without further ado."""
+        self._socket.close()

@@ -1,0 +1,202 @@
+"""The built-in layers as modules, and the protocol by which a user's own layer plugs in.
+
+A layer definition gives two things that must fit each other: the operator graph, written forward (`graph`),
+and, for every operator with a module, the module with the global names of its parameters (`modules`).
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from braid.actors.stage.model.context import ModuleContext
+from braid.actors.stage.model.expert_modules import expert_modules
+from braid.actors.stage.state.parameters import (
+    INITIAL_DEVIATION,
+    GlobalParameter,
+    OperatorModule,
+    cut,
+    whole,
+)
+from braid.kernels.operators.cross_entropy import CrossEntropyLoss
+from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
+from braid.kernels.operators.linear import Linear
+from braid.scheduling.model.builder import LayerBuilder
+from braid.scheduling.model.layers import transformer_layer
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.text.pattern import DENSE, UNIFORM
+
+
+class LayerDefinition(Protocol):
+    """A kind of layer; see `docs/examples/parallel_layer.py` for one of a user's own."""
+
+    def graph(self, g: LayerBuilder) -> str:
+        """Write the operators, from ``g.input()`` on; returns the value that the layer hands on."""
+
+    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
+        """For every operator that has a module, the module of layer ``index``, by the operator's name."""
+
+
+class TransformerLayer:
+    """The pre-norm Llama or GPT layer, as ``model.family`` says."""
+
+    def graph(self, g: LayerBuilder) -> str:
+        """That of `braid.scheduling.model.layers.transformer_layer`."""
+        return transformer_layer(g)
+
+    def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
+        """Modules of the operators but for the collectives."""
+        shape, prefix = context.shape, f"layers.{index}"
+        qkv = {f"{prefix}.qkv.{part}": width for part, width in _qkv_widths(shape).items()}
+        experts = shape.experts and shape.kinds[index] != DENSE
+        inside = self._experts(context, prefix) if experts else self._mlp(context, prefix, shape.ffn)
+        heads = {"head_norm": context.head_norm(f"{prefix}.q_norm", f"{prefix}.k_norm")}
+        return {
+            "attention_norm": context.norm(f"{prefix}.attention_norm"),
+            "qkv": context.columns(qkv, shape.hidden, bias=shape.biases_of_qkv),
+            **(heads if shape.head_norm else {}),
+            "attention": context.attention(),
+            "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
+            "attention_residual": context.residual(f"{prefix}.projection" * shape.bias_of_projection),
+            "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
+            **inside,
+            "mlp_residual": context.residual(f"{prefix}.mlp_out" * shape.biases),
+        }
+
+    def _mlp(
+        self, context: ModuleContext, prefix: str, width: int, part: str = ""
+    ) -> dict[str, OperatorModule]:
+        """``part``: what names of operators and parameters begin with."""
+        shape = context.shape
+        inner = ("gate", "up") if shape.gated else ("up",)
+        mlp_in = {f"{prefix}.{part}mlp_in.{name}": width for name in inner}
+        return {
+            f"{part}mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
+            f"{part}activation": context.activation(),
+            f"{part}mlp_out": context.rows(f"{prefix}.{part}mlp_out", width, shape.hidden),
+        }
+
+    def _experts(self, context: ModuleContext, prefix: str) -> dict[str, OperatorModule]:
+        shape, found = context.shape, expert_modules(context, prefix)
+        if shape.shared_experts:
+            width = shape.shared_experts * shape.expert_width
+            found |= self._mlp(context, prefix, width, "shared_")
+            found["expert_sum"] = context.residual()
+        return found
+
+
+def _qkv_widths(shape: ModelShape) -> dict[str, int]:
+    return {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+
+
+def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
+    """The built-in layer and the user's own (`ModelConfig.own_layers`), by kind."""
+    own = {
+        kind: load_layer(reference, "model.layer" if kind == UNIFORM else f"model.layer.{kind}")
+        for kind, reference in references.items()
+    }
+    return {**dict.fromkeys((UNIFORM, DENSE), TransformerLayer()), **own}
+
+
+def load_layer(reference: str, key: str = "model.layer") -> LayerDefinition:
+    """The class that a key names: ``package.module:Class`` or ``path/to/file.py:Class``.
+
+    Its module runs: it can do whatever the user can.
+    """
+    place, _, class_name = reference.rpartition(":")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        definition: LayerDefinition = getattr(module, class_name)()
+    except (ImportError, OSError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{key}={reference!r} cannot be loaded ({error}); "
+            f"write it as 'package.module:Class' or, from the configuration's folder, 'path/to/file.py:Class'"
+        ) from error
+    return definition
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module that a file holds, under a name that no other module has."""
+    name = f"braid_layer_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up there what their annotations mean
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def embedding_weight(shape: ModelShape) -> GlobalParameter:
+    """The table of token embeddings."""
+    size = (shape.vocabulary, shape.hidden)
+    return GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
+
+
+def head_weight(shape: ModelShape) -> GlobalParameter:
+    """The output matrix: the embedding's own table where the head is tied."""
+    if shape.tied_head:
+        return embedding_weight(shape)
+    size = (shape.vocabulary, shape.hidden)
+    return GlobalParameter(name="head.weight", shape=size, deviation=INITIAL_DEVIATION)
+
+
+def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
+    """Modules of the embedding part."""
+    shape, sizes = context.shape, context.sizes
+    (piece,) = cut([embedding_weight(shape)], context.place, {0: context.tensor})
+    module = VocabularyEmbedding(
+        rows=piece.sizes[0],
+        hidden=shape.hidden,
+        first_row=piece.offsets[0],
+        vocabulary=shape.vocabulary,
+        device=context.device,
+        dtype=context.dtype,
+    )
+    modules = {"embedding": OperatorModule(module=module, slices={"weight": (piece,)})}
+    if shape.family == "gpt":
+        positions = PositionEmbedding(
+            sequence=shape.sequence,
+            own=context.order.own,
+            hidden=shape.hidden,
+            token_offset=context.place.on("tp") * sizes.local_tokens,
+            device=context.device,
+            dtype=context.dtype,
+        )
+        table = GlobalParameter(
+            name="positions.weight", shape=(shape.sequence, shape.hidden), deviation=INITIAL_DEVIATION
+        )
+        modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
+    return modules
+
+
+def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
+    """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
+    shape = context.shape
+    of_head = {"weight": cut([head_weight(shape)], context.place, {0: context.tensor})}
+    (piece,) = of_head["weight"]
+    rows, offset = piece.sizes[0], piece.offsets[0]
+    linear = Linear(
+        inputs=shape.hidden, outputs=rows, bias=shape.head_bias, device=context.device, dtype=context.dtype
+    )
+    if shape.head_bias:
+        bias = GlobalParameter(name="head.bias", shape=(shape.vocabulary,))
+        of_head["bias"] = cut([bias], context.place, {0: context.tensor})
+    return {
+        "final_norm": context.norm("final_norm"),
+        "head": OperatorModule(module=linear, slices=of_head),
+        "loss_statistics": OperatorModule(
+            module=context.operators.cross_entropy_statistics(
+                rows=rows, first_row=offset, vocabulary=shape.vocabulary
+            )
+        ),
+        "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tensor)),
+    }

@@ -1,0 +1,98 @@
+"""What routers did in the training passes of a step, added up on the device and read once at its end.
+
+Every rank routes tokens of its own: a step's are cut over dp, cp and tp. So sums over ranks count each once.
+
+Legend: L layers of this rank that have a router, E experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.model.model import PartInstance, StageModel
+from braid.actors.stage.rank.messages import RoutingSums
+from braid.kernels.operators.router import Router
+from braid.scheduling.model.operators import Kind, Operator, Phase
+
+
+class Routing:
+    """Sums of one rank. `watched` is asked when training code is bound, and for no other code: validation and
+    profiling count nothing, and what is recomputed has another phase than what was computed first.
+    """
+
+    def __init__(self, model: StageModel) -> None:
+        shape = model.shape
+        instances = (instance for chunk in model.chunks.values() for instance in chunk)
+        self._layers = tuple(sorted({one.index for one in instances if _routes(one)}))
+        tokens = model.context.sizes.local_tokens
+        self._capacity = shape.capacity(tokens) if shape.capacity_factor else None
+        self._sums_LX = torch.zeros(
+            len(self._layers), shape.experts + 3, dtype=torch.float64, device=model.context.device
+        )
+        """Visits of every expert, visits that were dropped, the two auxiliary losses: one tensor, so that
+        one copy reads it. Float64 counts exactly up to 2^53."""
+
+    def clear(self) -> None:
+        """A step begins."""
+        self._sums_LX.zero_()
+
+    def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of a part's module that also adds to the sums, if it is a router's; else itself.
+
+        Forward counts visits. The auxiliary losses are added up where their gradients are made, as only
+        there scores and the load of the whole micro-batch are at hand.
+        """
+        module = instance.modules.get(op.module)
+        if op.kind is not Kind.ROUTER or not isinstance(module, Router):
+            return call  # sums of gradients that reach a router's input bear its name, too
+        sums_X = self._sums_LX[self._layers.index(instance.index)]
+        match op.phase:
+            case Phase.FORWARD:
+                return self._counting(call, sums_X)
+            case Phase.INPUT_GRADIENT if module.balance_loss or module.z_loss:
+                return _adding_losses(call, module, sums_X[-2:])
+        return call
+
+    def _counting(self, call: Callable[..., Any], sums_X: Tensor) -> Callable[..., Any]:
+        visits_E, dropped, capacity = sums_X[:-3], sums_X[-3], self._capacity
+
+        def forward(x_tD: Tensor) -> Any:
+            results = call(x_tD)
+            _, _, counts_E, _ = results
+            visits_E.add_(counts_E)
+            if capacity is not None:
+                dropped.add_((counts_E - capacity).clamp_(min=0).sum())
+            return results
+
+        return forward
+
+    def read(self) -> RoutingSums:
+        """The sums since `clear`; the host waits for the device."""
+        sums_LX = self._sums_LX.cpu().numpy()
+        return RoutingSums(
+            layers=self._layers,
+            visits=sums_LX[:, :-3].astype("int64"),
+            dropped=sums_LX[:, -3].astype("int64"),
+            losses=sums_LX[:, -2:].copy(),
+        )
+
+
+def routing_of(model: StageModel) -> Routing | None:
+    """None for models without experts."""
+    return Routing(model) if model.shape.experts else None
+
+
+def _routes(instance: PartInstance) -> bool:
+    return any(isinstance(module, Router) for module in instance.modules.values())
+
+
+def _adding_losses(call: Callable[..., Any], module: Router, losses_2: Tensor) -> Callable[..., Any]:
+    def input_gradient(
+        d_gates_tk: Tensor, scores_tE: Tensor, choice_tk: Tensor, load_E: Tensor, scale: float
+    ) -> Any:
+        losses_2.add_(module.losses(scores_tE, load_E))
+        return call(d_gates_tk, scores_tE, choice_tk, load_E, scale)
+
+    return input_gradient

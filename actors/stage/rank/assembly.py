@@ -1,0 +1,203 @@
+"""What one rank trains with, made of a run's plan: the same parts for workers, for the model of the CUDA
+machine and for measurements on one GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from braid.actors.stage.measure.kernel_choice import KernelChoice
+from braid.actors.stage.measure.step_records import StepRecorder
+from braid.actors.stage.model.layers import LayerDefinition, load_layers
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.model.routing import routing_of
+from braid.actors.stage.rank.groups import Groups, Mesh, build_mesh
+from braid.actors.stage.rank.messages import RunPlan
+from braid.actors.stage.run.accelerator import Accelerator
+from braid.actors.stage.run.executor import Executor
+from braid.actors.stage.run.step_graph import step_graph
+from braid.actors.stage.run.streams import Streams
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.optimizer import Optimizer, OptimizerSettings, StepUpdate, optimizer_settings
+from braid.scheduling.generate.lower import scheduled_parts
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import model_parts
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.sizes import PartSizes
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import parse
+from braid.scheduling.schedule.validate import linked
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The parts of one rank."""
+
+    mesh: Mesh
+    sizes: PartSizes
+    parts: Mapping[str, Part]
+    """Operator graphs by the names of the model's parts."""
+    code: Code
+    """The linked training schedule."""
+    model_of: Callable[..., StageModel]
+    """Makes this run's model for a ``place`` in the mesh, on a ``device``."""
+    model: StageModel
+    streams: Streams
+    recorder: StepRecorder
+    buckets: RankBuckets
+    optimizer: Optimizer
+    executor: Executor
+    """Runs `code`."""
+
+    def bind(self, code: Code, **how: Any) -> Executor:
+        """An executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
+        return Executor(
+            code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
+        )
+
+    def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
+        """The end of optimizer step ``step`` (from 0). intact: raises once communication was broken off."""
+        return StepUpdate(self.optimizer, step, intact)
+
+
+def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
+    """The mesh of a run, connected; all ranks call this together. hosts: by rank; empty for one host."""
+    layout = plan.config.layout()
+    mesh = build_mesh(
+        layout,
+        rank,
+        tied_ends=plan.shape.tied_head and layout.ends_apart,
+        timeout=timedelta(seconds=plan.config.cluster.group_timeout_s),
+        hosts=hosts,
+        groups=groups,
+    )
+    mesh.warm_up()
+    return mesh
+
+
+def assemble(
+    plan: RunPlan,
+    mesh: Mesh,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    kernels: KernelChoice | None = None,
+) -> Assembly:
+    """Build the rank of a mesh as a run's plan says; all ranks call this together (`put_together`)."""
+    config, train = plan.config, plan.config.train
+    definitions = load_layers(config.model.own_layers)
+    sizes = config.sizes(plan.shape)
+    return put_together(
+        mesh,
+        device,
+        accelerator,
+        sizes=sizes,
+        parts=model_parts(sizes, {kind: definition.graph for kind, definition in definitions.items()}),
+        schedule=parse(plan.schedule),
+        settings=optimizer_settings(config),
+        dtype=DTYPES[train.dtype],
+        reduce_dtype=DTYPES[train.reduce_dtype] if train.reduce_dtype else None,
+        deterministic=train.deterministic_reduction,
+        layers=definitions,
+        kernels=train.kernels,
+        choice=kernels,
+        seed=train.seed,
+        # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
+        captured=False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs,
+        spans=config.telemetry.spans,
+        solo_ns=plan.solo_ns,
+    )
+
+
+def put_together(
+    mesh: Mesh,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    *,
+    sizes: PartSizes,
+    parts: Mapping[str, Part],
+    schedule: Schedule,
+    settings: OptimizerSettings,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    layers: Mapping[str, LayerDefinition] | None = None,
+    kernels: str = "torch",
+    choice: KernelChoice | None = None,
+    seed: int = 0,
+    captured: bool | Literal["auto"] = False,
+    spans: bool = True,
+    solo_ns: Mapping[str, int] | None = None,
+) -> Assembly:
+    """Build the rank of a mesh; all ranks call this together, as kernels are chosen by all.
+
+    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: of the user's own, by kind.
+    ``choice`` remembers which kernels earlier calls chose. ``solo_ns``: times of operators alone, for spans.
+    """
+    layout = mesh.layout
+    model_of = partial(
+        StageModel,
+        shape=sizes.shape,
+        layout=layout,
+        sizes=sizes,
+        dtype=dtype,
+        layers=layers,
+        operators=(choice or KernelChoice()).family(kernels, sizes, mesh, device, dtype),
+    )
+    model = model_of(place=mesh.place, device=device)
+    model.initialise(seed)
+    streams = streams_on(accelerator)
+    recorder = StepRecorder(streams, solo_ns, recording=spans)
+    buckets = RankBuckets(
+        *(model.parameters, mesh, streams, recorder), deterministic=deterministic, reduce_dtype=reduce_dtype
+    )
+    optimizer = Optimizer(buckets, settings, accelerator)
+    code = code_of(schedule, sizes, parts, layout)
+    assert mesh.groups is not None
+    executor = Executor(
+        code=code,
+        model=model,
+        mesh=mesh,
+        streams=streams,
+        buckets=buckets,
+        recorder=recorder,
+        graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
+        routing=routing_of(model),
+    )
+    return Assembly(
+        mesh=mesh,
+        sizes=sizes,
+        parts=parts,
+        code=code,
+        model_of=model_of,
+        model=model,
+        streams=streams,
+        recorder=recorder,
+        buckets=buckets,
+        optimizer=optimizer,
+        executor=executor,
+    )
+
+
+def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], layout: ParallelLayout) -> Code:
+    """What a schedule over the model's parts is run as."""
+    units = scheduled_parts(
+        parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
+    )
+    return linked(schedule, layout, sizes.kinds, units)
+
+
+def streams_on(accelerator: Accelerator | None) -> Streams:
+    """The streams of an accelerator; of a CPU without one."""
+    if accelerator is not None:
+        from braid.actors.stage.run.cuda_streams import CudaStreams
+
+        return CudaStreams(accelerator)
+    from braid.actors.stage.run.gloo_streams import HostStreams
+
+    return HostStreams()

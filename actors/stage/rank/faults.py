@@ -1,0 +1,166 @@
+"""Faults that a rank does to itself, at an exact place: for drills (`braid drill`) and for nothing else.
+
+A fault fires once in a run, whatever is repeated: firing leaves a file in ``runs/NAME/faults``, made before
+anything else happens, which is also the proof that it fired and when. Only ``skip`` fires whenever its step
+is done. A fault that has no step of its own waits there for the file that calls it.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from braid.actors.stage.rank.messages import Fault
+from braid.actors.stage.state.buckets import RankBuckets
+from braid.scheduling.schedule.code import Stretch
+from braid.scheduling.schedule.operations import Compute, Direction, Gather, Norm, Reduce, Start, Step
+from braid.scheduling.schedule.schedule import passes_in, sums_in
+
+FOLDER = "faults"
+"""Of a run's directory, where fired faults leave their marks."""
+_HOLD_SECONDS = 30.0
+"""A rank that nobody lets go of goes on by itself."""
+_SPOILS = ("nan", "skip")
+"""Kinds that make a gradient no number."""
+_TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
+"""What starts in the phases that are none of instructions."""
+
+
+def fire(folder: Path, name: str) -> bool:
+    """Mark a fault as fired, at the mark's time of change; False if it was before.
+
+    The mark is empty: it has to come on a full disk as well.
+    """
+    folder.mkdir(exist_ok=True)
+    now = time.time_ns()
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    os.utime(folder / name, ns=(now, now))  # the kernel's own is some milliseconds old
+    return True
+
+
+def fired_at(folder: Path, name: str) -> float:
+    """When a fault has fired, seconds since 1970."""
+    return (folder / name).stat().st_mtime
+
+
+def call(folder: Path, name: str) -> None:
+    """Let a fault come that has no step of its own."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.called").touch()
+
+
+def let_go(folder: Path, name: str) -> None:
+    """Let a rank go on that a fault holds."""
+    (folder / f"{name}.released").touch()
+
+
+class Saboteur:
+    """The faults of one rank."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, run: Path, stretches: Sequence[Stretch]) -> None:
+        """``stretches``: the rank's code of a training step."""
+        self._folder = run / FOLDER
+        self._faults = [fault for fault in faults if fault.rank == rank]
+        self._places = {fault: _place(fault, stretches) for fault in self._faults}
+
+    def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
+        """What the executor calls before every instruction of a step, with its position; None: nothing."""
+        due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
+
+        def look(position: int) -> None:
+            for fault in due:
+                here = position == self._places[fault]
+                if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
+                    self._do(fault, buckets)
+
+        return look if due else None
+
+    def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
+        """What the executor calls before every sum of gradients and every gather of a step; None: nothing."""
+        due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
+        begun: Counter[type] = Counter()
+
+        def look(transfer: Reduce | Gather) -> None:
+            for fault in due:
+                of_it = isinstance(transfer, _TRANSFERS[fault.phase])
+                number = begun[type(transfer)]
+                if of_it and number == self._places[fault] and fire(self._folder, fault.name):
+                    self._do(fault)
+            begun[type(transfer)] += 1
+
+        return look if due else None
+
+    def during_save(self, steps_done: int, folder: Path) -> None:
+        """Kill this process once the save has begun to write into its folder."""
+        for fault in self._faults:
+            due = self._is_called(fault) if fault.step is None else fault.step < steps_done
+            if fault.phase == "save" and due and not (self._folder / fault.name).exists():
+                hit = partial(self._when_written, fault, folder)
+                threading.Thread(target=hit, name="saboteur", daemon=True).start()
+                return
+
+    def _due(self, step: int) -> Iterator[Fault]:
+        """What comes in a step."""
+        for fault in self._faults:
+            due = self._is_called(fault) if fault.step is None else fault.step == step
+            if due and fault.phase != "save":
+                yield fault
+
+    def _is_called(self, fault: Fault) -> bool:
+        return (self._folder / f"{fault.name}.called").exists()
+
+    def _when_written(self, fault: Fault, folder: Path) -> None:
+        deadline = time.monotonic() + 5.0
+        while not any(folder.glob("__*")) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        if fire(self._folder, fault.name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _do(self, fault: Fault, buckets: RankBuckets | None = None) -> None:
+        match fault.kind:
+            case "nan" | "skip":
+                assert buckets is not None
+                buckets.buckets[0].gradients.shard[0] = float("nan")
+            case "hold":
+                deadline = time.monotonic() + _HOLD_SECONDS
+                released = self._folder / f"{fault.name}.released"
+                while not released.exists() and time.monotonic() < deadline:
+                    time.sleep(0.002)
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+def _counts(transfer: object) -> bool:
+    """Whether it moves gradients or parameters: the norm's sum does not."""
+    return isinstance(transfer, Gather) or (isinstance(transfer, Reduce) and transfer.chunk is not None)
+
+
+def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
+    """The position of the instruction, or the number of the transfer, before which a fault fires."""
+    if fault.phase in _TRANSFERS:
+        operations = (operation for stretch in stretches for operation in stretch.operations)
+        starts = (operation.what for operation in operations if isinstance(operation, Start))
+        begun = [type(transfer) for transfer in starts if _counts(transfer)]
+        first_sum = begun.index(Reduce) if Reduce in begun else len(begun)
+        if fault.phase == "gather" and Gather in begun[:first_sum]:
+            begun = begun[:first_sum]  # gathers that the step before has put off: others come beside sums
+        return int(fault.place * begun.count(_TRANSFERS[fault.phase]))
+
+    def fits(stretch: Stretch) -> bool:
+        instruction = stretch.instruction
+        directions = {each.direction for each in passes_in(instruction)}
+        if fault.phase == "optimizer":
+            return instruction == Compute(Step())
+        if fault.kind in _SPOILS:  # it reaches all ranks that sum it
+            return instruction == Compute(Norm()) or bool(sums_in(instruction))
+        return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
+
+    places = [position for position, stretch in enumerate(stretches) if fits(stretch)] or [-1]
+    return places[0] if fault.kind in _SPOILS else places[int(fault.place * len(places))]

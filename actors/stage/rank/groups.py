@@ -1,0 +1,248 @@
+"""This rank's place in the mesh and its process groups: a line of ranks per mesh axis.
+
+Strands share a line: the order of issue is static and the same on all ranks. On CPU two connections would
+halve the rate of both, on GPUs two communicators behind one side stream buy nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch.distributed as dist
+
+from braid.actors.stage.state.parameters import Place
+from braid.kernels.collectives.communicator import Communicator, Pairs, TorchGroup
+from braid.kernels.collectives.messages import MessageLine
+from braid.kernels.collectives.primitives import Channel, Line
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import Position, is_tensor
+from braid.scheduling.mesh.partition import factor_of, whole_axis
+from braid.scheduling.mesh.topology import Topology
+from braid.scheduling.schedule.operations import Direction
+
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
+    from braid.actors.config.machines import NcclConfig, NcclLimits
+
+LAYER_AXES: Final = ("tp", "cp", "ep")
+"""Axes over which layers communicate."""
+
+MessageKind = tuple[Direction, str]
+"""Of messages between stages: the pass they belong to, and "down" or "up" the pipeline."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups ("lines") of this rank, by mesh axis or by `Factor` of an axis; an axis of degree 1
+    has none. Ranks of a line are numbered by their position on the axis."""
+
+    layout: ParallelLayout
+    rank: int
+    place: Place
+    topology: Topology
+    lines: dict[str, Line]
+    channels: dict[MessageKind, Channel]
+    ends: Line | None
+    """The first and the last stage, on these two, where both hold a table that embedding and head share."""
+    groups: "Groups | None" = None
+    """What made them."""
+
+    def shared(self, axis: str) -> Line:
+        """The line of the ranks that share parameters along an axis (`gradient_axes`)."""
+        if axis == "ends":
+            assert self.ends is not None
+            return self.ends
+        return self.lines[axis]
+
+    @property
+    def position(self) -> Position:
+        """This rank's coordinates."""
+        return self.place.position
+
+    def line(self, axis: str) -> Line:
+        """That of an axis, or of a factor; `ValueError` where the ranks do not lie so on nodes."""
+        if axis not in self.lines:
+            known = ", ".join(name for name in self.lines if "." in name) or "none"
+            raise ValueError(
+                f"a partition divides ranks into {axis}, but their nodes give {known}: use a mesh of "
+                f"nodes x ranks of each, or plan anew"
+            )
+        return self.lines[axis]
+
+    @property
+    def neighbours(self) -> Channel:
+        """The pipeline, over the connections that forward passes take: for measurements."""
+        down, up = (self.channels[Direction.FORWARD, way] for way in ("down", "up"))
+        if isinstance(down, MessageLine) and isinstance(up, MessageLine):
+            return MessageLine(up.group, down.group)
+        return up
+
+    def stream(self, axis: str) -> Stream:
+        """What this rank's group along an axis (`shared`) exchanges goes over."""
+        if axis == "ends":
+            return self.stream_to(self.layout.pp - 1 - self.position["pp"])
+        if (factor := factor_of(axis)) is not None:
+            return Stream.INTRA if factor.inside else Stream.INTER
+        return self.topology.between(self.place.mesh.members(self.position, self.place.mesh.factors_of(axis)))
+
+    def warm_up(self) -> None:
+        """Use every line once, in the same order on all ranks.
+
+        NCCL makes communicators and connections when they are first used, while the host waits for the other
+        side; in a step the other side may be waiting for something else.
+        """
+        used: list[Channel] = [*self.lines.values(), *self.channels.values()]
+        used += [self.ends] if self.ends else []
+        for one in {id(one): one for one in used}.values():
+            one.warm_up()
+
+    def peer(self, stage: int) -> int:
+        """The rank at this rank's place on another pipeline stage."""
+        return self.layout.rank_at({**self.position, "pp": stage})
+
+    def stream_to(self, stage: int) -> Stream:
+        """What messages to and from another pipeline stage go over."""
+        return self.topology.between((self.rank, self.peer(stage)))
+
+
+def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
+    """Make the group of all ranks; after a failure it may be called again, with another store.
+
+    It is not bound to a device, which would make communicators at once: torch then splits new groups off this
+    one, for which all ranks would have to come, members or not. `Mesh.warm_up` makes them.
+    """
+    # Groups are named by a count. torch resets it when they are destroyed, but not where making the first one
+    # failed: this rank and a new one would look for each other under different names, in every attempt.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+class Groups(Protocol):
+    """Makes groups of ranks, and carries what ranks tell each other before they train.
+
+    All calls are collective: every rank gives the same lists, in the same order.
+    """
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
+        """A line for each list of ranks along an axis; that of this rank."""
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """A channel for each list of ranks, one of which has this rank: stages of a pipeline, in order."""
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank gives, in rank order."""
+
+
+def build_mesh(
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    tied_ends: bool = False,
+    timeout: timedelta,
+    hosts: Sequence[str] = (),
+    groups: Groups | None = None,
+) -> Mesh:
+    """Create all groups. Making a group is a collective call: every rank passes the same arguments.
+
+    ``hosts``: of all ranks; by default they share one. ``groups``: by default torch's process groups.
+    """
+    place = Place.of(layout.mesh, rank)
+    groups = groups or TorchGroups(rank, timeout)
+
+    lines: dict[str, Line] = {}
+    for axis, factors in place.mesh.axes.items():
+        line = groups.line(axis, place.mesh.groups(factors))
+        assert line is not None
+        lines[axis] = line
+    topology = Topology(place.mesh, hosts)
+    for factor in topology.factors():
+        line = groups.line(str(factor), topology.factor_groups(factor))
+        assert line is not None
+        lines[str(factor)] = line
+    channels: dict[MessageKind, Channel] = {}
+    if layout.pp > 1:
+        for direction, way in product(Direction, ("down", "up")):
+            channels[direction, way] = groups.channel(place.mesh.groups(("pp",)))
+    ends = None
+    if layout.pp > 1 and tied_ends:
+        ends = groups.line("ends", [[line[0], line[-1]] for line in place.mesh.groups(("pp",))])
+    return Mesh(layout, rank, place, topology, lines, channels, ends, groups)
+
+
+@dataclass(frozen=True)
+class TorchGroups:
+    """Torch's process groups: of NCCL on GPUs, of messages by gloo elsewhere.
+
+    Only the members of a group make it: a thousand ranks have more than a thousand lines.
+    """
+
+    rank: int
+    timeout: timedelta
+    nccl: "NcclConfig | None" = None
+
+    def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
+        """That of this rank; collectives of layers have connections for both directions on CPU."""
+        own = next((ranks for ranks in lines if self.rank in ranks), None)
+        if own is None:
+            return None
+        if self._on_gpus:
+            return Communicator(TorchGroup(self._group(own, axis)))
+        both = is_tensor(axis) or whole_axis(axis) in LAYER_AXES
+        return MessageLine(self._group(own), self._group(own) if both else None)
+
+    def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
+        """Of pairs of neighbours, the ends among them, on GPUs."""
+        (own,) = (ranks for ranks in lines if self.rank in ranks)
+        if not self._on_gpus:
+            return MessageLine(self._group(own))
+        return pairs_of(own, self.rank, lambda pair: Communicator(TorchGroup(self._group(pair, "pp"))))
+
+    @property
+    def _on_gpus(self) -> bool:
+        return "nccl" in dist.get_backend_config()
+
+    def _group(self, ranks: Sequence[int], axis: str = "") -> dist.ProcessGroup:
+        """``axis``: whose limits NCCL is given."""
+        made = dist.new_group(
+            list(ranks),
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            backend="nccl" if axis else None,  # else a mesh of gloo would stand beside each of NCCL
+            pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
+        )
+        assert made is not None
+        return made
+
+    def _limits(self, axis: str) -> "NcclLimits | None":
+        own = "tp" if is_tensor(axis) else whole_axis(axis)
+        return None if self.nccl is None else getattr(self.nccl, own, self.nccl.dp)
+
+    def gather(self, own: Any) -> list[Any]:
+        """Pickled, from rank to rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return found
+
+
+def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
+    """What torch makes a communicator with: limits, and a stream whose kernels go first."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if limits is not None and limits.max_ctas is not None:
+        options.config.max_ctas = limits.max_ctas
+    return options
+
+
+def pairs_of(ranks: Sequence[int], own: int, make: Callable[[Sequence[int]], Communicator]) -> Pairs:
+    """Communicators of a rank with its neighbours in a pipeline, whose last stage is beside the first."""
+    stages = len(ranks)
+    beside = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
+    place = ranks.index(own)
+    pairs = {
+        (first if first != place else second): make([ranks[first], ranks[second]])
+        for first, second in sorted(beside)
+        if place in (first, second)
+    }
+    return Pairs(place, pairs)

@@ -1,0 +1,123 @@
+"""A rank among all ranks: it joins them for a generation, may be broken off at any moment, and leaves."""
+
+import threading
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from braid.actors.config import ClusterConfig
+from braid.actors.stage.rank.devices import device_of, local_rank
+from braid.actors.stage.rank.groups import make_world
+from braid.actors.stage.rank.messages import Rendezvous
+from braid.actors.stage.rank.network import Connections, bind_gloo, store_on
+
+
+class RefersToGroups(Protocol):
+    """A CUDA graph with collectives: it refers to process groups."""
+
+    def drop(self) -> None:
+        """Give up the references to the groups; callable from any thread."""
+
+
+class Membership:
+    """The store where ranks meet, the connections between them, the device that they compute on."""
+
+    graph: RefersToGroups | None = None
+    """Dropped before the groups are destroyed: NCCL destroys no communicator that a graph still refers to."""
+
+    def __init__(self, address: str) -> None:
+        self.device = torch.device("cpu")
+        self._address = address
+        self._store: dist.TCPStore | None = None
+        self._connections: Connections | None = None
+        self._generation, self._broken_off = 0, -1
+        """The one that runs, and the newest that was broken off."""
+        self._lock = threading.Lock()
+
+    def host_store(self, timeout_s: float) -> int:
+        """Host the rendezvous on a free port of this node and return the port."""
+        self._store = store_on(self._address, timedelta(seconds=timeout_s))
+        return int(self._store.port)
+
+    def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
+        """A generation begins: take the rank's device, and note which connections are made from now on."""
+        with self._lock:  # an abort of the generation before has ended
+            if self._generation == rendezvous.generation:  # it begins again
+                self._broken_off = -1
+            self._generation = rendezvous.generation
+        self.intact()
+        self.device = device_of(cluster.device, local_rank(rank, rendezvous.hosts))
+        self.use_device()
+        self._connections = Connections()
+
+    def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
+        """Meet all ranks."""
+        timeout = timedelta(seconds=cluster.group_timeout_s)
+        bind_gloo(self._address)
+        if self._store is None:
+            self._store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
+        backend: str = cluster.backend
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        store = dist.PrefixStore(f"generation-{rendezvous.generation}", self._store)
+        make_world(backend, store, rank, ranks, timeout)
+
+    def connected(self, mbit: float | None) -> None:
+        """All groups have been made; ``mbit``: what their connections are to send at most."""
+        assert self._connections is not None
+        self._connections.made()
+        if mbit is not None:
+            self._connections.pace(mbit)
+
+    def break_off(self, generation: int | None = None) -> None:
+        """Make calls that wait for other ranks raise, or return garbage; callable from any thread.
+
+        ``generation``: the generation to break off; None: the present one. If it is over, nothing happens. If
+        it has not begun yet, its `begin` will raise.
+        """
+        with self._lock:
+            meant = self._generation if generation is None else generation
+            if meant < self._generation:
+                return
+            self._broken_off = meant  # before anything comes back
+            if meant == self._generation:
+                self.use_device()
+                self._drop_graph()
+                if self._connections is not None:
+                    self._connections.shut()
+                self._abort()
+
+    def _drop_graph(self) -> None:
+        if self.graph is not None:
+            self.graph.drop()
+
+    def _abort(self) -> None:
+        if dist.is_initialized() and self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+
+    @property
+    def broken(self) -> bool:
+        """Whether communication was broken off."""
+        return self._broken_off == self._generation
+
+    def intact(self) -> None:
+        """`RuntimeError` once it was broken off: results of collectives may be garbage."""
+        if self.broken:
+            raise RuntimeError("communication was broken off")
+
+    def use_device(self) -> None:
+        """Let this thread work with the rank's GPU; a new one begins with the first of the machine."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+
+    def leave(self) -> None:
+        """Give up all groups."""
+        self._drop_graph()
+        self._destroy()
+        self._store = self._connections = self.graph = None
+
+    def _destroy(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

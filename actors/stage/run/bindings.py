@@ -1,0 +1,347 @@
+"""Binds operations of linked code to modules, groups and registers: each becomes a function of frames.
+
+Everything that can be decided before a step is decided here: which method an operator calls, which group a
+collective uses, how a span is labelled. What cannot be bound fails here, when it is loaded.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.model.model import PartInstance, StageModel
+from braid.actors.stage.rank.groups import Mesh
+from braid.actors.stage.run.regions import Rows
+from braid.actors.stage.run.streams import Streams, Transfer
+from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.stages import gather_stage, scatter_stage
+from braid.kernels.operators.linear import Linear
+from braid.kernels.operators.operator import ComputeOperator
+from braid.scheduling.mesh.mesh import place_in
+from braid.scheduling.mesh.partition import WHOLE, DimRanks, Region, bounds, factor_of, whole_axis
+from braid.scheduling.model.operators import Kind, Operator, Phase, Value
+from braid.scheduling.schedule.code import Frame
+from braid.scheduling.schedule.operations import Compute, Node, Pass, Start, Wait, name_of
+from braid.scheduling.trace.spans import Label
+
+if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
+    from braid.actors.stage.model.routing import Routing
+
+Registers = list[Any]
+"""Of a frame, by number."""
+Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
+"""An operation of a stretch, called with the frames and the passes of the stretch."""
+
+
+def _all_gather(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
+    return line.all_gather(x) if shares is None else line.all_gather(x, shares=shares)
+
+
+def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
+    return line.reduce_scatter(x) if shares is None else line.reduce_scatter(x, shares=shares)
+
+
+def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
+    """How an operator that communicates is launched, given a line, x, and perhaps how many rows go where.
+
+    Gradients go around a ring the other way.
+    """
+    match kind:
+        case Kind.ALL_GATHER:
+            return _all_gather
+        case Kind.REDUCE_SCATTER:
+            return _reduce_scatter
+        case Kind.ALL_TO_ALL:
+            return lambda line, x, extents: line.all_to_all(x, extents)
+        case Kind.ALL_REDUCE:
+            return lambda line, x: line.all_reduce(x)
+        case Kind.SEND_RECEIVE:
+            by = -1 if phase is Phase.INPUT_GRADIENT else 1
+            return lambda line, x: line.shift(x, by)
+    raise AssertionError(kind)
+
+
+class Binder:
+    """Binds what layers do on one rank."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        mesh: Mesh,
+        streams: Streams,
+        recorder: Recorder,
+        routing: "Routing | None" = None,
+    ) -> None:
+        self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
+        self._routing = routing
+        self._activation_bytes = model.context.dtype.itemsize
+
+    def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
+        """A compute operator of a chunk of the model."""
+        node = operation.what
+        assert isinstance(node, Node)
+        op, instance = node.operator, self._instance(node, chunk)
+        if op.piece is not None:
+            return self._compute_piece(operation, node, frame, instance)
+        call, label = method_of(op, instance), self._label(node, instance)
+        if self._routing is not None:
+            call = self._routing.watched(op, instance, call)
+        turn, writes, gone = operation.turn, operation.writes, operation.frees
+        inputs_of = _getter(operation.reads)
+        mark, record = self._recorder.mark, self._recorder.compute
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            nonlocal label
+            frame = frames[turn]
+            begin = mark()
+            inputs = inputs_of(frame)
+            results = call(*inputs)
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of(inputs, results if writes else ()))
+            if writes:
+                for register, result in zip(writes, results, strict=True):
+                    frame[register] = result
+            for register in gone:
+                frame[register] = None
+            record(label, passes[turn], begin, mark())
+
+        return run
+
+    def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
+        """An operator on rows or columns of what it reads; what it makes goes to its place in the whole."""
+        op, label = node.operator, self._label(node, instance)
+        source, *so_far = operation.reads
+        target = operation.writes[0]
+        read, made = frame.values[source], frame.values[target]
+        call = _method_for_columns(op, instance, read, made)
+        wanted = made.region and replace(made.region, columns=WHOLE)  # a matrix makes other columns of all
+        rows = self._rows(wanted, read, DimRanks.ALL)
+        keep = self._keeper(frame, operation.writes, DimRanks.ALL)
+        turn, gone = operation.turn, operation.frees
+        mark, record = self._recorder.mark, self._recorder.compute
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            nonlocal label
+            frame = frames[turn]
+            begin = mark()
+            x = frame[source] if rows is None else rows.take(frame[source])
+            (result,) = call(x)
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of([x], [result]))
+            frame[target] = frame[so_far[0]].add_(result) if so_far else result
+            if keep is not None:
+                keep(frame)
+            for register in gone:
+                frame[register] = None
+            record(label, passes[turn], begin, mark())
+
+        return run
+
+    def start(self, operation: Start, frame: Frame, chunk: int) -> Bound:
+        """The begin of a collective; the register of its result holds the transfer until its wait."""
+        node = operation.what
+        assert isinstance(node, Node)
+        op = node.operator
+        assert op.axis is not None
+        collective = self._collective(op, frame, operation)
+        (source, *extents), (target,) = operation.reads, operation.writes
+        precision = frame.values[source].precision
+        moved = op.bytes * precision.bytes_each(self._activation_bytes) // precision.bytes_each(2)
+        label = replace(self._label(node, self._instance(node, chunk)), bytes=moved, flops=0)
+        turn, stream, lone = operation.turn, label.stream, operation.lone
+        start, record = self._streams.start, self._recorder.transfer
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            nonlocal label
+            frame, one = frames[turn], passes[turn]
+            x = frame[source]
+            if not label.shapes:
+                label = replace(label, shapes=shapes_of([x], ()))
+            transfer = start(stream, collective(x, *(frame[one] for one in extents)), awaited_next=lone)
+            frame[target] = transfer
+            record(label, one, transfer)
+
+        return run
+
+    def wait(self, operation: Wait, frame: Frame) -> Bound:
+        """The end of a collective."""
+        node = operation.what
+        assert isinstance(node, Node)
+        turn, target, gone = operation.turn, operation.writes[0], operation.frees
+        gathers = node.operator.kind is Kind.ALL_GATHER
+        keep = self._keeper(frame, operation.writes, DimRanks.ALL if gathers else DimRanks.OWN)
+        wait = self._streams.wait
+
+        def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
+            frame = frames[turn]
+            transfer: Transfer = frame[target]
+            wait(transfer)
+            frame[target] = transfer.take()
+            if keep is not None:
+                keep(frame)
+            for register in gone:
+                frame[register] = None
+
+        return run
+
+    # -- pieces (`braid.scheduling.generate.partitions`) -----------------------------------------------------
+
+    def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
+        """A collective on a value, or a stage of one on a piece of it."""
+        assert op.axis is not None
+        line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
+        if op.piece is None:
+            return lambda x, *extents: whole(line, x, *extents)
+        read, made = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
+        factor = factor_of(op.axis)
+        mesh = (line.size,) if factor is None else factor.mesh
+        dim = 0 if factor is None else factor.dim
+        gathers = op.kind is Kind.ALL_GATHER
+        end = Region(whole_axis(op.axis), mesh, ((DimRanks.ALL if gathers else DimRanks.OWN),) * len(mesh))
+        region = made.region or end
+        spans = list(region.spans)
+        spans[dim] = DimRanks.OWN if gathers else DimRanks.ALL
+        rows = self._rows(
+            replace(region, spans=tuple(spans)), read, DimRanks.OWN if gathers else DimRanks.ALL
+        )
+        outer = 1
+        for span, size in zip(region.spans[:dim], mesh[:dim], strict=True):
+            outer *= span.of(size)
+        stage = gather_stage if gathers else scatter_stage
+
+        def launch(x: Tensor) -> Launch:
+            return stage(line, x if rows is None else rows.take(x), outer)
+
+        return launch
+
+    def _rows(self, wanted: Region | None, read: Value, whole: DimRanks) -> Rows | None:
+        """How to take a region of a value, None: all of it. ``whole``: whose rows a whole one has."""
+        if wanted is None:
+            return None
+        held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
+        own = place_in(wanted.mesh, self._mesh.place.on(wanted.axis))
+        rows = Rows(held, wanted, own)
+        return None if rows.all_of_it else rows
+
+    def _keeper(
+        self, frame: Frame, writes: Sequence[int], whole: DimRanks
+    ) -> Callable[[Registers], None] | None:
+        """Puts a piece into the whole value, which the first piece to come makes room for."""
+        if len(writes) == 1:
+            return None
+        piece, target = writes
+        value, all_of_it = frame.values[piece], frame.values[target]
+        assert value.region is not None
+        held = Region(value.region.axis, value.region.mesh, (whole,) * len(value.region.mesh))
+        own = place_in(held.mesh, self._mesh.place.on(held.axis))
+        rows = Rows(held, value.region, own)
+        count, columns = all_of_it.rows, all_of_it.columns
+
+        def keep(frame: Registers) -> None:
+            part = frame[piece]
+            if frame[target] is None:
+                frame[target] = rows.whole_for(part, count, columns)
+            rows.place(frame[target], part)
+
+        return keep
+
+    def _instance(self, node: Node, chunk: int) -> PartInstance:
+        return self._model.chunks[chunk][node.part]
+
+    def _label(self, node: Node, instance: PartInstance) -> Label:
+        op = node.operator
+        stream = op.stream if op.axis is None else self._mesh.stream(op.axis)
+        return Label(
+            operator=name_of(node),
+            stream=stream,
+            layer=instance.index,
+            axis=op.axis or "",
+            kind=op.kind.value if op.kind.communicates else "",
+            flops=op.flops,
+            key=op.key,
+        )
+
+
+def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
+    """What reads some registers of a frame."""
+    match reads:
+        case ():
+            return lambda frame: ()
+        case (register,):
+            return lambda frame: (frame[register],)
+        case _:
+            return itemgetter(*reads)
+
+
+def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
+    """Shapes of what an operator reads and writes, for people: ``512x1024, 1024 -> 512x1024``."""
+
+    def told(values: Iterable[Any]) -> str:
+        found = (tuple(value.shape) for value in values if isinstance(value, Tensor))
+        return ", ".join("x".join(map(str, shape)) or "1" for shape in found)
+
+    return f"{told(inputs)} -> {told(results)}".removesuffix(" -> ") or "-"
+
+
+def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
+    """The method of a part's module that an operator calls; `ValueError` if there is no such module."""
+    if operator.kind is Kind.ADD:
+        return _add
+    module = instance.modules.get(operator.module)
+    if module is None:
+        raise ValueError(
+            f"operator {operator.name} of {instance.name} {instance.index} needs a module "
+            f"{operator.module!r}; there are {', '.join(instance.modules)}"
+        )
+    match operator.phase:
+        case Phase.FORWARD | Phase.RECOMPUTE:
+            return module.forward
+        case Phase.INPUT_GRADIENT:
+            return module.input_gradient
+        case Phase.WEIGHT_GRADIENT:
+            return module.weight_gradient
+        case Phase.GRADIENT:
+            return _both_gradients(module)
+
+
+def _method_for_columns(op: Operator, instance: PartInstance, read: Value, made: Value) -> Callable[..., Any]:
+    """The method of an operator on columns of what it reads, or for columns of what it makes.
+
+    `ValueError` for modules that have no such method: all but linear maps.
+    """
+    call = method_of(op, instance)
+    given, asked = (one.region.columns if one.region else WHOLE for one in (read, made))
+    if given == asked == WHOLE:
+        return call
+    module = instance.modules[op.module]
+    if not isinstance(module, Linear):
+        raise ValueError(
+            f"operator {op.name} of {instance.name} {instance.index}: only linear maps can be cut along the "
+            f"width; take tokens, or leave that partition out"
+        )
+    outputs, inputs = module.weight.shape
+    forward = op.phase is Phase.FORWARD or op.phase is Phase.RECOMPUTE
+    reads, makes = (inputs, outputs) if forward else (outputs, inputs)
+    taken = slice(*bounds(given, reads)) if given != WHOLE else slice(None)
+    left = slice(*bounds(asked, makes)) if asked != WHOLE else slice(None)
+    into, out = (taken, left) if forward else (left, taken)
+    return partial(call, inputs=into, outputs=out)
+
+
+def _both_gradients(module: ComputeOperator) -> Callable[..., Any]:
+    parameters = any(True for _ in module.parameters(recurse=False))
+
+    def run(*values: Any) -> Any:
+        if parameters:
+            module.weight_gradient(*values)
+        return module.input_gradient(*values)
+
+    return run
+
+
+def _add(partial: Any, part: Any) -> tuple[Any]:
+    return (partial + part,)

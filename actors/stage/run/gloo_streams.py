@@ -1,0 +1,209 @@
+"""Streams on CPU: gloo, which works in threads of its own and tells nobody when it is done."""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from braid.actors.stage.run.streams import Mark, Transfer
+from braid.kernels.collectives.primitives import Launch, Work
+from braid.scheduling.mesh.cluster import Stream
+
+
+@dataclass(frozen=True)
+class _IssuedTransfer:
+    """A transfer for the issuer, and the waiter that takes it over."""
+
+    transfer: Transfer
+    launch: Launch
+    waiter: "queue.SimpleQueue[Transfer | None]"
+
+
+class HostStreams:
+    """gloo, with threads around it for transfers that are not awaited at once.
+
+    One thread issues them, in order: gloo writes as much of a message as the socket takes in the thread that
+    sends it, 1.6 ms for 1 MB (docs/log.md), and the caller has something to compute meanwhile. A small
+    message is written in less time than that thread takes to wake up, so the caller issues it. And since gloo
+    works in threads of its own and tells nobody when it is done, a thread per stream and lane waits, and
+    stamps the ends.
+    """
+
+    asynchronous = False
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
+        self._orders: queue.SimpleQueue[_IssuedTransfer | None] | None = None
+        self._last: Transfer | None = None
+        """What was handed to the issuer last."""
+        self._threads: list[threading.Thread] = []
+        self._marks = 0
+
+    def mark(self) -> int:
+        """Nanoseconds of the monotonic clock."""
+        self._marks += 1
+        return time.perf_counter_ns()
+
+    def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
+        """Issue, or let it be issued and looked after, unless the caller waits next."""
+        self._marks += 1
+        if awaited_next:
+            self._all_issued()
+            begin = time.perf_counter_ns()
+            return Transfer(launch=launch, work=_issued(launch), begin=begin, sent=launch.sends)
+        transfer = Transfer(launch=launch, work=None, begin=None, sent=launch.sends)
+        transfer.issued, transfer.done = threading.Event(), threading.Event()
+        order = _IssuedTransfer(transfer, launch, self._waiter(stream, lane))
+        if 0 < launch.sends <= _SMALL_BYTES:
+            self._all_issued()
+            _issue(order)
+        else:
+            self._issuer().put(order)
+            self._last = transfer
+        return transfer
+
+    def _all_issued(self) -> None:
+        """Wait until nothing is left to the issuer: the order of issue is the same on all ranks."""
+        last, self._last = self._last, None
+        if last is not None and last.issued is not None:
+            last.issued.wait()
+
+    def wait(self, transfer: Transfer) -> None:
+        """Block until the transfer is complete; raises what the transfer raised."""
+        if transfer.done is None:
+            assert transfer.work is not None
+            transfer.work.wait()
+            transfer.end = time.perf_counter_ns()
+            return
+        transfer.done.wait()
+        if transfer.error is not None:
+            raise transfer.error
+
+    def progress(self) -> int:
+        """What was marked is done."""
+        return self._marks
+
+    def complete(self, transfer: Transfer) -> bool:
+        """Its end was stamped."""
+        return transfer.end is not None
+
+    def forget(self, marks: Iterable[Mark]) -> None:
+        """They are numbers."""
+
+    def barrier(self) -> None:
+        """Compute is done when its call returns, and paired programs wait for transfers before a barrier."""
+
+    def lead(self) -> None:
+        """The host computes itself."""
+
+    def delay(self, ns: float) -> None:
+        """Sleep."""
+        time.sleep(ns / 1e9)
+
+    def nanoseconds(self, mark: Mark) -> int:
+        """Marks are nanoseconds already."""
+        return int(mark)
+
+    def epoch_ns(self) -> int:
+        """The monotonic clock's zero on the wall clock, by the quickest of some readings of both."""
+        readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
+        before, now, after = min(readings, key=lambda one: one[2] - one[0])
+        return now - (before + after) // 2
+
+    def close(self) -> None:
+        """Ask the threads to end; they are daemons, one stuck in a dead peer's transfer is left."""
+        if self._orders is not None:
+            self._orders.put(None)
+        for waiting in self._queues.values():
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+
+    def _issuer(self) -> "queue.SimpleQueue[_IssuedTransfer | None]":
+        if self._orders is None:
+            self._orders = queue.SimpleQueue()
+            self._begin(threading.Thread(target=_issue_all, args=(self._orders,), name="issuer", daemon=True))
+        return self._orders
+
+    def _begin(self, thread: threading.Thread) -> None:
+        thread.start()
+        self._threads.append(thread)
+
+    def _waiter(self, stream: Stream, lane: str) -> "queue.SimpleQueue[Transfer | None]":
+        if (stream, lane) not in self._queues:
+            waiting = self._queues[stream, lane] = queue.SimpleQueue()
+            name = f"waiter {stream.value} {lane}"
+            self._begin(threading.Thread(target=_await_all, args=(waiting,), name=name, daemon=True))
+        return self._queues[stream, lane]
+
+
+_SMALL_BYTES = 128 << 10
+"""So little is sent by who wants it sent: handing it to a thread on the same CPU takes about as long as the
+operator that is to hide it (docs/log.md)."""
+
+
+def _issue_all(orders: "queue.SimpleQueue[_IssuedTransfer | None]") -> None:
+    while (order := orders.get()) is not None:
+        _issue(order)
+        del order  # else its tensors stay alive until the next one comes
+
+
+def _issue(order: _IssuedTransfer) -> None:
+    """Begin a transfer; where that fails, it ends with the error, for who waits."""
+    transfer = order.transfer
+    issued, done = transfer.issued, transfer.done  # who takes the result drops them, maybe before the end
+    assert issued is not None
+    assert done is not None
+    transfer.begin = time.perf_counter_ns()
+    try:
+        transfer.work = _issued(order.launch)
+        order.waiter.put(transfer)
+    except (RuntimeError, OSError) as error:  # the latter where a priority may no longer be changed
+        transfer.error, transfer.end = error, time.perf_counter_ns()
+        done.set()
+    issued.set()
+
+
+def _issued(launch: Launch) -> Work:
+    """Issue a transfer; what sends goes first on its CPU meanwhile, where the kernel lets this process.
+
+    Else gloo's thread, woken by what the peer sends, may stop this one while it holds a connection's lock,
+    and then tries that lock in an endless loop until its time slice ends: 3 ms for one in four exchanges of
+    64 KB (docs/log.md). It takes the right to use real-time priorities (root, or CAP_SYS_NICE).
+    """
+    if not (launch.sends and _may_go_first()):
+        return launch.issue()
+    os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    try:
+        return launch.issue()
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@cache
+def _may_go_first() -> bool:
+    """Whether this process may; where it already has a priority of its own it is left alone."""
+    if not hasattr(os, "sched_setscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False  # not on Linux
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except OSError:
+        return False
+    return True
+
+
+def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
+    while (transfer := transfers.get()) is not None:
+        assert transfer.work is not None
+        try:
+            transfer.work.wait()
+        except RuntimeError as error:
+            transfer.error = error
+        transfer.end = time.perf_counter_ns()
+        assert transfer.done is not None
+        transfer.done.set()
+        del transfer  # else its tensors stay alive until the next one comes

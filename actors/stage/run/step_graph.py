@@ -1,0 +1,234 @@
+"""Forward and backward passes of a step as one graph: captured once, then given to the device in one call.
+
+A host issues some hundred operators, events and collectives for every layer and micro-batch (docs/cuda.md,
+What it costs the host); a device that computes few tokens waits for it. All that linked code does before the
+norm is the same in every step: the same memory, in the same order. So after two steps it is captured, with
+all streams and collectives; what remains for the host is to copy the tokens to where they were then.
+
+Norm and update stay outside: they depend on the step, and on numbers that the host reads.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from braid.actors.stage.measure.telemetry import Recorder, Rows
+from braid.actors.stage.run.cuda_streams import Captured, CudaStreams
+from braid.actors.stage.run.micro_batch import MicroBatch
+from braid.actors.stage.run.streams import Mark, Streams
+
+_WARM_STEPS = 2
+"""Libraries choose algorithms and take workspaces when they first run; and the second one is measured."""
+_HOST_BOUND = 0.8
+"""Share of a step's passes that the host needs to issue them, from which on a graph is worth its memory."""
+
+_TOLD = 4
+"""Ranks that a warning names; they may be thousands."""
+
+Batches = Sequence[MicroBatch | None]
+Gather = Callable[[Any], Sequence[Any]]
+
+
+def _alone(own: Any) -> Sequence[Any]:
+    """What a rank hears that has no others."""
+    return (own,)
+
+
+class Passes(Protocol):
+    """What runs a step's forward and backward passes."""
+
+    def passes(self, batches: Batches, loss_scale: float) -> list[Tensor]:
+        """Run them; returns the tokens' losses by micro-batch, of those that this rank sees."""
+
+    def drop(self) -> None:
+        """Let go of what passes that were broken off have left."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What was captured, for what."""
+
+    key: tuple[object, ...]
+    captured: Captured
+    batches: Batches
+    losses: list[Tensor]
+    rows: Rows
+
+
+class StepGraph:
+    """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or by none.
+
+    The graph refers to communicators, and NCCL destroys no communicator that a graph still refers to. So the
+    graph is dropped before the communicators are destroyed, possibly by another thread (`drop`).
+    """
+
+    def __init__(
+        self, streams: CudaStreams, recorder: Recorder, *, always: bool, gather: Gather = _alone
+    ) -> None:
+        """``always``: capture also where the host is ahead of its device, and raise where a capture fails.
+
+        ``gather``: returns the values that all ranks pass to it, in rank order; all ranks call it together.
+        """
+        self._streams, self._recorder, self._always, self._gather = streams, recorder, always, gather
+        self._kept: _Kept | None = None
+        self._steps = 0
+        self._measured: tuple[float, Mark, Mark] | None = None
+        """Seconds that the host took to issue the newest eager passes, and where they begin and end."""
+        self._wanted: bool | None = None
+        self._lock = threading.Lock()
+        """Guards ``_in_use``, ``_dropped`` and the release of the graph; held for moments only."""
+        self._in_use = self._dropped = False
+
+    def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
+        """Run the passes, from a graph or not; returns the losses."""
+        if not self._captures():
+            return self._eagerly(runs, batches, loss_scale)
+        with self._using():
+            key = loss_scale, self._recorder.recording, *map(_shape, batches)
+            if self._kept is None or self._kept.key != key:
+                self._release()  # its memory first
+                self._kept = self._capture(runs, batches, loss_scale, key)
+            if self._kept is not None:
+                return self._replay(self._kept, batches)
+        return runs.passes(batches, loss_scale)
+
+    def drop(self) -> None:
+        """Release the graph for good; callable from any thread. Later uses raise an error.
+
+        If a thread is using the graph, that thread releases it when it is done. This does not take long: the
+        thread never waits for the device, and waits for other ranks only in ``gather``.
+        """
+        with self._lock:
+            self._dropped = True
+            if not self._in_use:
+                self._release()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Meanwhile the graph is this thread's alone; `RuntimeError` once it was dropped."""
+        with self._lock:
+            if self._dropped:
+                raise RuntimeError("the graph was dropped, as its groups were given up")
+            self._in_use = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_use = False
+                if self._dropped:
+                    self._release()
+
+    def _release(self) -> None:
+        if self._kept is not None:
+            self._kept.captured.graph.reset()
+            self._kept = None
+
+    def _replay(self, kept: _Kept, batches: Batches) -> list[Tensor]:
+        for static, batch in zip(kept.batches, batches, strict=True):
+            for name, tensor in _tensors(batch).items():
+                _tensors(static)[name].copy_(tensor)
+        self._recorder.give(kept.rows)
+        self._streams.replay(kept.captured)
+        return kept.losses
+
+    def _captures(self) -> bool:
+        """Whether passes are captured by now: decided once, by all ranks together, after the first steps."""
+        if self._wanted is None and self._steps >= _WARM_STEPS:
+            self._wanted = all(self._gather(self._wants()))
+        return bool(self._wanted)
+
+    def _wants(self) -> bool:
+        return self._always or self._host_bound()
+
+    def _host_bound(self) -> bool:
+        assert self._measured is not None
+        issued_s, begin, end = self._measured
+        passed_ns = self._streams.nanoseconds(end) - self._streams.nanoseconds(begin)
+        return issued_s * 1e9 >= _HOST_BOUND * passed_ns
+
+    def _eagerly(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
+        if self._wanted is not None:
+            return runs.passes(batches, loss_scale)
+        self._steps += 1
+        begin, at = self._streams.mark(), time.perf_counter()
+        losses = runs.passes(batches, loss_scale)
+        self._measured = time.perf_counter() - at, begin, self._streams.mark()
+        return losses
+
+    def _capture(
+        self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
+    ) -> _Kept | None:
+        """Capture the passes. None if this rank or another one cannot; then no later step is captured."""
+        static = [None if one is None else replace(one, **_cloned(_tensors(one))) for one in batches]
+        kept, why = None, ""
+        try:
+            with self._streams.capture() as captured:
+                losses = runs.passes(static, loss_scale)
+        except RuntimeError as error:
+            self._recorder.take()
+            runs.drop()
+            why = str(error) or type(error).__name__
+        else:
+            kept = _Kept(key, captured, static, list(losses), self._recorder.take())
+        try:
+            failures = {rank: text for rank, text in enumerate(self._gather(why)) if text}
+        except BaseException:  # communication was broken off
+            _give_up(kept)
+            raise
+        if not failures:
+            return kept
+        _give_up(kept)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in [*failures.items()][:_TOLD])
+        if self._always:
+            raise RuntimeError(f"overlap.cuda_graphs=true: {told}; set it to false")
+        text = (
+            f"steps are not captured as CUDA graphs, but issued one operator at a time on all ranks: {told}"
+        )
+        warnings.warn(text, stacklevel=2)
+        self._wanted = False
+        return None
+
+
+def _give_up(kept: _Kept | None) -> None:
+    if kept is not None:
+        kept.captured.graph.reset()
+
+
+def step_graph(
+    streams: Streams,
+    recorder: Recorder,
+    wanted: bool | Literal["auto"],
+    ranks: int = 1,
+    gather: Gather = _alone,
+) -> StepGraph | None:
+    """The graph that ``overlap.cuda_graphs`` asks for, or None; ValueError if true is set for a CPU.
+
+    auto: None with more than one rank. NCCL's collectives in a graph have not been tried on two GPUs yet, nor
+    between nodes, where the host takes part in collectives.
+    """
+    if isinstance(streams, CudaStreams) and (wanted is True or (wanted == "auto" and ranks == 1)):
+        return StepGraph(streams, recorder, always=wanted is True, gather=gather)
+    if wanted is True:
+        raise ValueError("overlap.cuda_graphs=true: this rank computes on a CPU; use auto or false")
+    return None
+
+
+def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
+    """What a graph reads: documents of a micro-batch, which change what runs, are in no graph."""
+    return (
+        {} if batch is None else {k: value for k, value in vars(batch).items() if isinstance(value, Tensor)}
+    )
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _shape(batch: MicroBatch | None) -> object:
+    return tuple((name, tensor.shape) for name, tensor in _tensors(batch).items())

@@ -1,0 +1,310 @@
+"""A bucket: parameters that are summed, updated, gathered and released together.
+
+It is a run of a chunk's parameters with one placement: their gradients are summed over the same axes of the
+mesh, and with ZeRO the ranks along those axes cut them into equal shards, wherever tensors begin and end. A
+rank updates its shard: sums of gradients leave it there and gathers start from it, without a copy. Parameters
+and gradients are two flat memories of the bucket's layout:
+
+    ZeRO    parameters                              gradients
+    0       tensors of their own                    whole, always
+    1       whole, always                           whole, always
+    2       whole, always                           the shard of the sums; the whole while passes add to it
+    3       the shard; the whole while it is used   as with ZeRO 2
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.state.parameters import Place, StageParameter, main_gradient_dtype
+from braid.actors.stage.state.shards import Shard, shard_of
+from braid.kernels.collectives.primitives import Launch, Line
+from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
+from braid.scheduling.mesh.mesh import MeshShape
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.stages import Move
+from braid.scheduling.schedule.buckets import BucketKey, share_elements
+
+
+class Bucket:
+    """One bucket on one rank: its layout from the beginning, its memory after `hold`."""
+
+    def __init__(
+        self,
+        key: BucketKey,
+        axes: tuple[str, ...],
+        members: Sequence[StageParameter],
+        ways: int = 1,
+        index: int = 0,
+    ) -> None:
+        """key: chunk, and number in the chunk. axes: over which gradients are summed. ways: number of shards;
+        index: which of them is this rank's."""
+        self.key, self.axes, self.members = key, axes, tuple(members)
+        self.ways, self.index = ways, index
+        self.offsets = [0]
+        """Where each member begins in the flat memory, and where the last one ends."""
+        for member in self.members:
+            self.offsets.append(self.offsets[-1] + member.shape.numel())
+        self.shard_elements = share_elements(self.offsets[-1], ways)
+        self.parameters: FlatMemory | None = None
+        """None where the bucket is not cut."""
+        self._between: dict[str, Tensor] = {}
+        """What one stage of a sum, or of a gather, leaves for the next stage."""
+        self.rounded: dict[str, Tensor] = {}
+        """By axis: copies of gradients in the dtype in which they travel, while they do."""
+
+    @property
+    def elements(self) -> int:
+        """Length of the flat memory: all members, and padding that makes shards equal."""
+        return self.ways * self.shard_elements
+
+    def part_of_rank(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a flat memory, a view."""
+        return flat[self.index * self.shard_elements :][: self.shard_elements]
+
+    def views(self, flat: Tensor) -> Iterator[tuple[StageParameter, Tensor]]:
+        """Every member with its elements of a flat memory, a view of the member's shape."""
+        for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
+            yield member, flat[begin:end].view(member.shape)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank updates, in the order of the members."""
+        return tuple(shard for _, shard in self._placed_shards)
+
+    @cached_property
+    def _placed_shards(self) -> tuple[tuple[int, Shard], ...]:
+        """With the element of the rank's flat shard at which each begins."""
+        low = self.index * self.shard_elements
+        high = low + self.shard_elements
+        placed = []
+        for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
+            first, last = max(begin, low), min(end, high)
+            if first < last:
+                placed.append((first - low, shard_of(member, first - begin, last - begin)))
+        return tuple(placed)
+
+    def _shard_views(self, flat_shard: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        for begin, shard in self._placed_shards:
+            yield shard, flat_shard[begin : begin + shard.end - shard.begin].view(shard.shape)
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hold(self, zero: int, *, exact: bool, within: Tensor | None = None) -> None:
+        """Make the bucket's memory, as its ZeRO stage says; parameters keep their values, gradients are 0.
+
+        ``exact``: gradients are added up in float64. ``within``: their memory, a part of a larger bucket's.
+        """
+        first = self.members[0].tensor
+        nothing = torch.empty(0, dtype=first.dtype, device=first.device)
+
+        def lay_parameter(member: StageParameter, view: Tensor | None) -> None:
+            member.tensor.data = nothing if view is None else view
+
+        def lay_gradient(member: StageParameter, view: Tensor | None) -> None:
+            member.gradient = view
+
+        if self.ways > 1:
+            whole = nothing.new_zeros(self.elements)
+            for member, view in self.views(whole):
+                view.copy_(member.tensor)
+            self.parameters = FlatMemory(self, lay_parameter, whole, lasting=zero < 3)
+            for shard, view in self._shard_views(self.parameters.shard):
+                shard.tensor = view
+        gradients = within
+        if gradients is None:
+            dtype = torch.float64 if exact else main_gradient_dtype(first.dtype)
+            gradients = torch.zeros(self.elements, dtype=dtype, device=first.device)
+        lasting = self.ways == 1 or zero < 2
+        self.gradients = FlatMemory(self, lay_gradient, gradients, lasting=lasting)
+        for shard, view in self._shard_views(self.gradients.shard):
+            shard.gradient = view
+
+    @property
+    def passing(self) -> list[Tensor]:
+        """Memory that is there for a part of a step only."""
+        flats = [flat for flat in (self.parameters, self.gradients) if flat is not None and not flat.lasting]
+        return [*(flat.whole for flat in flats if flat.whole is not None), *self.rounded.values()]
+
+    # -- moves ---------------------------------------------------------------------------------------------
+
+    def gather(self, line: Line, move: Move | None) -> Launch:
+        """Gather the parameters from the shards of a line's ranks; ``move``: one stage of that."""
+        assert self.parameters is not None
+        whole = self.parameters.make()
+        if move is None:
+            return line.all_gather(self.parameters.shard, into=whole)
+        x = self._between.pop("gather", self.parameters.shard)
+        launch = gather_stage(line, x, move.outer, into=whole if move.last else None)
+        if not move.last:
+            self._between["gather"] = launch.result
+        return launch
+
+    def sum(
+        self, axis: str, line: Line, move: Move | None, *, scatters: bool, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Launch]:
+        """Sum the gradients over a line's ranks; ``move``: one stage of that. Returns what is sent, too.
+
+        scatters: every rank gets the sums of its own shard, else all ranks all sums. dtype: the gradients are
+        rounded to it for the way; None: they are sent as they are.
+        """
+        if self.gradients.whole is None or axis == "replica":  # a sum of what other sums have left in shards
+            whole = shard = self.gradients.shard
+        else:
+            whole = self.gradients.whole
+            shard = self.part_of_rank(whole)
+        if dtype is None or dtype == whole.dtype:
+            return whole, self._summing(line, move, whole, shard, scatters=scatters)
+        if move is None or move.number == 0:
+            self.rounded[axis] = whole.to(dtype)
+        sent, target = self.rounded[axis], whole
+        result = sent
+        if scatters:
+            target, result = shard, self.part_of_rank(sent)
+        launch = self._summing(line, move, sent, result, scatters=scatters)
+        if move is not None and not move.last:
+            return sent, launch
+
+        def widen() -> None:
+            target.copy_(result)
+            del self.rounded[axis]
+
+        return sent, _followed(launch, widen)
+
+    def _summing(
+        self, line: Line, move: Move | None, whole: Tensor, shard: Tensor, *, scatters: bool
+    ) -> Launch:
+        if move is None:
+            return line.reduce_scatter(whole, into=shard) if scatters else line.all_reduce(whole)
+        x = self._between.pop("sum", None)
+        if x is None:
+            x = whole if self.ways > 1 else whole_shares(whole, prod(move.factor.mesh))
+        if move.kind is Kind.ALL_REDUCE:
+            launch = line.all_reduce(x)
+        elif move.kind is Kind.REDUCE_SCATTER:
+            launch = scatter_stage(line, x, move.outer, into=shard if move.last else None)
+        else:
+            fits = move.last and x.numel() * line.size == whole.numel()
+            launch = gather_stage(line, x, move.outer, into=whole if fits else None)
+            if move.last and not fits:
+                arrived = launch.result
+                return _followed(launch, lambda: whole.copy_(arrived[: whole.numel()]))
+        if not move.last:
+            self._between["sum"] = launch.result
+        return launch
+
+    def keep_sums(self) -> None:
+        """Add the sums that have arrived in the whole to the shard, and let go of the whole (ZeRO 2)."""
+        if self.gradients.whole is not None and not self.gradients.lasting:
+            self.gradients.shard.add_(self.part_of_rank(self.gradients.whole))
+            self.gradients.release()
+
+    def clear(self) -> None:
+        """Set the gradients to zero."""
+        if self.gradients.lasting:
+            self.gradients.make().zero_()
+        else:
+            self.gradients.shard.zero_()
+            self.gradients.release()
+
+
+class FlatMemory:
+    """A bucket's parameters or gradients one behind the other: this rank's shard, and at times the whole."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        lay: Callable[[StageParameter, Tensor | None], None],
+        whole: Tensor,
+        *,
+        lasting: bool,
+    ) -> None:
+        """``lay`` gives a member its view of the whole, or None when that goes. lasting: the whole stays."""
+        self._bucket, self._lay, self.lasting = bucket, lay, lasting
+        shard = bucket.part_of_rank(whole)
+        self.shard = shard if lasting else shard.clone()
+        self.whole: Tensor | None = whole
+        for member, view in bucket.views(whole):
+            lay(member, view)
+        if not lasting:
+            self.release()
+
+    def make(self, *, zeros: bool = False) -> Tensor:
+        """The whole; memory for it is made if it is not there."""
+        if self.whole is None:
+            count = self._bucket.elements
+            self.whole = self.shard.new_zeros(count) if zeros else self.shard.new_empty(count)
+            for member, view in self._bucket.views(self.whole):
+                self._lay(member, view)
+        return self.whole
+
+    def release(self) -> None:
+        """Let go of all but the shard."""
+        self.whole = None
+        for member in self._bucket.members:
+            self._lay(member, None)
+
+
+def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
+    """A launch whose result is worked on once it has arrived."""
+    finish = launch.finish
+
+    def both() -> None:
+        if finish is not None:
+            finish()
+        then()
+
+    return replace(launch, finish=both)
+
+
+def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucket]:
+    """The buckets of a rank's parameters, without memory."""
+    mesh = place.mesh
+
+    def placement(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
+        axes = _axes(p, mesh)
+        return p.chunk, len(axes), axes, p.bucket
+
+    buckets = []
+    for (chunk, _, axes, number), group in groupby(sorted(parameters, key=placement), key=placement):
+        members = tuple(group)
+        factors = [name for name in mesh.sharded if name in members[0].summed_over(mesh)]
+        ways, index = mesh.size(factors), place.index(factors)
+        buckets.append(Bucket((chunk, number), axes, members, ways, index))
+    return buckets
+
+
+def joined(buckets: Sequence[Bucket], *, exact: bool) -> list[Bucket]:
+    """Larger buckets, of whole chunks, of buckets that are not cut: one transfer sums all their gradients.
+
+    Makes the memory of both: the gradients of a chunk's buckets with the same axes lie one behind the other.
+    """
+    larger = []
+    for (chunk, axes), group in groupby(buckets, key=lambda bucket: (bucket.key[0], bucket.axes)):
+        members = tuple(group)
+        whole = Bucket((chunk, -1), axes, [one for bucket in members for one in bucket.members])
+        whole.hold(0, exact=exact)
+        begin = 0
+        for bucket in members:
+            bucket.hold(0, exact=exact, within=whole.gradients.make()[begin : begin + bucket.elements])
+            begin += bucket.elements
+        larger.append(whole)
+    return larger
+
+
+def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParameter]) -> list[Shard]:
+    """The shards of buckets, in the order of the rank's parameters."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    shards = [shard for bucket in buckets for shard in bucket.shards]
+    return sorted(shards, key=lambda shard: places[id(shard.parameter)])
+
+
+def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
+    """Axes that a parameter's gradient is summed over, and "ends" if two stages hold it (`gradient_axes`)."""
+    return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)

@@ -1,0 +1,267 @@
+"""A rank's side of checkpoints: PyTorch Distributed Checkpoint, keyed by global parameter name.
+
+A checkpoint says nothing of the layout that wrote it: every tensor is saved as slices of the global one, so
+any other layout can read its own slices. Directories are made, checked and published by the controller
+(`braid.actors.controller.state.manifest`); nothing here is called on files that were not verified.
+"""
+
+import contextlib
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from braid.actors.stage.files.checked_files import CheckedWriter
+from braid.actors.stage.files.digests import Digests
+from braid.actors.stage.files.guarded_reader import FailedTogetherError, GuardedReader
+from braid.actors.stage.model.model import StageModel
+from braid.actors.stage.rank.messages import Rescue, Written
+from braid.actors.stage.state.bucket import buckets_of, shards_in_order
+from braid.actors.stage.state.copies import Copies
+from braid.actors.stage.state.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, add_state
+from braid.actors.stage.state.host_state import HostState, split, take
+from braid.actors.stage.state.optimizer import Optimizer
+from braid.actors.stage.state.parameters import Place
+from braid.scheduling.mesh.mesh import MeshShape
+
+_NO_LIMIT = timedelta(days=365)
+_LOOK_SECONDS = 0.2
+
+
+class SaveProgress:
+    """Progress of a save, to tell a rank that writes, however slowly, from a rank that waits for others."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._plans = False
+
+    def read(self) -> int | None:
+        """Bytes written and read back so far; None while this rank plans. For another thread."""
+        return None if self._plans else self._bytes
+
+    def advance(self, count: int) -> None:
+        self._bytes += count
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Around work that needs neither another rank nor a disk."""
+        self._plans = True
+        try:
+            yield
+        finally:
+            self._plans = False
+
+
+class _Planner(SavePlanner):
+    """Tells when this rank plans."""
+
+    def __init__(self, progress: SaveProgress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def create_local_plan(self) -> Any:
+        with self._progress.planning():
+            return super().create_local_plan()
+
+    def create_global_plan(self, *arguments: Any) -> Any:
+        with self._progress.planning():
+            return super().create_global_plan(*arguments)
+
+
+def save_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all ranks for `Saves`; ``timeout``: for ranks to meet.
+
+    In this group a rank waits for as long as another rank writes. The controller watches whether that rank
+    makes progress (`SaveProgress`); a time limit here would fail saves to slow disks.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
+    return group
+
+
+class Saves:
+    """The saves of one rank, at most one at a time; every rank of the run makes the same calls.
+
+    If communication breaks during a save, the save has failed, but no rank counts as failed: the process and
+    the pulse of a rank show whether it is lost. The group is unusable afterwards, so the next save raises.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+        """``group``: of all ranks, for saves alone (`save_group`)."""
+        self._optimizer, self._group = optimizer, group
+        self._lost_touch = ""
+        """Why the group is unusable; empty while it is usable."""
+        self._thread: threading.Thread | None = None
+        """Writes the background save that is under way."""
+        self._written: Written | Exception | None = None
+        """What became of the newest background save, once it is over."""
+        self._state: HostState | None = None
+        """Of the newest background save; the next background save takes its memory."""
+        self._progress = SaveProgress()
+        self.awaited: SaveProgress | None = None
+        """Of the save that a call waits for at present."""
+
+    def save(self, directory: Path) -> Written:
+        """Write this rank's share of parameters and optimizer moments."""
+        self._check_touch()
+        updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
+        state = add_state({}, self._optimizer.shards, self._optimizer.named_tensors(), updates)
+        self._progress = SaveProgress()
+        with self._waiting():
+            return self._write(directory, state)
+
+    def take(self, step: int) -> None:
+        """Copy the state after ``step`` steps to the host, for `begin`."""
+        self._join()
+        self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
+
+    def begin(self, directory: Path) -> None:
+        """Begin to write the state that was taken; training may go on as soon as this returns."""
+        self._check_touch()
+        self._join()
+        assert self._state is not None
+        state, shards = self._state, self._optimizer.shards
+        slices = add_state({}, shards, split(state, [shard.shape for shard in shards]), state.updates)
+        self._written, self._progress = None, SaveProgress()
+        self._thread = threading.Thread(
+            target=self._write_beside, args=(directory, slices), name="save", daemon=True
+        )
+        self._thread.start()
+
+    def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
+        """What became of the newest background save; None while it is under way. ``intact`` raises once
+        communication was broken off: a thread that writes to a slow disk does not notice that."""
+        if self._thread is not None:
+            with self._waiting():
+                while wait and self._thread.is_alive():
+                    self._thread.join(_LOOK_SECONDS)
+                    intact()
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        if isinstance(self._written, Exception):
+            raise self._written
+        return self._written
+
+    def _join(self) -> None:
+        """Wait for a background save that failed on another rank, and was given up."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write_beside(self, directory: Path, state: GlobalState) -> None:
+        try:
+            self._written = self._write(directory, state)
+        except Exception as error:
+            # Without what holds on to the frames above, and with them to the group and its threads.
+            error.add_note(traceback.format_exc())
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._written = error
+
+    def _write(self, directory: Path, state: GlobalState) -> Written:
+        """Write this rank's share and read it back."""
+        writer = CheckedWriter(directory, self._progress.advance)
+        try:
+            with quietly():
+                planner = _Planner(self._progress)
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
+            return Written(files=writer.read_back())
+        except (FailedTogetherError, OSError) as error:
+            return Written(failure=str(error))
+        except RuntimeError as error:
+            self._lost_touch = str(error)
+            return Written(failure=f"ranks lost touch while they saved: {error}")
+
+    def _check_touch(self) -> None:
+        if self._lost_touch:
+            raise RuntimeError(f"ranks lost touch in the save before: {self._lost_touch}")
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.awaited = self._progress
+        try:
+            yield
+        finally:
+            self.awaited = None
+
+
+def write_slices(directory: Path, state: GlobalState) -> Digests:
+    """Write the slices of global tensors that the ranks of the world have; all of them call this."""
+    writer = CheckedWriter(directory)
+    with quietly():
+        dcp.save(state, storage_writer=writer, planner=SavePlanner())
+    return writer.read_back()
+
+
+def held_slices(
+    copies: Copies, rank: int, plan: Rescue, mesh: MeshShape, model_of: Callable[..., StageModel]
+) -> GlobalState:
+    """The slices of global tensors that ``rank`` is to write for all ranks whose states it holds.
+
+    Where lost ranks cannot be replaced, a run goes on in another layout, for which states of single ranks are
+    of no use: the survivors write what they hold like any other checkpoint. ``model_of`` makes the model of a
+    place in the mesh, here without memory: which slices its rank holds.
+    """
+    state: GlobalState = {}
+    for target, source in enumerate(plan.sources):
+        if source == rank:
+            place = Place.of(mesh, target)
+            model = model_of(place=place, device=torch.device("meta"))
+            shards = shards_in_order(buckets_of(model.parameters, place), model.parameters)
+            held = copies.state_of(target, rank, plan.step)
+            add_state(state, shards, split(held, [shard.shape for shard in shards]), held.updates)
+    return state
+
+
+def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
+    """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
+
+    If the checkpoint does not contain the number of updates, every step counts as an update.
+
+    `ValueError` if table of contents or weights are refused (`GuardedReader`).
+    """
+    reader = GuardedReader(directory)
+    # Refused here, in plain words: torch would only log it and look elsewhere.
+    stored = reader.read_metadata().state_dict_metadata
+    updates = torch.tensor([step], dtype=torch.float64)
+    state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
+    if UPDATES not in stored:
+        del state[UPDATES]
+    with quietly():
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner())
+    optimizer.restored(int(updates))
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a verified checkpoint, whole, in this process's memory."""
+    reader = GuardedReader(directory)
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with quietly():
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's warnings, and with its failures as ordinary exceptions, which they are not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CheckpointException as error:
+            raise GuardedReader.plain(error) from None

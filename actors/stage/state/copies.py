@@ -1,0 +1,196 @@
+"""Copies of ranks' states in memory, so that a failure costs no more than the step under way.
+
+Every rank keeps its states after the last two copied steps, and the states of a partner on another host
+(docs/design.md, Failure): two, since a failure may come while the newer one is under way. A copy travels to
+the partner in the background, over a process group of its own, while the next step runs. Where data-parallel
+replicas on other hosts hold the same state anyway, nothing travels.
+"""
+
+import threading
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braid.actors.stage.rank.messages import CopiesHeld
+from braid.actors.stage.state.host_state import (
+    HostState,
+    empty_state,
+    put_back,
+    state_dtype,
+    state_elements,
+    take,
+)
+from braid.actors.stage.state.optimizer import Optimizer
+from braid.scheduling.mesh.mesh import MeshShape
+
+_LEAVE_SECONDS = 5.0
+KEPT = 2
+"""States of a rank that are kept."""
+
+
+class Copies:
+    """One rank's copies; they outlive the process groups of a generation."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, HostState] = {}
+        self._partners: dict[int, HostState] = {}
+        self._partner_rank: int | None = None
+        self._held_as: Hashable = None
+        self._mesh: MeshShape | None = None
+        self._exchange: _Exchange | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def join(
+        self,
+        optimizer: Optimizer,
+        held_as: Hashable,
+        mesh: MeshShape,
+        shift: int,
+        limit_bytes: int | None,
+        timeout: timedelta,
+    ) -> None:
+        """Begin a generation; all ranks call this. Copies go to the rank ``shift`` further on; 0: nowhere.
+
+        ``held_as``: what says, with the rank, which part of the model a state is of (the layout). States
+        that were held as something else are forgotten.
+
+        `ValueError` if they would take more than ``limit_bytes`` of this rank's memory.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.leave()
+        source = (rank - shift) % ranks if shift else None
+        if held_as != self._held_as:
+            self._own.clear()
+        if held_as != self._held_as or source != self._partner_rank:
+            self._partners.clear()
+        self._held_as, self._mesh, self._partner_rank = held_as, mesh, source
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        dist.all_gather(sizes, torch.tensor([state_elements(optimizer)]), group=self._group)
+        elements = int(sizes[rank]) + (int(sizes[source]) if source is not None else 0)
+        needed = KEPT * elements * state_dtype(optimizer).itemsize
+        if limit_bytes is not None and needed > limit_bytes:
+            raise ValueError(
+                f"checkpoint.copies_mb={limit_bytes >> 20}: copies in memory take {needed / 2**20:.0f} MiB "
+                f"of rank {rank}; raise it, or set checkpoint.copies_every to 0"
+            )
+        if source is not None:
+            self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
+
+    def leave(self) -> None:
+        """End a generation; copies that arrive before the connections are shut, or all is sent, are kept."""
+        if self._exchange is not None:
+            self._exchange.wait(_LEAVE_SECONDS)
+            self._take_arrived()
+        self._exchange = None
+
+    def keep(self, optimizer: Optimizer, step: int) -> None:
+        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it.
+
+        Copies of later steps are forgotten: the run has gone back behind them, to a checkpoint perhaps.
+        """
+        self.settle()
+        self._own = {at: state for at, state in self._own.items() if at < step}
+        self._partners = {at: state for at, state in self._partners.items() if at < step}
+        state = take(optimizer, step, self._forget(self._own))
+        self._own[step] = state
+        if self._exchange is not None:
+            self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
+
+    def settle(self) -> None:
+        """Wait for the copies under way; raises what went wrong with them."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange.check()
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        if self._exchange is not None and (arrived := self._exchange.arrived) is not None:
+            self._partners[arrived.step], self._exchange.arrived = arrived, None
+
+    @staticmethod
+    def _forget(states: dict[int, HostState]) -> Tensor | None:
+        """The memory of the oldest state, if there are enough newer ones."""
+        return states.pop(min(states)).memory if len(states) >= KEPT else None
+
+    def held(self) -> CopiesHeld:
+        """The copies that are here; copies under way are not."""
+        self._take_arrived()
+        return CopiesHeld(
+            own=tuple(sorted(self._own)),
+            partner=self._partner_rank,
+            partners=tuple(sorted(self._partners)),
+        )
+
+    def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
+        """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
+        rank = dist.get_rank()
+        state = self._own.get(step)
+        if state is None and sources[rank] == rank:  # a replica's state that is kept here is this rank's too
+            state = HostState(step, self._partners[step].flat.clone())
+        for target, source in enumerate(sources):
+            if source == target:
+                continue
+            if rank == source:
+                dist.send(self.state_of(target, rank, step).flat, target, self._group)
+            elif rank == target:
+                flat = empty_state(optimizer)
+                dist.recv(flat, source, self._group)
+                state = HostState(step, flat)
+        assert state is not None, f"rank {rank} has no copy of step {step}"
+        put_back(state, optimizer)
+        # Later states belong to a future that will come again.
+        self._own = {step: state}
+        self._partners = {at: state for at, state in self._partners.items() if at <= step}
+
+    def state_of(self, target: int, rank: int, step: int) -> HostState:
+        """The state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both hold the
+        same slices."""
+        assert self._mesh is not None
+        same = step in self._own and target in self._mesh.holders(rank)
+        return (self._own if same else self._partners)[step]
+
+
+class _Exchange:
+    """Sends a state to one rank and receives one from another, in the background."""
+
+    def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
+        self._group, self._target, self._source, self._elements = group, target, source, elements
+        self._thread: threading.Thread | None = None
+        self.arrived: HostState | None = None
+        """The received state, until somebody takes it."""
+        self._error: Exception | None = None
+
+    def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
+        """Begin to send a state, and to receive one into memory that is free."""
+        into = memory if memory is not None else torch.empty(self._elements, dtype=dtype)
+        self._thread = threading.Thread(target=self._run, args=(state, into), name="copies", daemon=True)
+        self._thread.start()
+
+    def _run(self, state: HostState, into: Tensor) -> None:
+        try:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, state.flat, self._target, self._group),
+                    dist.P2POp(dist.irecv, into, self._source, self._group),
+                ]
+            )
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        else:
+            self.arrived = HostState(state.step, into)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def check(self) -> None:
+        """Raise what went wrong, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,185 @@
+"""Weights from and to Hugging Face directories, tensor by tensor; which tensor is which says `hub_files`."""
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from braid.actors.stage.files.guarded_reader import GuardedReader
+from braid.actors.stage.files.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
+from braid.actors.stage.state.checkpoint import quietly
+from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, LoadPlanner
+from braid.actors.stage.state.optimizer import Optimizer
+from braid.actors.stage.state.parameters import ParameterSlice
+from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config
+from braid.scheduling.model.shape import ModelShape
+
+EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@torch.no_grad()
+def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
+    """Fill masters and parameters with what this rank updates of stored tensors; nothing else is read.
+
+    `ValueError` if the directory does not hold such a model.
+    """
+    hub = HubDirectory.open(directory)
+    hub.check(shape)
+    homes: dict[tuple[str, int | None], tuple[StoredTensor, int]] = {}
+    for tensor in hub.tensors(shape):
+        row = 0
+        for name, rows in tensor.sources:
+            homes[name, tensor.expert] = (tensor, row)
+            row += rows
+    with contextlib.ExitStack() as files:
+        opened = {
+            path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
+        }
+        for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
+            for piece in shard.slices:
+                for expert, box, target in _boxes(piece, master, (piece.source.name, None) not in homes):
+                    tensor, row = homes[piece.source.name, expert]
+                    stored = hub.stored_name(tensor)
+                    part = opened[hub.places[stored]].get_slice(stored)
+                    target.copy_(_read(part, tensor, box, row))
+    optimizer.restored(0)
+
+
+def _boxes(
+    piece: ParameterSlice, local: Tensor, by_expert: bool
+) -> Iterator[tuple[int | None, list[slice], Tensor]]:
+    """A slice as boxes of stored tensors, and where each goes: itself, or one for each of its experts."""
+    box = [slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)]
+    target = piece.of_local(local)
+    if not by_expert:
+        yield None, box, target
+        return
+    for expert, matrix in zip(range(box[0].start, box[0].stop), target, strict=True):
+        yield expert, box[1:], matrix
+
+
+def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
+    """A box of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
+    extents, rows = list(box), len(tensor.leading)
+    extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
+    values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
+    return values.t() if tensor.transposed else values
+
+
+def export_model(
+    checkpoint: Path,
+    directory: Path,
+    shape: ModelShape,
+    dtype: str,
+    max_file_bytes: int,
+    tokens: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Path]:
+    """Write a verified checkpoint's parameters into an empty directory, and say which files hold them.
+
+    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file of
+    tensors is in memory at a time; a tensor larger than ``max_file_bytes`` has a file of its own.
+    `ValueError` if the checkpoint is not of such a model, `OSError` if a file cannot be written.
+    """
+    tensors = stored_tensors(shape)
+    reader = GuardedReader(checkpoint)
+    _check_contents(checkpoint, reader, tensors)
+    kind = EXPORT_DTYPES[dtype]
+    groups = _groups(tensors, kind.itemsize, max_file_bytes)
+    names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        parts = _load(reader, group)
+        content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
+        try:
+            save_file(content, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{name}: {error}") from None
+    if len(groups) > 1:
+        total = sum(kind.itemsize * math.prod(tensor.shape) for tensor in tensors)
+        places = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    config = hugging_face_config(shape, str(kind).removeprefix("torch."), tokens)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    files = [directory / name for name in names]
+    for file in files:  # the library lets nobody else read what it writes
+        shutil.copymode(directory / CONFIG, file)
+    return files
+
+
+def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
+    """Compare names and shapes of the checkpoint's parameters with what the tensors will ask for."""
+    held = {
+        name.removeprefix("parameter."): tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+    }
+    wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
+    for name in sorted(held.keys() | wanted.keys()):
+        if held.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {checkpoint} cannot be exported: parameter {name} has shape {held.get(name)} "
+                f"there and {wanted.get(name)} in the model that `transformers` knows"
+            )
+
+
+def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int) -> list[list[StoredTensor]]:
+    """Tensors in their order, cut into files."""
+    groups: list[list[StoredTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        size = itemsize * math.prod(tensor.shape)
+        if groups[-1] and used + size > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += size
+    return groups
+
+
+def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
+    """What a file's tensors are made of, in the dtype of the checkpoint, by name.
+
+    Of a global parameter of experts this is a box, from the first expert that is in the file to the last, so
+    that nothing is read of other experts, and the number of the first expert. Of other parameters it is all,
+    and 0. One box, as a stored slice of many experts is read anew for each box that asks for some of it.
+    """
+    boxes: dict[str, tuple[tuple[int, ...], range]] = {}
+    for tensor in group:
+        for name, rows in tensor.sources:
+            shape = tensor.source_shape(rows)
+            wanted = range(shape[0]) if tensor.expert is None else range(tensor.expert, tensor.expert + 1)
+            _, held = boxes.get(name, (shape, wanted))
+            boxes[name] = shape, range(min(held.start, wanted.start), max(held.stop, wanted.stop))
+    entries = reader.read_metadata().state_dict_metadata
+    state: GlobalState = {}
+    parts: dict[str, tuple[int, Tensor]] = {}
+    for name, (shape, held) in boxes.items():
+        entry = entries[f"parameter.{name}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        local = torch.empty((len(held), *shape[1:]), dtype=entry.properties.dtype)
+        offsets = torch.Size((held.start, *[0] * (len(shape) - 1)))
+        state[f"parameter.{name}"] = GlobalSlices(shape, {offsets: local})
+        parts[name] = held.start, local
+    with quietly():
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    return parts
+
+
+def _stored(tensor: StoredTensor, parts: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    held = [parts[name] for name, _ in tensor.sources]
+    rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in held]
+    stacked = torch.cat(rows).to(dtype)
+    return stacked.t().contiguous() if tensor.transposed else stacked

@@ -1,0 +1,129 @@
+"""A rank's state as slices of global tensors, which is how checkpoints hold it.
+
+Which slices a rank has is what the placements of its parameters say; nothing here asks for a layout. A slice
+that several ranks have is written by one of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from braid.actors.stage.state.parameters import GlobalParameter, ParameterSlice
+from braid.actors.stage.state.shards import Shard
+
+
+@dataclass(frozen=True)
+class GlobalSlices:
+    """Slices of one global tensor of a ``shape``, by their offsets in it."""
+
+    shape: tuple[int, ...]
+    by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
+
+    def add(self, piece: ParameterSlice, local: Tensor) -> None:
+        """Add the part of a rank's local tensor that is a slice of this tensor, unless it is there."""
+        self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self.by_offsets.items()]
+
+    def check(self, name: str, stored: object) -> TensorStorageMetadata:
+        """What a checkpoint has of the tensor; `ValueError` if that is another one."""
+        size = stored.size if isinstance(stored, TensorStorageMetadata) else None
+        if not isinstance(stored, TensorStorageMetadata) or size != torch.Size(self.shape):
+            there = "nothing" if size is None else f"shape {tuple(size)}"
+            raise ValueError(f"checkpoint: {name} has shape {tuple(self.shape)} here, {there} there")
+        return stored
+
+
+GlobalState = dict[str, GlobalSlices]
+"""By name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
+
+UPDATES = "updates"
+"""The tensor of one element that tells how many updates led to the state; older checkpoints lack it."""
+_COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
+
+
+def add_state(
+    state: GlobalState, shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+) -> GlobalState:
+    """Add views of a rank's masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
+
+    ``updates``: one element, the number of updates, which all ranks have in common. Returns ``state``.
+    """
+    state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
+    for kind, tensors in held:
+        for tensor, shard in zip(tensors, shards, strict=True):
+            for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
+                name = f"{kind}.{piece.source.name}"
+                state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
+    return state
+
+
+def _slice(state: GlobalState, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None
+    return state[index.fqn].by_offsets[index.offset]
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Plans to write a `GlobalState`."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(slices.by_offsets[chunk.offsets]),
+                    size=torch.Size(slices.shape),
+                ),
+            )
+            for name, slices in self.state_dict.items()
+            for chunk in slices.chunks()
+        ]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return _slice(self.state_dict, index)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """Plans to read a `GlobalState`, in place."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state as it is: torch would copy what it does not know."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, slices in self.state_dict.items():
+            stored = slices.check(name, self.metadata.state_dict_metadata.get(name))
+            items += create_read_items_for_chunk_list(name, stored, slices.chunks())
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _slice(self.state_dict, index)

@@ -1,0 +1,86 @@
+"""A rank's training state in the host's memory: taken in one go, put back bit for bit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.run.accelerator import Event
+from braid.actors.stage.state.optimizer import STATE_KINDS, Optimizer
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor.
+
+    Its last element is the number of updates that led to them, which a float tells exactly up to 2^24.
+    """
+
+    step: int
+    memory: Tensor
+    """1-dim, on the host, in the masters' dtype."""
+    arrived: Event | None = None
+    """After it the state is there; None if it is."""
+
+    @property
+    def flat(self) -> Tensor:
+        """The state's memory, once the state is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.memory
+
+    @property
+    def updates(self) -> Tensor:
+        """The number of updates, as a view of one element."""
+        return self.flat[-1:]
+
+
+def state_elements(optimizer: Optimizer) -> int:
+    """Elements of `HostState.flat`: three per parameter that this rank updates, and the number of updates."""
+    return 1 + sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
+
+
+def state_dtype(optimizer: Optimizer) -> torch.dtype:
+    return optimizer.masters[0].dtype
+
+
+def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
+    """Copy the state as it is now, ``into`` the memory of an older state if there is one to give up.
+
+    From a GPU it is copied beside what follows: the next forward passes hide it, the next update waits.
+    """
+    flat = into if into is not None else empty_state(optimizer)
+    flat[-1:].fill_(optimizer.updates)
+
+    def copy() -> None:
+        begin = 0
+        for _, tensors in optimizer.named_tensors():
+            for tensor in tensors:
+                flat[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
+                begin += tensor.numel()
+
+    return HostState(step, flat, optimizer.read_beside(copy))
+
+
+def empty_state(optimizer: Optimizer) -> Tensor:
+    """Memory for one state; pinned where a GPU copies into it."""
+    pinned = optimizer.masters[0].device.type == "cuda"
+    return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
+
+
+def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
+    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
+    sizes = [shape.numel() for shape in shapes]
+    pieces = iter(state.flat[:-1].split(sizes * len(STATE_KINDS)))
+    return [(kind, [next(pieces).view(shape) for shape in shapes]) for kind in STATE_KINDS]
+
+
+@torch.no_grad()
+def put_back(state: HostState, optimizer: Optimizer) -> None:
+    """Bring masters, moments and parameters to a state."""
+    states = split(state, [master.shape for master in optimizer.masters])
+    for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece)
+    optimizer.restored(int(state.updates))

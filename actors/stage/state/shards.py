@@ -1,0 +1,97 @@
+"""Shards: the elements of a parameter that a rank updates.
+
+Without ZeRO a rank updates all elements of its parameters, with ZeRO an equal share of every bucket, wherever
+tensors begin and end in it. Checkpoints and copies hold a shard as boxes of global tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from braid.actors.stage.state.parameters import ParameterSlice, StageParameter
+
+
+@dataclass(kw_only=True, eq=False)
+class Shard:
+    """Elements ``begin`` to ``end`` of one parameter as a flat tensor, which this rank updates."""
+
+    parameter: StageParameter
+    begin: int
+    end: int
+    slices: tuple[ParameterSlice, ...]
+    """The boxes of global tensors that the shard holds; ``begin`` counts from the shard's first element."""
+
+    def __post_init__(self) -> None:
+        parameter = self.parameter.tensor
+        self.tensor = parameter if self.whole else parameter.view(-1)[self.begin : self.end]
+        """The shard of the parameter, a view."""
+        self._gradient: Tensor | None = None
+
+    @property
+    def gradient(self) -> Tensor:
+        """The shard of the gradient's sum, a view."""
+        assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, total: Tensor) -> None:
+        self._gradient = total
+
+    @property
+    def whole(self) -> bool:
+        """True if the shard is all of the parameter."""
+        return self.end - self.begin == self.parameter.shape.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape if the shard is all of it, else one dim."""
+        return self.parameter.shape if self.whole else torch.Size([self.end - self.begin])
+
+
+def shard_of(parameter: StageParameter, begin: int, end: int) -> Shard:
+    """Elements ``begin`` to ``end`` of a parameter."""
+    return Shard(
+        parameter=parameter, begin=begin, end=end, slices=tuple(_within(parameter.slices, begin, end))
+    )
+
+
+def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
+    """The boxes that elements ``first`` to ``last`` of a local parameter have of its slices."""
+    for piece in slices:
+        low, high = max(first, piece.begin), min(last, piece.begin + prod(piece.sizes))
+        if low == first and high == last == low + prod(piece.sizes):
+            yield replace(piece, begin=0)
+        elif low < high:
+            at = low - first
+            for offsets, sizes in boxes_of_range(piece.sizes, low - piece.begin, high - piece.begin):
+                place = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
+                yield replace(piece, offsets=place, sizes=sizes, begin=at)
+                at += prod(sizes)
+
+
+def boxes_of_range(
+    sizes: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``begin`` to ``end`` of a box as a flat tensor, as boxes in order: offsets and sizes.
+
+    At most two for every dim and one: the rest of a row, whole rows, the begin of a row.
+    """
+    if len(sizes) <= 1:
+        if begin < end:
+            yield ((begin,), (end - begin,)) if sizes else ((), ())
+        return
+    row = prod(sizes[1:])
+    while begin < end:
+        number, within = divmod(begin, row)
+        if within or end - begin < row:
+            stop = min(end - number * row, row)
+            for offsets, extents in boxes_of_range(sizes[1:], within, stop):
+                yield (number, *offsets), (1, *extents)
+            begin = number * row + stop
+        else:
+            rows = (end - begin) // row
+            yield (number, *[0] * (len(sizes) - 1)), (rows, *sizes[1:])
+            begin += rows * row

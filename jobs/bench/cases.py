@@ -1,0 +1,114 @@
+"""What is measured: models and real text; and how repeated measurements are summed up."""
+
+import os
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scipy.stats import binom
+
+from braid.actors.config import parse_config
+from braid.jobs.data.identity import DataRequest
+from braid.jobs.data.prepare import prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and batch to be measured; sections of a configuration."""
+
+    name: str
+    model: Mapping[str, Any]
+    train: Mapping[str, Any]
+
+
+CASES = (
+    Case(
+        name="llama 256 x 4",
+        model={"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 256},
+        train={"global_batch": 8, "micro_batch": 4},
+    ),
+    Case(
+        name="llama 512 x 4",
+        model={"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 512, "vocabulary": 8192},
+        train={"global_batch": 4, "micro_batch": 2},
+    ),
+    Case(
+        name="gpt 256 x 4",
+        model={"family": "gpt", "hidden": 256, "layers": 4, "heads": 8, "sequence": 256},
+        train={"global_batch": 8, "micro_batch": 4},
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median, quartiles and number of some measurements, and how sure the median is.
+
+    ``median_from`` and ``median_to``: where the median of endless measurements lies with 95 % confidence, by
+    counting those above and below it (sign test), which asks nothing of their distribution; of fewer than
+    six measurements the extremes, which are less sure than that.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+    median_from: float
+    median_to: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Sum up at least one measurement."""
+        low, median, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        )
+        ordered = sorted(values)
+        # No more than `first` values lie below the true median in less than 2.5 % of cases.
+        first = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
+        return cls(
+            median=median,
+            low=low,
+            high=high,
+            count=len(values),
+            median_from=ordered[first],
+            median_to=ordered[-1 - first],
+        )
+
+    @classmethod
+    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
+        """Sum up the ratios of two series, round by round: load that comes and goes hits both of a round."""
+        return cls.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def prepare_text(folder: Path) -> Path:
+    """Real text, some 1.5 MB of it."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    config = parse_config({"data": {"files": [str(path) for path in sources]}})
+    return prepare(DataRequest.of(config), folder / "data", map).output
+
+
+Progress = Callable[[str], None]
+K = TypeVar("K")
+R = TypeVar("R")
+
+
+def by_turns(
+    sides: Mapping[K, Callable[[range], R]],
+    rounds: int,
+    steps: int,
+    draw: random.Random,
+    progress: Progress = lambda text: None,
+) -> dict[K, list[R]]:
+    """What each side makes of its next ``steps`` steps in each round, in an order that is drawn anew; the
+    first round is not counted."""
+    taken: dict[K, list[R]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):
+        progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))
+        for side in draw.sample(list(sides), len(sides)):
+            result = sides[side](range(turn * steps, (turn + 1) * steps))
+            if turn:
+                taken[side].append(result)
+    return taken

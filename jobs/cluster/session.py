@@ -1,0 +1,240 @@
+"""The Ray cluster that a command works on: an existing one, or a private one that ends with the command."""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import braid
+from braid.actors.config import Config, ConfigError
+from braid.actors.controller.ranks.cpus import whole_cpus
+from braid.actors.controller.ranks.group import StoppedError
+from braid.actors.controller.ranks.parent import signals_held
+from braid.actors.controller.ranks.private_folders import private_folder
+from braid.actors.controller.ranks.processes import LOOPBACK, check_loopback
+from braid.jobs.cluster.doors import check_cluster, head_is_silent
+from braid.jobs.cluster.guardian import MARK, guarded
+
+_CONNECT_SECONDS = 20.0
+_FOUND_BY_RAY = ("auto", "local")
+"""Addresses that name no host."""
+_SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
+"""Bytes of the longest path of a socket below the folder of a Ray cluster."""
+WORKERS = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
+"""How clusters that are started here start their workers. Ray itself does so at nice 15, which costs them the
+CPU as soon as anything else runs here, and some in advance, which ranks, with variables of their own, cannot
+use."""
+
+
+_INSTALL_RAY = "install it (pip install 'ray[default]') or use --launcher processes"
+
+
+def check_installed() -> None:
+    """`ConfigError` where Ray is not there, without loading it."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"cluster.launcher='ray' needs Ray, which is not installed; {_INSTALL_RAY}")
+
+
+def is_private(config: Config) -> bool:
+    """Whether a Ray cluster of this machine is started for the command alone."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
+@contextlib.contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
+
+    Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
+    """
+    check_installed()
+    try:
+        import ray
+    except Exception as error:  # it is not installed, or not wholly
+        raise ConfigError(
+            f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); {_INSTALL_RAY}"
+        ) from None
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any]
+        if address:
+            given = f"cluster.address={address!r}" if config.cluster.address else f"$RAY_ADDRESS ({address})"
+            if address not in _FOUND_BY_RAY:
+                _check_reachable(address, given)
+                check_cluster(address, config.cluster.allow_unauthenticated)
+            quiet: contextlib.AbstractContextManager[None] = _native_messages_dropped()
+            # Ray refuses the package where a submitted job has brought it already.
+            brought = "py_modules" in job_environment()
+            options = {"address": address, "runtime_env": {} if brought else {"py_modules": [package()]}}
+            trouble = f"{given}: cannot join this Ray cluster"
+            remedy = "see `ray status` on a node of it, or leave it out to use this machine"
+        else:
+            check_loopback()
+            stack.enter_context(environment({**WORKERS, **os.environ}))
+            directory = stack.enter_context(session_folder())
+            if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
+                stack.enter_context(own_token(directory))
+            stack.enter_context(_loopback_kept())
+            quiet = signals_held()
+            options = {
+                "address": "local",
+                "num_cpus": whole_cpus(),
+                "include_dashboard": False,
+                "_node_ip_address": LOOPBACK,
+                "_temp_dir": f"{directory}/ray",  # open to everybody, who do not get there
+            }
+            trouble = "cluster.launcher='ray': Ray does not start on this machine"
+            remedy = "see that /dev/shm can be written and memory is free, or use --launcher processes"
+        try:
+            with quiet, _handlers_kept():
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+        except StoppedError:
+            raise
+        except Exception as error:  # Ray raises bare ones, and others than it says
+            raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
+        os.environ.pop(MARK, None)  # Ray's processes have it; trackers and the page are not the cluster's
+        stack.callback(ray.shutdown)
+        if address in _FOUND_BY_RAY:
+            check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
+        yield
+
+
+@contextlib.contextmanager
+def session_folder() -> Iterator[Path]:
+    """A private folder for Ray clusters. However this process ends, the processes that it starts within the
+    block end with it, and the folder is removed."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(private_folder(_SESSION_ROOM))
+        stack.enter_context(environment({MARK: str(folder)}))
+        with signals_held():
+            stack.enter_context(guarded(folder))
+        yield folder
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, to exit at once; this command wants to end its run first.
+
+    `StoppedError` where the signal has come meanwhile.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        raise StoppedError from None
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """These variables for as long as the block lasts; afterwards all are as they were before."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def own_token(folder: Path) -> Iterator[None]:
+    """Clusters that are started in the block want a token, which lies in a file for its owner only."""
+    file = folder / "token"
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(secrets.token_hex(32), encoding="utf-8")
+    try:
+        with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}):
+            os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would come first
+            _read_again()
+            yield
+    finally:
+        _read_again()
+
+
+def _read_again() -> None:
+    """Ray reads mode and token once in a process; the mode first, or it looks for a token that is gone."""
+    import ray._raylet
+
+    raylet: Any = ray._raylet  # compiled, without types
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _loopback_kept() -> Iterator[None]:
+    """Let Ray's servers listen where they are told to: Ray turns 127.0.0.1 into an address that others reach,
+    and listens on all of them then."""
+    import ray._private.services
+
+    services: Any = ray._private.services
+    before, services.resolve_ip_for_localhost = services.resolve_ip_for_localhost, lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = before
+
+
+@contextlib.contextmanager
+def _native_messages_dropped() -> Iterator[None]:
+    """Keep Ray's C++ layer from writing its retries to standard error; the outcome is an exception."""
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def _check_reachable(address: str, given: str) -> None:
+    """Refuse an address that nobody answers at, before Ray spends a minute on it; ``given``: in words."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdecimal():
+        raise ConfigError(f"{given} must be HOST:PORT, such as 10.0.0.1:6379 or [fd00::1]:6379, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        if head_is_silent(address):
+            raise TimeoutError("it takes connections and says nothing")
+    except OSError as error:
+        raise ConfigError(
+            f"{given} does not answer ({error.strerror or error}); "
+            f"check that 'ray start --head' runs there, or leave it out to use this machine"
+        ) from None
+
+
+def package() -> str:
+    """The folder of the braid package, to be shipped to the cluster's nodes."""
+    return str(Path(braid.__file__).resolve().parent)
+
+
+def job_environment() -> dict[str, Any]:
+    """The runtime environment of the Ray job that this process is the driver of; empty outside of jobs."""
+    return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+
+
+def check_lasting(config: Config) -> None:
+    """Refuse folders of checkpoints in a job's working directory, a copy that Ray removes with the job."""
+    if "working_dir" not in job_environment():
+        return
+    for key, path in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):
+        if "working_dir_files" in path.split("/"):
+            raise ConfigError(
+                f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
+                f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Smaller commands, a module each: checkpoints, logs, viewing runs, Grafana, submission of jobs, the demo."""

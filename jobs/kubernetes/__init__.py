@@ -1,1 +1,0 @@
-"""Manifests of KubeRay for a run."""

@@ -1,0 +1,101 @@
+"""What stands beside weights in a Hugging Face directory: the tokenizer, and how text is generated.
+
+A run keeps it as its exports will have it, in `FOLDER` of its directory: the tokenizer's files and those
+beside imported weights may have gone when somebody exports.
+"""
+
+import json
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from braid.actors.config import Config
+from braid.actors.config.paths import BYTES
+from braid.jobs.data.end_token import GENERATION, TOKENIZER_CONFIG, content_of
+from braid.jobs.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from braid.scheduling.model.presets.hugging_face import CONFIG
+
+FOLDER: Final = "tokenizer"
+_FILES: Final = (
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Of a tokenizer, beside `TOKENIZER_FILE`."""
+_TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Which tokens begin, end and fill up texts: in `GENERATION` and in `CONFIG`."""
+
+
+def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
+    """Write into a run's directory what its exports will have beside their weights. Raises `OSError`."""
+    if tokenizer.name == BYTES:
+        files = {TOKENIZER_FILE: _bytes_tokenizer(tokenizer).encode()}
+    else:
+        path = Path(tokenizer.name)
+        beside = {name: path.with_name(name) for name in _FILES}
+        files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+        files[TOKENIZER_FILE] = path.read_bytes()
+    made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
+    files.setdefault(TOKENIZER_CONFIG, json.dumps(made, indent=2).encode())
+    initial = config.model.initial
+    settings = {} if initial is None else _settings(initial, files[TOKENIZER_FILE])
+    ends = settings.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    end = tokenizer.end_of_document
+    if end not in known:  # the end of a document ends a generated text, too
+        settings = {**settings, "eos_token_id": [*known, end] if known else end}
+    files[GENERATION] = f"{json.dumps(settings, indent=2)}\n".encode()
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
+    """Put what the run of a checkpoint has kept into a directory of its weights; returns what `CONFIG` says
+    of tokens. None if the run has kept nothing."""
+    folder = checkpoint.resolve().parent.parent / FOLDER
+    if not (folder / GENERATION).is_file():
+        return None
+    for file in folder.iterdir():
+        shutil.copyfile(file, export / file.name)
+    settings = content_of(folder / GENERATION)
+    return {key: settings[key] for key in _TOKEN_IDS if key in settings}
+
+
+def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
+    """How text is generated with imported weights; ids of tokens only if they are those of ``tokenizer``."""
+    config = content_of(initial / CONFIG)
+    ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+    settings = content_of(initial / GENERATION) or ids
+    file = initial / TOKENIZER_FILE
+    if file.is_file() and file.read_bytes() == tokenizer:
+        return settings
+    return {key: value for key, value in settings.items() if "token_id" not in key}
+
+
+def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
+    """A `TOKENIZER_FILE` that makes the same ids of text as our tokenizer of bytes."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(_letters(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(tokenizer.end_token, special=True)])
+    return str(backend.to_str())
+
+
+def _letters() -> dict[str, int]:
+    """The letter that the library writes for each byte: printable ones stand for themselves."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(256)
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

@@ -1,0 +1,335 @@
+"""What a person sees while a run goes on: a live progress line in a terminal, plain lines elsewhere."""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from braid.actors.controller.decisions import SimulatedSchedule
+from braid.actors.controller.profiling import Profiled
+from braid.actors.controller.records.run_records import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    Incident,
+    Started,
+    StepDone,
+)
+from braid.actors.controller.records.step_record import StepRecord
+from braid.actors.stage.data.token_files import TRAIN, VALIDATION, DataIndex
+from braid.jobs.data.prepare import Preparation, Prepared
+from braid.jobs.training.layouts import MeasuredLayout
+from braid.jobs.training.train import Compared
+from braid.scheduling.trace import figures
+
+_CURVE = "▁▂▃▄▅▆▇█"
+_LINE_SECONDS = 2.0
+_FAR_OFF = 1.5
+"""A simulated step that is so many times the measured one, or the other way round, is remarked on."""
+_ETA_STEPS = 20
+"""Steps whose time says how long the remaining steps will take."""
+
+
+def si(value: float) -> str:
+    """A number with a metric prefix: 12.3k, 4.5M."""
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+class Display:
+    """Shows the events of one run; use as a context manager around it."""
+
+    def __init__(self, console: Console, *, live: bool) -> None:
+        self._console = console
+        self._live = live and console.is_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console)
+        self._task: Any = None
+        self._losses: list[float] = []
+        self._validation: str = "-"
+        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._screen: Live | None = None
+        self._last_line = 0.0
+        self._last_step = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Display"]:
+        """Hold the live part of the terminal."""
+        if not self._live:
+            yield self
+            return
+        with Live(Text("starting"), console=self._console, refresh_per_second=8) as screen:
+            self._screen = screen
+            yield self
+
+    def show(self, event: Event | Prepared | Preparation | Profiled | Compared | str) -> None:
+        """Take note of an event."""
+        match event:
+            case str():
+                self._say(event)
+            case Preparation():
+                if self._screen:
+                    self._screen.update(
+                        Text(f"tokenising: {event.items_done}/{event.items} parts, {si(event.tokens)} tokens")
+                    )
+            case Prepared():
+                train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
+                self._say(
+                    f"data    {train} training and {validation} validation tokens of {event.documents} "
+                    f"documents in {event.output}" + (" (prepared before)" if event.reused else "")
+                )
+                for line in _about_tokens(event.index):
+                    self._say(line)
+                if self._screen:
+                    self._screen.update(Text("starting ranks"))
+            case Profiled():
+                how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
+                self._say(f"profile {event.path} ({how}; {event.profile.told})")
+                self._say("plan    searching what runs beside what (up to a minute)")
+            case Compared():
+                self._console.print(comparison_table(event.rows))
+            case Started():
+                self._begin(event)
+            case StepDone():
+                self._step(event.record)
+            case Incident():
+                self._say(f"warning {event.text}")
+            case CheckpointSaved():
+                waited = f", training waited {event.stalled_seconds:.2f} s"
+                self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s{waited}")
+            case Finished():
+                if self._screen:
+                    self._screen.update(Text(""))
+                self._console.print(report_table(event.report, self._losses))
+                self._say("done" if event.complete else "stopped early; go on with --resume")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _begin(self, event: Started) -> None:
+        for note in event.notes:
+            self._say(f"warning {note}")
+        work = f"steps {event.first_step} to {event.last_step}"
+        if event.first_step > event.last_step:
+            work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
+        self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
+        if self._task is None:
+            if event.at_risk:
+                self._say(f"safety  {event.at_risk}")
+            self._task = self._progress.add_task("training", total=event.last_step)
+        self._progress.update(self._task, completed=event.first_step - 1)
+        self._last_step = event.last_step
+
+    def _step(self, record: StepRecord) -> None:
+        self._losses.append(record.loss)
+        self._seconds.append(record.wall_seconds or record.seconds)
+        if record.validation_loss is not None:
+            self._validation = validation_line(
+                {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
+            )
+        self._progress.update(self._task, completed=record.step)
+        if self._screen:
+            self._screen.update(Group(self._numbers(record), self._progress))
+            return
+        important = record.step == self._last_step or record.validation_loss is not None
+        if important or time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self._say(self._line(record))
+
+    def _facts(self, record: StepRecord) -> dict[str, str]:
+        share = record.communication_seconds / record.seconds if record.seconds else 0.0
+        return {
+            "step": f"{record.step}/{self._last_step}",
+            "loss": f"{record.loss:.4f}",
+            "validation": self._validation,
+            "tokens/s": si(record.tokens_per_s),
+            "step time": f"{record.seconds * 1e3:.0f} ms",
+            "communication": f"{share:.0%}",
+            "hidden": f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-",
+            "memory": f"{max(record.peak_bytes) / 2**30:.2f} GiB",
+        }
+
+    def _line(self, record: StepRecord) -> str:
+        """A step in one line of at most 100 columns."""
+        facts = self._facts(record)
+        words = [f"step {facts['step']}", f"loss {facts['loss']}"]
+        if record.validation_loss is not None:
+            words.append(f"validation {facts['validation']}")
+        else:
+            words += [f"{facts['tokens/s']} tokens/s", facts["step time"]]
+            if record.communication_seconds and record.seconds:
+                words.append(f"comm {facts['communication']}, {facts['hidden']} hidden")
+        left = (self._last_step - record.step) * fmean(self._seconds)
+        return "  ".join([*words, f"ETA {duration(left)}"])
+
+    def _numbers(self, record: StepRecord) -> Columns:
+        """Names above values, in as many rows as the terminal's width needs."""
+        facts = [(name, value, "bold") for name, value in self._facts(record).items()]
+        facts.append(("loss curve", curve(self._losses), "cyan"))
+        return Columns(
+            [Text.assemble((name, "dim"), "\n", (value, style)) for name, value, style in facts],
+            padding=(0, 2),
+        )
+
+
+def _about_tokens(index: DataIndex) -> Iterator[str]:
+    """Which token ends documents, and what of the text is not in the tokens."""
+    if index.end_token:
+        yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
+    if index.characters_lost:
+        share = index.characters_lost / index.characters
+        yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"
+    if index.tokens_unknown:
+        share = index.tokens_unknown / sum(index.tokens(split) for split in index.splits)
+        yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; of more than four days, the days: 0:01:23, 12 d."""
+    whole = round(seconds)
+    if whole >= 100 * 3600:
+        return f"{whole / 86400:.0f} d"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def curve(values: Sequence[float], width: int = 32) -> str:
+    """A series as a line of blocks, averaged into ``width`` columns; an x where no value is a number."""
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    edges = [round(n * len(values) / columns) for n in range(columns + 1)]
+    known = [[value for value in values[a:b] if math.isfinite(value)] for a, b in pairwise(edges)]
+    means = [fmean(column) if column else None for column in known]
+    low, high = (end((mean for mean in means if mean is not None), default=0.0) for end in (min, max))
+    scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
+    return "".join("x" if mean is None else _CURVE[round((mean - low) * scale)] for mean in means)
+
+
+def validation_line(validation: Mapping[str, float | None]) -> str:
+    """What a report says of the last validation: in nats as the loss is, and in bits where that is known."""
+    loss, bits = validation["loss"], validation["bits_per_byte"]
+    facts = [] if loss is None else [f"{loss:.4f} nats per token"]
+    if bits is not None:
+        facts.append(f"{bits:.3f} bits per byte")
+    return ", ".join(facts) or "-"
+
+
+def report_table(report: dict[str, Any], losses: list[float]) -> Table:
+    """The end of a run in one table."""
+    steps, layout, communication = report["steps"], report["layout"], report["communication"]
+    seconds = sum(step["seconds"] for step in steps)
+    wall = sum(step["wall_seconds"] or step["seconds"] for step in steps)
+    ranks = f"{layout['ranks']} ranks ({layout['described']})" if layout["ranks"] > 1 else "one rank"
+    between = f"{wall:.1f} s for {len(steps)} steps, {wall - seconds:.1f} of them between steps"
+    peaks = ", ".join(f"{peak / 2**30:.2f}" for peak in report["memory"]["peak_bytes"])
+    exposed = communication["exposed_seconds"] / (communication["seconds"] or 1)
+    rows = {"layout": f"{ranks}, schedule {layout['schedule']}"}
+    if steps:
+        rows["loss"] = f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}  {curve(losses)}"
+    rows["validation"] = validation_line(report["validation"])
+    rows["speed"] = f"{si(report['tokens_per_s'])} tokens/s, {between}"
+    if seconds:
+        share = f"{communication['seconds'] / seconds:.0%} of the time"
+        rows["communication"] = f"{share}, {exposed:.0%} of it exposed"
+    if (overlap := report["overlap"]) and overlap["communication_seconds"]:
+        rows["overlap"] = overlap_line(overlap)
+    if prediction := report.get("prediction"):
+        rows["prediction"] = prediction_line(prediction)
+    if experts := report.get("experts"):
+        rows["experts"] = experts_line(experts["last"])
+    rows["peak memory"] = f"{peaks} GiB (by rank)"
+    table = Table(title="report", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def overlap_line(overlap: dict[str, Any]) -> str:
+    """What overlap came to, per step, in one line."""
+    facts = [f"{figures.share(overlap['hidden_fraction'])} of communication hidden"]
+    for name in ("waiting", "slowdown", "launch_gap", "bubble"):
+        if (seconds := overlap[f"{name}_seconds"]) is None:
+            continue
+        words = "waiting for a peer" if name == "waiting" else name.replace("_", " ")
+        facts.append(f"{words} {seconds * 1e3:.1f} ms")
+        if name == "slowdown" and figures.lost(seconds, lambda s: f"{s * 1e3:.1f}") == "none":
+            facts[-1] = "no slowdown that can be told"
+    if overlap["alpha"] is not None:
+        facts.append(f"alpha {overlap['alpha']:.2f}, limit {overlap['limit_speedup']:.2f}x")
+    won = figures.recovered(overlap["recovered"])
+    if won == "none":
+        longer = -overlap["recovered"] * (1 - 1 / overlap["limit_speedup"])
+        by = f": steps are {longer:.0%} longer than the profile's without overlap" if longer >= 0.005 else ""
+        facts.append(f"none of it won{by}")
+    elif won != "-":
+        facts.append(f"{won} of it recovered")
+    return ", ".join(facts)
+
+
+def prediction_line(prediction: dict[str, float]) -> str:
+    """A step as it was simulated and as it was, and what it means that they are far apart."""
+    simulated, measured = prediction["step_seconds"], prediction["measured_seconds"]
+    facts = f"{simulated * 1e3:.0f} ms a step simulated, {measured * 1e3:.0f} ms measured (median)"
+    off = max(simulated, measured) / max(min(simulated, measured), 1e-9)
+    if off < _FAR_OFF:
+        return facts
+    return (
+        f"{facts}: {off:.1f} x off, so that what was chosen by simulation may not be the best here; profile "
+        f"again with `braid profile --anew` while nothing else runs on these machines"
+    )
+
+
+def experts_line(numbers: dict[str, Any]) -> str:
+    """How a step spread tokens over experts, in one line."""
+    fullest, worst = numbers["imbalance"], numbers["worst_imbalance"]
+    facts = [
+        f"fullest {fullest:.2f} x the average ({worst:.2f} in the worst layer)",
+        f"entropy {numbers['entropy']:.1%} of a balanced load's",
+    ]
+    if (ranks := numbers["rank_imbalance"]) is not None:
+        facts.append(f"fullest rank {ranks:.2f} x the average")
+    if (dropped := numbers["dropped"]) is not None:
+        facts.append(f"{dropped:.1%} of visits dropped")
+    if unvisited := numbers["unvisited"]:
+        facts.append(f"{unvisited} without any visit")
+    return f"{', '.join(facts)} (last step)"
+
+
+def comparison_table(rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout]) -> Table:
+    """What an ``auto`` of the configuration decided by: simulated steps, the fastest first."""
+    schedules = isinstance(rows[0], SimulatedSchedule)
+    how = "schedules, simulated with the measured profile" if schedules else "layouts, simulated as measured"
+    table = Table(title=f"{how}; the first runs", title_justify="left")
+    for name in ("schedule",) if schedules else ("layout", "schedule"):
+        table.add_column(name, no_wrap=schedules, min_width=14)
+    for name in ("s/step", "ratio", *(("hidden", "bubble", "GiB", "unit") if schedules else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    fastest = rows[0].seconds
+    assert fastest is not None
+    for row in rows:
+        seconds = ("-", "-")
+        if row.seconds is not None:
+            seconds = f"{row.seconds:.4f}", f"{row.seconds / fastest:.3f}"
+        if isinstance(row, SimulatedSchedule):
+            shares = figures.share(row.hidden_fraction), figures.share(row.bubble_fraction)
+            memory = f"{row.peak_bytes / 2**30:.2f}"
+            table.add_row(row.schedule, *seconds, *shares, memory, str(row.unit_layers or "-"))
+        else:
+            trouble = f"({row.trouble})" if row.schedule and row.trouble else row.trouble
+            table.add_row(row.layout, f"{row.schedule} {trouble}".strip(), *seconds)
+    return table

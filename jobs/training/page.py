@@ -1,0 +1,97 @@
+"""The live page beside a run: a process of its own that only reads the run directory.
+
+So neither a slow viewer nor a fault in the page reaches the training.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+_START_SECONDS = 20.0
+_END_SECONDS = 3.0
+_LINES_KEPT = 50
+
+
+class LivePage:
+    """Starts the page when told to and ends it when closed."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
+        self._begin = time.time()
+        """Since when metrics count."""
+        self._process: subprocess.Popen[str] | None = None
+        self._url = queue.SimpleQueue[str]()
+        """The page's address, once it serves; empty at its end."""
+        self._said = deque[str](maxlen=_LINES_KEPT)
+
+    def open(self, run: Path) -> str:
+        """Serve a run directory on this machine's loopback; returns the address. `ValueError` with the reason
+        if the page does not come up: no reason to end a training run."""
+        arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "braid.jobs.training.page", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the training, which ends the page
+        )
+        threading.Thread(target=self._listen, args=(process,), name="page", daemon=True).start()
+        try:
+            if url := self._url.get(timeout=_START_SECONDS):
+                return url
+            reason = self._said[-1] if self._said else "its process ended"
+        except queue.Empty:
+            reason = f"it did not answer within {_START_SECONDS:g} s"
+        self.close()
+        raise ValueError(f"the live page did not start: {reason}")
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _listen(self, process: "subprocess.Popen[str]") -> None:
+        """Take all that the process says: it would stand still as soon as the pipe is full."""
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                if line.startswith("http://"):
+                    self._url.put(line.strip())
+                elif line.strip():
+                    self._said.append(line.strip())
+        self._url.put("")
+
+
+def main(run: str, port: str, begin: str, parent: str) -> None:
+    """The page's process: serve until the parent ends it, or ends."""
+    from braid.actors.controller.ranks.parent import die_with
+    from braid.dashboards.metrics_feed import metrics_route
+    from braid.dashboards.server import serve
+
+    die_with(int(parent))
+    os.nice(10)  # it takes the processor only when training leaves it
+
+    def announce(url: str) -> None:
+        print(url, flush=True)
+
+    try:
+        serve(Path(run), "127.0.0.1", int(port), None, announce, [metrics_route(Path(run), float(begin))])
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""What to know of a run before it begins, though nothing is wrong: a line each, with what can be done."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from braid.actors.config import Config
+from braid.actors.controller.records.json_lines import last_line
+from braid.actors.stage.data.token_files import TRAIN, VALIDATION
+from braid.actors.stage.state.learning_rate import LearningRate
+from braid.jobs.data.prepare import Prepared
+
+_MOVED = 0.01
+"""A learning rate that differs by so much from the one that it should follow comes from another curve."""
+
+
+def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
+    """What was left out when a data set was made, and splits that are too small for what the run does."""
+    index, train, sequence = prepared.index, config.train, config.model.sequence
+    if index.documents_skipped and not prepared.reused:
+        yield (
+            f"data.files: {_counted(index.documents_skipped, 'document')} not in UTF-8 left out; convert the "
+            f"files, or keep what can be read with data.encoding_errors=replace"
+        )
+    if index.documents_empty and not prepared.reused:
+        yield f"data.files: {_counted(index.documents_empty, 'document')} without any text left out"
+    windows = {split: max(0, index.tokens(split) - 1) // sequence for split in (TRAIN, VALIDATION)}
+    if 0 < windows[TRAIN] < train.global_batch:
+        yield (
+            f"the training split has {index.tokens(TRAIN)} tokens, {_counted(windows[TRAIN], 'sample')} of "
+            f"model.sequence={sequence}, and every step takes train.global_batch={train.global_batch}, the "
+            f"same text several times; add text to data.files"
+        )
+    if config.data.validation_fraction and 0 < windows[VALIDATION] < train.validation_samples:
+        yield (
+            f"validation takes all {_counted(windows[VALIDATION], 'sample')} that are held out, where "
+            f"train.validation_samples={train.validation_samples} asks for more; raise "
+            f"data.validation_fraction, or add text to data.files"
+        )
+
+
+def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
+    """A warm-up that does not end; a rate that leaps where a run goes on (``resume``) by another curve."""
+    train = config.train
+    if train.warmup_steps > train.steps:
+        yield (
+            f"train.warmup_steps={train.warmup_steps} is more than train.steps={train.steps}: the run ends "
+            f"before the learning rate reaches train.lr; lower train.warmup_steps"
+        )
+    before = last_line(config.run_directory / "metrics.jsonl") if resume else {}
+    step, rate = before.get("step"), before.get("lr")
+    if not step or not rate or step >= train.steps:
+        return
+    curve = LearningRate(**{field.name: getattr(train, field.name) for field in fields(LearningRate)})
+    if abs(curve.learning_rate(step - 1) - rate) > _MOVED * rate:
+        yield (
+            f"the learning rate goes from {rate:.3g} in step {step} to {curve.learning_rate(step):.3g} in "
+            f"the next one, as its curve is another one than the run began with: keep train.steps, train.lr, "
+            f"train.warmup_steps and train.min_lr_fraction, or lower train.lr"
+        )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,284 @@
+"""Start a run: prepare the data, plan, drive the controller, hand its events to a display."""
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.config.paths import anchored, expanded
+from braid.actors.controller.controller import Controller, RunOptions
+from braid.actors.controller.decisions import SimulatedSchedule, find_or_decide
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
+from braid.actors.controller.ranks.group import Launcher, WorkerError
+from braid.actors.controller.ranks.interruptions import RestartBudget
+from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace
+from braid.actors.controller.ranks.rank_environment import allow_open_files
+from braid.actors.controller.records.run_records import (
+    Event,
+    Finished,
+    Incident,
+    Started,
+    StepDone,
+    read_identity,
+)
+from braid.actors.controller.state.locks import FileHold
+from braid.actors.controller.state.manifest import CheckpointStore
+from braid.actors.stage.rank.log import log_file
+from braid.actors.stage.rank.messages import Fault, RunPlan
+from braid.dashboards.sinks import Sinks
+from braid.jobs.cluster.session import ray_session
+from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
+from braid.jobs.data.executors import Executor, local_map
+from braid.jobs.data.prepare import Preparation, Prepared
+from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
+from braid.jobs.planning.work import with_plan
+from braid.jobs.training.beside_weights import keep
+from braid.jobs.training.layers import left_open, with_layers
+from braid.jobs.training.layouts import MeasuredLayout, with_layout
+from braid.jobs.training.page import LivePage
+from braid.jobs.training.refusals import check_run
+from braid.jobs.training.remarks import on_learning_rate
+from braid.jobs.training.stopping import SecondSignalError, StopSignals
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.text import write
+
+_TIDY_SECONDS = 10.0
+"""For the processes of a run that was stopped at once to end."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What an ``auto`` of the configuration compared, the fastest first, which the run takes: schedules
+    (``overlap.schedule``), or layouts (``parallel``, and what is chosen for every layer)."""
+
+    rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout]
+
+
+Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | str], None]
+"""Takes what there is to tell of a run; a string is a line for people."""
+StartPlan = Callable[[Launcher, Executor], RunPlan]
+
+
+def train(
+    config: Config,
+    options: RunOptions | None = None,
+    show: Show = lambda event: None,
+    *,
+    faults: tuple[Fault, ...] = (),
+    places: Sequence[ProcessPlace] | None = None,
+) -> dict[str, Any]:
+    """Train to the end, or until SIGINT, SIGTERM or SIGHUP, and return the report (what ``report.json``
+    holds). A signal that comes before the first step raises `StoppedError`; a second one
+    `SecondSignalError`, a `KeyboardInterrupt`: then the checkpoint under way is given up.
+
+    ``faults``: of a drill. ``places``: where the ranks of plain processes run, if not all on this host.
+
+    Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
+    """
+    report: dict[str, Any] = {}
+    for event in training(config, options, show, faults=faults, places=places):
+        if isinstance(event, Finished):
+            report = event.report
+    return report
+
+
+def training(
+    config: Config,
+    options: RunOptions | None = None,
+    show: Show = lambda event: None,
+    *,
+    faults: tuple[Fault, ...] = (),
+    places: Sequence[ProcessPlace] | None = None,
+) -> Generator[Event, None, None]:
+    """As `train`, event by event: ranks wait while nobody asks for the next one. `Finished` has the report.
+
+    Close the generator where it is not followed to its end: that ends what it has started. Several may run
+    by turns in a thread, if the run that began last ends first.
+    """
+    # ranks do not share the command's folder
+    config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
+    run, telemetry = config.run_directory, config.telemetry
+    allow_open_files()
+    if config.overlap.plan is not None:
+        config = with_plan(config, config.overlap.plan)
+    shape = check_run(config, options, places)
+    tokenizer = tokenizer_of(config)
+    for text in on_learning_rate(config, resume=options.resume):
+        show(_warning("learning-rate", text))
+
+    def plan(launcher: Launcher, executor: Executor) -> RunPlan:
+        prepared = prepare_data(config, executor, show, resume=options.resume)
+        data = str(prepared.output)
+        made = plan_run(_laid_out(config, shape, launcher, data, show), shape, data, launcher, show)
+        return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_explained(run))
+        signals = stack.enter_context(StopSignals().heard())
+        tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
+        if telemetry.wandb.mode != "off":
+            tools["wandb"] = telemetry.wandb.model_dump()
+        sinks = Sinks(tools, lambda text: show(_warning("telemetry", text)))
+        stack.callback(sinks.close)
+        page = LivePage(telemetry.page_port)
+        stack.callback(page.close)
+        if config.cluster.launcher == "processes":
+            events = _in_processes(config, options, plan, signals, places)
+        else:
+            events = _on_ray(config, options, plan, signals)
+        begun = False
+        for event in events:
+            show(event)
+            match event:
+                case Started() if not begun:  # else again, after a failure
+                    begun = True
+                    _keep_tokenizer(config, tokenizer, show)
+                    if telemetry.page:
+                        _open_page(page, run, show)
+                    identity = read_identity(run)
+                    mark = identity.mark if identity is not None else ""
+                    sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
+                case StepDone(record=record):
+                    sinks.step(asdict(record))
+            yield event
+
+
+def _warning(kind: str, text: str) -> Incident:
+    return Incident(kind=kind, text=text, step=0)
+
+
+@contextlib.contextmanager
+def _explained(run: Path) -> Iterator[None]:
+    """Say how to go on after a second signal, which leaves no half of a checkpoint, and after a failure."""
+    try:
+        yield
+    except WorkerError as error:
+        if not error.user_error and log_file(run, error.rank).exists():
+            error.add_note(f"what the rank wrote: braid logs {os.path.relpath(run)} --rank {error.rank}")
+        raise
+    except SecondSignalError:
+        store, lock = CheckpointStore(run / "checkpoints"), FileHold(run / ".lock")
+        newest = "there is no checkpoint"
+        with contextlib.suppress(ConfigError, OSError):
+            lock.take(_TIDY_SECONDS)
+            store.remove_unfinished()
+            lock.release()
+        if steps := store.steps():
+            newest = f"the newest checkpoint is of step {steps[-1]}; go on with --resume"
+        raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
+
+
+def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
+    try:
+        keep(config, tokenizer, config.run_directory)
+    except OSError as error:
+        show(_warning("data", f"exports will have no tokenizer: {error}"))
+
+
+def _open_page(page: LivePage, run: Path, show: Show) -> None:
+    try:
+        show(f"page    {page.open(run)} shows the run live")
+    except (OSError, ValueError) as error:
+        show(_warning("telemetry", str(error)))
+
+
+def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, show: Show) -> RunPlan:
+    """What the ranks are told; where decisions need measured costs, the run is profiled first."""
+    known = known_profile(config, shape, launcher)
+    if config.overlap.needs_profile:
+        if known is None:
+            show("profile measuring operators alone and beside communication (once, under a minute)")
+        known = find_or_measure(config, shape, launcher, data=data)
+        show(known)
+        if known.trouble:
+            show(_warning("telemetry", known.trouble))
+    if known is None:
+        return RunPlan(config=config, shape=shape, schedule=write(build_schedule(config, shape)), data=data)
+    decided = find_or_decide(config, shape, known.profile)
+    if decided.candidates:
+        show(Compared(decided.candidates))
+    return RunPlan(
+        config=config.with_schedule(decided.name),
+        shape=shape,
+        schedule=decided.schedule,
+        data=data,
+        solo_ns=decided.solo_ns,
+        profile=known.profile.source,
+        streams=known.profile.streams,
+        serial=decided.serial,
+        files={"profile.json": known.profile.to_json(), **decided.files},
+    )
+
+
+def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
+    """The plan of a run that goes on in another layout, profiled anew where that is needed."""
+    made = plan_run(config, before.shape, before.data, launcher, lambda event: None)
+    return replace(made, faults=before.faults)
+
+
+def _laid_out(config: Config, shape: ModelShape, launcher: Launcher, data: str, show: Show) -> Config:
+    """The configuration with a layout and what is best for every layer, where they are to be searched for."""
+
+    def tell(what: str) -> None:
+        show(f"profile measuring {what} (once, under a minute)")
+
+    if config.parallel.auto:
+        config, layouts = with_layout(config, shape, launcher, tell, data)
+        show(Compared(layouts))
+        config = left_open(config, shape)
+    if config.chooses_layers and config.overlap.plan is None:
+        config, layouts = with_layers(config, shape, launcher, tell, data)
+        show(Compared(layouts))
+    return config
+
+
+def _in_processes(
+    config: Config,
+    options: RunOptions,
+    plan: StartPlan,
+    signals: StopSignals,
+    places: Sequence[ProcessPlace] | None,
+) -> Iterator[Event]:
+    launcher = ProcessLauncher(config, places)
+    controller = Controller(plan(launcher, local_map), launcher, options)
+    with signals.calling(controller.stop):
+        yield from controller.run()
+
+
+def _on_ray(config: Config, options: RunOptions, plan: StartPlan, signals: StopSignals) -> Iterator[Event]:
+    with ray_session(config):
+        import ray.util.metrics
+        from ray.exceptions import RayActorError
+
+        from braid.actors.controller.ranks.placement import RayLauncher
+        from braid.dashboards.metrics_feed import told_to_ray  # loads a web server
+        from braid.jobs.data.prepare_ray import ray_map
+        from braid.jobs.training.controllers import Controllers
+
+        launcher = RayLauncher(config)
+        if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
+            launcher.check(config.layout().ranks)
+        made = plan(launcher, ray_map)
+        controllers = Controllers(made, options, partial(replan, made))
+        budget = RestartBudget(config.failure.max_restarts)
+        with told_to_ray(config.run_directory, ray.util.metrics):
+            while True:
+                controllers.start()
+                try:
+                    with signals.calling(controllers.stop):
+                        for event in controllers.events():
+                            if isinstance(event, StepDone):
+                                budget.step_done(event.record.step)
+                            yield event
+                    return
+                except RayActorError as error:
+                    if not budget.spend():
+                        text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
+                        raise WorkerError(0, text, user_error=True) from None
+                # Its ranks have ended with it. The run's directory tells the next one where to go on.
+                yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)

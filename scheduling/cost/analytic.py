@@ -1,0 +1,178 @@
+"""Modelled profiles: what a job's operators and transfers cost on a `ClusterSpec` that is not at hand.
+
+GEMMs and attention run at their share of the peak rate (a function of their size), everything else at its
+share of the memory bandwidth; collectives follow `braid.scheduling.cost.collectives`.
+"""
+
+from collections.abc import Mapping
+
+from braid.scheduling.cost.collectives import collective_ns
+from braid.scheduling.cost.profile import Profile, TransferFit
+from braid.scheduling.mesh.cluster import (
+    ClusterSpec,
+    Contention,
+    RankGroup,
+    Stream,
+    dim_group,
+    group_of,
+    node_mesh,
+)
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import beyond, is_tensor, tensor_axis
+from braid.scheduling.mesh.partition import PARTITIONED, Factor, factor_of
+from braid.scheduling.model.operators import Kind, Operator, Part
+
+OPTIMIZER_BYTES_PER_PARAMETER = 34
+"""AdamW in mixed precision reads gradient, moments and master weight (4 x 4) and writes moments, master
+weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
+
+NORM_BYTES_PER_PARAMETER = 4
+"""The norm reads the gradients."""
+
+_FIT_SIZES = (1e5, 1e9)
+"""Bytes between which transfers are fitted by a line."""
+
+
+def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
+    """The rank group of every mesh axis, ranks filling nodes in order (tp innermost).
+
+    ``edp`` are the ranks that hold the same experts: those of ``dp`` that differ not along ``ep``. ``dp``
+    includes ``cp``: both hold the same parameters.
+    """
+    tp, cp, dp = layout.tp, layout.cp, layout.dp
+    inner = dp // layout.replicas
+    strides = {
+        "tp": (1, tp),
+        "cp": (tp, cp),
+        "ep": (tp, layout.ep),
+        "dp": (tp, cp * inner),
+        "replica": (tp * cp * inner, layout.replicas),
+        "edp": (tp * layout.ep, dp * cp // layout.ep),
+        "pp": (tp * cp * dp, layout.pp),
+    }
+    for degree in layout.own_degrees:
+        strides |= {tensor_axis(degree): (1, degree), beyond(degree): (degree, tp // degree)}
+    strides["tp"] = (1, tp)
+    return {axis: group_of(stride, size, gpus_per_node) for axis, (stride, size) in strides.items()}
+
+
+def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:
+    """The stream of the collectives along every mesh axis."""
+    return {axis: group.stream for axis, group in axis_groups(layout, gpus_per_node).items()}
+
+
+def analytic_profile(
+    cluster: ClusterSpec, layout: ParallelLayout, parts: Mapping[str, Part], activation_bytes: int = 2
+) -> Profile:
+    """Costs of the parts' operators and of all transfers of a layout, modelled."""
+    groups = axis_groups(layout, cluster.gpus_per_node)
+    solo, classes = {}, {}
+    for part in parts.values():
+        for op in (*part.forward.operators, *part.backward.operators):
+            key = op.key
+            if op.kind.communicates:
+                assert op.axis is not None
+                group = _group_along(groups, op.axis)
+                solo[key] = _collective_operator_ns(cluster, op, group, activation_bytes)
+            else:
+                solo[key] = _compute_ns(cluster, part, op, activation_bytes)
+            classes[key] = operator_class(op)
+    rate = cluster.gpu.memory_bytes_per_s * cluster.gpu.memory_efficiency
+    transfers = _transfers(cluster, groups)
+    along = [key.partition("/")[0] for key in transfers]
+    return Profile(
+        source=f"modelled: {cluster.name}",
+        solo_ns=solo,
+        classes={**classes, "optimizer": "memory", "norm": "memory"},
+        oef=contention_oef(cluster.contention),
+        transfers=transfers,
+        streams={axis: _group_along(groups, axis).stream for axis in (*groups, *along)},
+        barrier_ns=cluster.gpu.barrier_ns,
+        optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
+        norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
+        copy_ns_per_byte=2 / rate * 1e9,
+    )
+
+
+SHARING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+"""What ranks that share parameters exchange."""
+
+
+def _group_along(groups: Mapping[str, RankGroup], axis: str) -> RankGroup:
+    """Of an axis, or of a factor of one."""
+    factor = factor_of(axis)
+    return groups[axis] if factor is None else dim_group(groups[factor.axis], factor.mesh, factor.dim)
+
+
+def operator_class(op: Operator) -> str:
+    """The class by which contention is modelled."""
+    if op.kind.communicates:
+        return op.stream.value
+    match op.kind:
+        case Kind.GEMM | Kind.GROUPED_GEMM | Kind.CUSTOM:
+            return "gemm"
+        case Kind.ATTENTION:
+            return "attention"
+        case _:
+            return "memory"
+
+
+def contention_oef(contention: Contention) -> dict[str, float]:
+    """The pairs of classes of a contention model."""
+    return {
+        "gemm|intra": contention.gemm_intra,
+        "gemm|inter": contention.gemm_inter,
+        "attention|intra": contention.attention_intra,
+        "attention|inter": contention.attention_inter,
+        "intra|memory": contention.memory_intra,
+        "inter|memory": contention.memory_inter,
+        "inter|intra": contention.intra_inter,
+    }
+
+
+def _collective_operator_ns(
+    cluster: ClusterSpec, op: Operator, group: RankGroup, activation_bytes: int
+) -> int:
+    sent = op.bytes * activation_bytes / 2
+    payload = sent if op.kind is Kind.SEND_RECEIVE else sent * group.size / (group.size - 1)
+    return cluster.gpu.launch_ns + collective_ns(cluster, op.kind, payload, group)
+
+
+def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes: int) -> int:
+    gpu = cluster.gpu
+    touched = 0
+    for name in {*op.reads, *op.writes}:
+        value = part.values.get(name)
+        # What is only handed on under another name is not touched.
+        if value is not None and not (name in op.writes and value.alias_of):
+            touched += value.bytes(activation_bytes)
+    if op.kind is Kind.RESIDUAL and all(part.values[name].alias_of for name in op.writes):
+        touched = 0
+    ns = touched / (gpu.memory_bytes_per_s * gpu.memory_efficiency) * 1e9
+    if op.flops:
+        curve = gpu.attention if op.kind is Kind.ATTENTION else gpu.gemm
+        # The peak of the data sheet is for 16-bit inputs; wider ones run at their share of it.
+        rate = gpu.peak_flops_per_s * curve.at(op.flops) * 2 / activation_bytes
+        ns = max(ns, op.flops / rate * 1e9)
+    return round(gpu.launch_ns + ns)
+
+
+def _transfers(cluster: ClusterSpec, groups: Mapping[str, RankGroup]) -> dict[str, TransferFit]:
+    """Lines through small and large payloads of everything that is not an operator of a layer."""
+    fits = {}
+    wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
+    wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]
+    wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
+    for axis in PARTITIONED:
+        if (mesh := node_mesh(groups[axis])) is not None:
+            wanted += [(str(Factor(axis, mesh, dim)), kind) for dim in range(2) for kind in SHARING]
+    for axis, kind in wanted:
+        group = _group_along(groups, axis)
+        if group.size > 1:
+            small, large = (collective_ns(cluster, kind, size, group) for size in _FIT_SIZES)
+            slope = (large - small) / (_FIT_SIZES[1] - _FIT_SIZES[0])
+            latency = max(0.0, small - slope * _FIT_SIZES[0]) + cluster.gpu.launch_ns
+        else:
+            slope = latency = 0.0
+        fits[f"{axis}/{kind.value}"] = TransferFit(latency_ns=latency, ns_per_byte=slope)
+    return fits

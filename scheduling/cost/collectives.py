@@ -1,0 +1,76 @@
+"""What collectives cost on a cluster: volumes of ring and pairwise algorithms over two levels of links.
+
+``payload`` is always the bytes of the whole: of all ranks' parts together for an all-gather or a
+reduce-scatter, of the reduced tensor for an all-reduce, of one rank's send buffer for an all-to-all.
+"""
+
+from braid.scheduling.mesh.cluster import ClusterSpec, RankGroup, Stream
+from braid.scheduling.model.operators import Kind
+
+
+def sent_bytes(kind: Kind, payload: float, size: int) -> float:
+    """Bytes that each rank of a group of ``size`` sends (ring algorithms; pairwise all-to-all)."""
+    if size == 1:
+        return 0.0
+    match kind:
+        case Kind.ALL_GATHER | Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
+            return payload * (size - 1) / size
+        case Kind.ALL_REDUCE:
+            return 2 * payload * (size - 1) / size
+        case Kind.SEND_RECEIVE:
+            return payload
+        case _:
+            raise ValueError(f"{kind} is not a collective")
+
+
+def hops(kind: Kind, size: int) -> int:
+    """Messages that each rank sends one after the other."""
+    match kind:
+        case _ if size == 1:
+            return 0
+        case Kind.ALL_REDUCE:
+            return 2 * (size - 1)
+        case Kind.SEND_RECEIVE:
+            return 1
+        case Kind.ALL_TO_ALL:
+            # All partners are served at the same time: start-up once, and once more for the last.
+            return 2
+        case _:
+            return size - 1
+
+
+def bytes_by_level(kind: Kind, payload: float, group: RankGroup) -> dict[Stream, float]:
+    """Bytes that one rank sends over the links of each level.
+
+    A ring over k ranks on each node leaves the node once for k ranks: each rank's share of that traffic is
+    1/k of what it sends on. An all-to-all leaves it with the share of partners that are elsewhere.
+    """
+    sent = sent_bytes(kind, payload, group.size)
+    if group.stream is Stream.INTRA:
+        return {Stream.INTRA: sent, Stream.INTER: 0.0}
+    if kind is Kind.ALL_TO_ALL:
+        inter = payload * (group.size - group.per_node) / group.size
+    else:
+        inter = sent / group.per_node
+    return {Stream.INTRA: sent - inter, Stream.INTER: inter}
+
+
+def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: RankGroup) -> int:
+    """Time of one collective that all ranks of its nodes run at the same time, each in its own group.
+
+    Both levels work at the same time; the slower one is the time. A hop between nodes is counted for every
+    node boundary, the others inside.
+    """
+    if group.size == 1 or payload == 0:
+        return 0
+    volume = bytes_by_level(kind, payload, group)
+    count = hops(kind, group.size)
+    share = cluster.intra.all_to_all_share if kind is Kind.ALL_TO_ALL else 1.0
+    intra = cluster.intra.transfer_ns(volume[Stream.INTRA] / share, count if group.per_node > 1 else 0)
+    if group.stream is Stream.INTRA:
+        return round(intra)
+    # NCCL's rings between nodes are as long as the group, its trees are not: latency grows with the nodes.
+    passes = 2 if kind is Kind.ALL_REDUCE else 1
+    between = min(count, 2 * passes * group.nodes)
+    inter = cluster.link(Stream.INTER).transfer_ns(volume[Stream.INTER], between)
+    return round(max(intra, inter))

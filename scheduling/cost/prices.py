@@ -1,0 +1,242 @@
+"""What the operations of linked code cost: their times alone, lanes and names for contention."""
+
+from dataclasses import dataclass, replace
+
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.stages import Move
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
+from braid.scheduling.schedule.operations import (
+    Clip,
+    Compute,
+    Gather,
+    Node,
+    Norm,
+    Operation,
+    Reduce,
+    Send,
+    Start,
+    Step,
+    Update,
+    Wait,
+)
+
+LANES = ("intra", "inter", "tp sums", "data", "data inside", "send")
+"""Queues of transfers, as ranks have them: of layers, one per stream; of gradients over tp; of gradients and
+parameters over other axes, between nodes and inside; of messages."""
+
+NORM_BYTES = 8 << 10
+"""Of the squares that are summed for the norm: a number for every parameter, latency in other words."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Cost of an operation."""
+
+    task: int
+    """By which contention is looked up."""
+    ns: float
+    """Alone."""
+    stream: Stream
+    lane: int = -1
+    busy_ns: float = 0.0
+    """How long the rank itself is busy with a start, or with what a wait brings."""
+    bytes: int = 0
+    flops: int = 0
+
+
+class Prices:
+    """Prices of operations, each found once. `ValueError` for a cost that the profile does not have."""
+
+    def __init__(
+        self,
+        code: Code,
+        profile: Profile,
+        dtype: str,
+        reduce_dtype: str | None = None,
+    ) -> None:
+        """``reduce_dtype``: to which gradients are rounded where ranks sum them."""
+        self._code = code
+        self._profile, self._dtype = profile, dtype
+        self._summed, self._sent = sum_width(dtype), sent_width(dtype, reduce_dtype)
+        self._known: dict[int, Price] = {}
+        """By the identity of an operation of the code."""
+        self._tasks: dict[tuple[str, Stream], int] = {}
+        self.slow = _ProfileSlowdowns(profile)
+        self.barrier_ns = float(profile.barrier_ns)
+
+    def of(self, operation: Operation) -> Price:
+        """The price of a compute operator, a start or a wait."""
+        price = self._known.get(id(operation))
+        if price is None:
+            price = self._known[id(operation)] = self._find(operation)
+        return price
+
+    def _find(self, operation: Operation) -> Price:
+        match operation:
+            case Compute(Node() as node):
+                return self._operator(node, 0.0, 0.0)
+            case Start(Node() as node, lone=lone):
+                key, known = node.operator.key, self._profile
+                take = 0.0 if lone else float(known.take_ns.get(key, 0))
+                return self._operator(node, take, 0.0 if lone else float(known.issue_ns.get(key, 0)))
+            case Wait(Node() as node, lone=lone):
+                take = 0.0 if lone else float(self._profile.take_ns.get(node.operator.key, 0))
+                return Price(-1, 0.0, node.operator.stream, busy_ns=take)
+            case Compute(Norm()):
+                return self._update("norm", self._profile.norm_ns_per_parameter)
+            case Compute(Step()):
+                return self._update("optimizer", self._profile.optimizer_ns_per_parameter)
+            case Compute(Update(chunk, bucket)):
+                count = self._code.parameters(chunk, bucket).total / self._code.layout.share_ranks
+                ns = self._profile.optimizer_ns_per_parameter * count
+                return Price(self._task("optimizer", Stream.COMPUTE), ns, Stream.COMPUTE)
+            case Compute(Clip()):
+                return Price(self._task("optimizer", Stream.COMPUTE), 0.0, Stream.COMPUTE)
+            case Start(Send()):
+                payload = message_bytes(self._code.parts, DTYPE_BYTES[self._dtype])
+                return self._transfer("pp", Kind.SEND_RECEIVE, payload, payload)
+            case Start(Reduce(int(chunk), axis, bucket, move) as reduce):
+                kind = Kind.REDUCE_SCATTER if self._scatters(axis) else Kind.ALL_REDUCE
+                price = self._sharing(chunk, axis, kind, self._sent, bucket, move)
+                copies = 0.0 if move is None else self._copies(reduce, move)
+                return replace(price, busy_ns=copies + self._rounding(chunk, reduce))
+            case Wait(Reduce(int(chunk)) as reduce):
+                return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._rounding(chunk, reduce, back=True))
+            case Start(Reduce(None, axis)):
+                return self._transfer(axis, Kind.ALL_REDUCE, NORM_BYTES, NORM_BYTES)
+            case Start(Gather(chunk, axis, bucket, move)):
+                return self._sharing(chunk, axis, Kind.ALL_GATHER, DTYPE_BYTES[self._dtype], bucket, move)
+            case Wait(Gather(move=Move() as move) as gather):
+                return Price(-1, 0.0, Stream.COMPUTE, busy_ns=self._copies(gather, move))
+        return Price(-1, 0.0, Stream.COMPUTE)
+
+    def _copies(self, what: Reduce | Gather, move: Move) -> float:
+        """What a rank copies where blocks of ranks have to change places (`kernels.collectives.stages`)."""
+        if move.outer == 1 or what.chunk is None:
+            return 0.0
+        width = self._sent if isinstance(what, Reduce) else DTYPE_BYTES[self._dtype]
+        count = self._code.parameters(what.chunk, what.bucket).dense // move.part
+        return self._profile.copy_ns_per_byte * count * width
+
+    def _scatters(self, axis: str) -> bool:
+        """Whether ranks along an axis are left shares of sums."""
+        return self._code.layout.zero > 0 and axis in ("dp", "edp")
+
+    def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
+        """What a rank is busy with rounding gradients before a sum's first stage, or with taking what the
+        last one leaves ``back``: a copy that reads numbers of one width and writes those of another."""
+        move = reduce.move
+        if self._sent == self._summed or (move and (not move.last if back else move.number)):
+            return 0.0
+        count, ranks = self._shared(chunk, reduce.axis, reduce.bucket)
+        copied = count / ranks if back and self._scatters(reduce.axis) else count
+        return self._profile.copy_ns_per_byte * copied * (self._summed + self._sent) / 2
+
+    def _operator(self, node: Node, taken: float, busy: float) -> Price:
+        op = node.operator
+        ns = float(self._profile.solo(op.key))
+        return Price(
+            self._task(op.key, op.stream),
+            max(0.0, ns - taken),
+            op.stream,
+            LANES.index(op.stream.value) if op.kind.communicates else -1,
+            busy,
+            op.bytes * DTYPE_BYTES[self._dtype] // 2,
+            op.flops,
+        )
+
+    def _sharing(
+        self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
+    ) -> Price:
+        """A transfer over the ranks that share parameters of a chunk or a bucket of it (`gradient_axes`)."""
+        count, ranks = self._shared(chunk, axis, bucket)
+        if not count:
+            return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
+        if move is not None:
+            axis, kind, count, ranks = str(move.factor), move.kind, count // move.part, move.factor.size
+        share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+        return self._transfer(axis, kind, count * width, round(count * width * share))
+
+    def _shared(self, chunk: int, axis: str, bucket: int | None) -> tuple[int, int]:
+        """Parameters of a chunk or a bucket that ranks along an axis share, and how many ranks these are."""
+        layout = self._code.layout
+        held = self._code.parameters(chunk, bucket)
+        match axis:
+            case "tp":
+                return held.whole + held.summed_apart("tp"), layout.tp
+            case "ends":
+                return held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
+            case "edp":
+                return held.experts, layout.expert_replicas
+            case axis if is_tensor(axis):
+                return held.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
+            case "replica":
+                return held.total // layout.share_ranks, layout.replicas
+            case _:
+                return held.dense, layout.dp // layout.replicas * layout.cp
+
+    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
+        along = "pp" if axis == "ends" else axis  # between stages
+        fit, stream = self._profile.transfer(along, kind), self._profile.streams[along]
+        data = "data" if stream is Stream.INTER else "data inside"
+        lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if is_tensor(axis) else data
+        task = self._task(f"{along}/{kind.value}", stream)
+        return Price(task, float(fit.ns(payload)), stream, LANES.index(lane), 0.0, sent)
+
+    def _update(self, key: str, ns_each: float) -> Price:
+        """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""
+        layout = self._code.layout
+        shares = layout.share_ranks
+        count = max(
+            sum(self._code.parameters(chunk).total for chunk in layout.chunks_of(stage))
+            for stage in range(layout.pp)
+        )
+        return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)
+
+    def _task(self, key: str, stream: Stream) -> int:
+        """Transfers outside layers and the optimizer are no operators: their class stands for them."""
+        if key not in self._profile.solo_ns:
+            key = key if stream is Stream.COMPUTE else stream.value
+        return self.slow.task(key, stream)
+
+
+class _ProfileSlowdowns:
+    """Slowdowns between tasks, looked up in the profile when two first run together."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._numbers: dict[tuple[str, Stream], int] = {}
+        self._tasks: list[tuple[str, Stream]] = []
+        self._rows: list[_SlowdownRow] = []
+
+    def task(self, key: str, stream: Stream) -> int:
+        """The number of a task."""
+        if (key, stream) not in self._numbers:
+            self._numbers[key, stream] = len(self._tasks)
+            self._tasks.append((key, stream))
+            self._rows.append(_SlowdownRow(self, key, stream))
+        return self._numbers[key, stream]
+
+    def __getitem__(self, task: int) -> "_SlowdownRow":
+        return self._rows[task]
+
+    def between(self, key: str, stream: Stream, other: int) -> float:
+        """How much longer an operator takes beside another task; two on one link share it."""
+        name, beside = self._tasks[other]
+        if stream is beside and stream is not Stream.COMPUTE:
+            return 1.0
+        return self._profile.slowdown(key, name)
+
+
+class _SlowdownRow(dict[int, float]):
+    def __init__(self, table: _ProfileSlowdowns, key: str, stream: Stream) -> None:
+        super().__init__()
+        self._table, self._key, self._stream = table, key, stream
+
+    def __missing__(self, other: int) -> float:
+        value = self[other] = self._table.between(self._key, self._stream, other)
+        return value

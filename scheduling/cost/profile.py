@@ -1,0 +1,258 @@
+"""Profile: what every operator, every pair of operators and every transfer of a job costs.
+
+One format for measured and modelled costs. A cost that is missing is a `ValueError`, never zero.
+
+Names: an operator is ``PART/OPERATOR`` (``layer/qkv.dgrad``); a pair is two of them, or two classes of
+operators, joined by ``|`` in alphabetical order (``gemm|intra``); what one of them suffers from the other
+stands under ``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``dp/reduce_scatter``).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Final
+
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.partition import WHOLE, factor_of
+from braid.scheduling.model.operators import Kind, Operator, Part
+from braid.scheduling.text.pattern import is_layer
+from braid.scheduling.text.records import from_mapping, require_positive, to_mapping
+
+VERSION: Final = 6
+
+
+class UnknownCostError(ValueError):
+    """A cost that a profile does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFit:
+    """Time of a transfer as a function of its payload (`cost.collectives`): latency + bytes / rate."""
+
+    latency_ns: float
+    ns_per_byte: float
+
+    def __post_init__(self) -> None:
+        require_positive(self, ("latency_ns", "ns_per_byte"), zero=True)
+
+    def ns(self, payload_bytes: float) -> int:
+        """Time for a payload; an empty one takes none."""
+        return round(self.latency_ns + payload_bytes * self.ns_per_byte) if payload_bytes else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of one job on one kind of hardware; times of operators running alone, in nanoseconds."""
+
+    source: str
+    """Where the numbers come from: ``modelled: CLUSTER`` or ``measured: HARDWARE``."""
+    solo_ns: Mapping[str, int]
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Class of an operator (gemm, attention, memory, intra, inter), for pairs that are not listed."""
+    oef: Mapping[str, float] = field(default_factory=dict)
+    """Overlap effectiveness of pairs of operators or of classes (DHelix equation 1)."""
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """How much longer an operator or class takes while another one runs: 0.2 is a fifth. Where it was
+    measured, it stands for the one number of both sides that the OEF gives."""
+    transfers: Mapping[str, TransferFit] = field(default_factory=dict)
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+    """What transfers along every axis, and factor of one, go over: links inside nodes or between them."""
+    issue_ns: Mapping[str, int] = field(default_factory=dict)
+    """How long a rank is busy with starting a collective that something else runs beside; by key. What is not
+    listed takes no time: modelled GPUs, whose host runs ahead."""
+    take_ns: Mapping[str, int] = field(default_factory=dict)
+    """How long it then takes from the collective's end until the rank can go on: to wake up, to put parts
+    together. It is part of the solo time, where the rank does nothing else."""
+    barrier_ns: int = 0
+    optimizer_ns_per_parameter: float = 0.0
+    norm_ns_per_parameter: float = 0.0
+    copy_ns_per_byte: float = 0.0
+    """Of what pieces of values bring to its place in the whole."""
+    expert_imbalance: float = 0.0
+    """Rows of the rank of ep with most over the average, mean over the passes that were measured. 0: there
+    are none, or all ranks have as many."""
+    transfers_alone: bool = False
+    """Whether solo times of collectives contain no waiting for the rank that comes last."""
+    spread_ns: Mapping[str, int] = field(default_factory=dict)
+    """Interquartile range of measured solo times."""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"version={self.version!r} of the profile is not {VERSION}; profile anew")
+        require_positive(
+            self,
+            ("barrier_ns", "optimizer_ns_per_parameter", "norm_ns_per_parameter", "copy_ns_per_byte"),
+            zero=True,
+        )
+        for name, value in self.solo_ns.items():
+            if value < 0:
+                raise ValueError(f"solo_ns.{name}={value} must be zero or more")
+        for name, slowdown in self.slowdowns.items():
+            if not 0 <= slowdown <= 10:
+                raise ValueError(f"slowdowns.{name}={slowdown} must be between 0 and 10")
+        for name, effect in self.oef.items():
+            if not -10 <= effect <= 1.5:
+                raise ValueError(f"oef.{name}={effect} must be between -10 and 1.5")
+
+    @property
+    def told(self) -> str:
+        """Its source, and what it assumes of routing."""
+        uneven = f", fullest rank of experts {self.expert_imbalance:.2f} x the average"
+        return self.source + (uneven if self.expert_imbalance else "")
+
+    @property
+    def layer_operators(self) -> dict[str, str]:
+        """Operators of layers by key, as people are told of them: with the kind where there are several."""
+        keys = [key for key in self.solo_ns if is_layer(key.partition("/")[0])]
+        several = len({key.partition("/")[0] for key in keys}) > 1
+        return {key: key if several else key.partition("/")[2] for key in keys}
+
+    def solo(self, key: str) -> int:
+        """Solo time of an operator by its key (`Operator.key`); recomputation costs what the operator did."""
+        if key not in self.solo_ns:
+            raise UnknownCostError(
+                f"profile ({self.source}): no cost of operator {key!r}, which the plan needs; "
+                f"profile this model, layout and micro-batch"
+            )
+        return self.solo_ns[key]
+
+    def effect(self, first: str, second: str) -> float:
+        """The OEF of two operators (by key): their own, or that of their classes."""
+        for pair in self._names(first, second):
+            if (effect := self.oef.get("|".join(sorted(pair)))) is not None:
+                return effect
+        classes = "|".join(sorted(pair))
+        raise UnknownCostError(
+            f"profile ({self.source}): no time of {first!r} together with {second!r} "
+            f"(neither the pair nor {classes!r})"
+        )
+
+    def slowdown(self, first: str, second: str) -> float:
+        """How much longer ``first`` takes while ``second`` runs (operators by key).
+
+        It advances at 1 / (1 + slowdown) of its rate. With nothing but the OEF both sides suffer 1 - OEF,
+        which gives exactly the time together that the OEF was computed from.
+        """
+        for suffers, cause in self._names(first, second):
+            if (slowdown := self.slowdowns.get(f"{suffers}<{cause}")) is not None:
+                return slowdown
+        return max(0.0, 1.0 - self.effect(first, second))
+
+    def _names(self, first: str, second: str) -> Iterator[tuple[str, str]]:
+        """What a pair may be listed under, the most special first.
+
+        What is in no class is one: links and the optimizer are asked for by the name of their class.
+        """
+        classes = self.classes.get(first, first), self.classes.get(second, second)
+        yield first, second
+        yield first, classes[1]
+        yield classes[0], second
+        yield classes
+
+    def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
+        """Time of a transfer that is no operator of a layer (messages between stages, gradients)."""
+        return self.transfer(axis, kind).ns(payload_bytes)
+
+    def transfer(self, axis: str, kind: Kind) -> TransferFit:
+        """The fit of a transfer; `ValueError` if there is none."""
+        key = f"{axis}/{kind.value}"
+        if key not in self.transfers:
+            raise UnknownCostError(
+                f"profile ({self.source}): no cost of transfer {key!r}, which the plan needs"
+            )
+        return self.transfers[key]
+
+    def to_json(self) -> str:
+        """The profile as JSON that `parse_profile` reads back to an equal object."""
+        return json.dumps(to_mapping(self), indent=1)
+
+
+def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) -> Profile:
+    """The profile with costs of what partitions have cut (`braid.scheduling.generate.partitions`).
+
+    Where the first of equal pieces of a GEMM was measured (``NAME.1of4``), all of them cost what it did, with
+    the copies that bring its rows to their places. Stages over nodes, or inside them, cost what the transfer
+    along that factor does, with ``width`` bytes of an activation. All else follows from the whole operator:
+    pieces of a GEMM share its time, those of a collective what exceeds the latency of its kind of transfer.
+    To begin with a piece, and to go on behind one, takes as long as with the whole, and what a rank copies to
+    bring rows together, into order and to their places (`copied_bytes`).
+    """
+    solo, classes = dict(profile.solo_ns), dict(profile.classes)
+    issue, take = dict(profile.issue_ns), dict(profile.take_ns)
+    for part, op in ((p, op) for p in parts for op in (*p.forward.operators, *p.backward.operators)):
+        if op.piece is None:
+            continue
+        piece, own = op.piece, op.key
+        name = replace(op, measured_as=piece.measured_as).key
+        measured = profile.solo_ns.get(f"{name}.1of{piece.ways}")
+        equal = abs(piece.share * piece.ways - 1) < 0.01
+        if op.axis is not None and (factor := factor_of(op.axis)) is not None:
+            payload = op.bytes * factor.size / (factor.size - 1) * width / 2
+            solo[own] = profile.transfer(op.axis, op.kind).ns(payload)
+            classes[own] = op.stream.value
+        elif measured is not None and equal:
+            solo[own] = measured
+        else:
+            whole = profile.solo(name)
+            fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
+            latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
+            solo[own] = round(latency + (whole - latency) * piece.share)
+        if (known := profile.classes.get(name)) is not None:
+            classes.setdefault(own, known)
+        if op.axis is None:
+            continue
+        before, after = (profile.copy_ns_per_byte * count for count in copied_bytes(part, op, width))
+        issue[own] = round(issue.get(name, 0) + before)
+        take[own] = round(take.get(name, 0) * min(1.0, piece.share) + after)
+        solo[own] += round(before + after)
+    return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
+
+
+def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
+    """What a rank copies for a piece of a collective before it begins, and once it has come.
+
+    Before: rows or columns that do not lie side by side, and blocks of a stage of a scatter that have to
+    change places; behind: those of a stage of a gather, and a piece that goes to its place in the whole.
+    """
+    read, made = part.values[op.reads[0]], part.values[op.writes[0]]
+    region, factor = made.region, factor_of(op.axis or "")
+    gathers = op.kind is Kind.ALL_GATHER
+    before = after = 0
+    whole = read.region is None and region is not None
+    if whole and region is not None and (region.columns != WHOLE or (not gathers and region.rows != WHOLE)):
+        share = region.columns if region.columns != WHOLE else region.rows
+        before += read.bytes(width) // share[1]
+    if factor is not None:
+        mesh, spans = factor.mesh, region.spans if region is not None else None
+        outer = prod(
+            (spans[dim].of(mesh[dim]) if spans else mesh[dim] if gathers else 1) for dim in range(factor.dim)
+        )
+        if outer > 1 and gathers:
+            after += made.bytes(width)
+        elif outer > 1:
+            before += made.bytes(width) * factor.size
+    if made.piece_of is not None:
+        after += made.bytes(width)
+    return before, after
+
+
+def parse_profile(text: str, where: str) -> Profile:
+    """A profile from JSON; `ValueError` names place, key, value and remedy."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    return from_mapping(Profile, content, where)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read ``profile.json``."""
+    try:
+        return parse_profile(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        remedy = "make one with `braid profile --output`"
+        raise ValueError(f"profile {path} cannot be read: {reason}; {remedy}") from None

@@ -1,0 +1,80 @@
+"""Costs of the rank that the others wait for, where experts have unequal numbers of rows.
+
+Profiles hold means over ranks. On a CPU a collective's time contains what ranks waited there for the fullest
+of them. As costs of a simulation that would be a link's time, which other work could hide; but the fullest
+rank computes all the while.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part
+
+
+def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
+    """The profile with operators on rows of experts as long as on the rank with most rows.
+
+    They take `Profile.expert_imbalance` times their mean. What that adds is taken from the collective that
+    comes next in the serial order, where the others waited for it, so that the serial step takes as long as
+    before; from none where the times of collectives contain no waiting (`Profile.transfers_alone`).
+    """
+    ratio = profile.expert_imbalance
+    if ratio <= 1:
+        return profile
+    solo = dict(profile.solo_ns)
+    for part in parts.values():
+        rows: set[str] = set()
+        for graph in (part.forward, part.backward):
+            uneven = _on_rows(graph, rows)
+            added = _added(graph, uneven, profile, ratio, 0.0)
+            _ = _added(graph, uneven, profile, ratio, added, into=solo)
+    return replace(profile, solo_ns=solo)
+
+
+def _on_rows(graph: Graph, rows: set[str]) -> set[str]:
+    """Names of operators that compute on rows of this rank's experts; adds their values to ``rows``."""
+    found = set[str]()
+    for op in graph.operators:
+        reads = any(name in rows for name in op.reads)
+        if op.kind is Kind.ALL_TO_ALL:
+            if op.reads[0] not in rows:
+                rows.update(op.writes)
+        elif reads:
+            rows.update(op.writes)
+            if op.axis is None:
+                found.add(op.name)
+    return found
+
+
+def _added(
+    graph: Graph,
+    uneven: set[str],
+    profile: Profile,
+    ratio: float,
+    before: float,
+    into: dict[str, int] | None = None,
+) -> float:
+    """What the fullest rank computes longer than the mean, and no collective has waited for yet; nanoseconds.
+
+    before: the same of the pass before. into: takes the costs of the fullest rank.
+    """
+    added = before
+    for op in graph.operators:
+        alone = profile.solo_ns.get(op.key, 0)
+        if op.name in uneven:
+            added += alone * (ratio - 1)
+            if into is not None:
+                for key in _with_pieces(op, profile):
+                    into[key] = round(profile.solo_ns[key] * ratio)
+        elif op.axis is not None and not profile.transfers_alone:
+            waited = min(added, alone)
+            added -= waited
+            if into is not None and op.key in into:
+                into[op.key] = round(alone - waited)
+    return added
+
+
+def _with_pieces(op: Operator, profile: Profile) -> list[str]:
+    """The keys of an operator, and of the pieces of it that were measured."""
+    return [key for key in profile.solo_ns if key == op.key or key.startswith(f"{op.key}.1of")]

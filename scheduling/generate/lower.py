@@ -1,0 +1,258 @@
+"""Passes from an order of blocks to a complete `Schedule`; each is pure."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from braid.scheduling.generate.fixed_orders import fixed_order
+from braid.scheduling.generate.named import Pipeline
+from braid.scheduling.generate.partitions import with_partitions
+from braid.scheduling.generate.pipelines import BlockOrder, forward_only
+from braid.scheduling.generate.programs import Order, own_program, program_of
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.generate.update import Stages, with_gathering, with_update
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.partition import Partition
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.units import has_layers, unit_parts
+from braid.scheduling.schedule.operations import Message, Pass, PassKind, Receive, Send, Start, Wait
+from braid.scheduling.schedule.rounds import rounds, rounds_of_all
+from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides, passes_in
+from braid.scheduling.schedule.text import parse_sides, write_sides
+
+# -- messages ------------------------------------------------------------------------------------------------
+
+
+def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
+    """Receive before a block, send after it; wait for a send when its answer is back or two blocks' went."""
+    return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
+
+
+def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayout) -> Iterator[Instruction]:
+    sent: dict[Pass, Send] = {}
+    gradients: dict[int, deque[Pass]] = defaultdict(deque)
+    for block in blocks:
+        travelling = [one.whole for one in block.passes if one.kind.travels]
+        for one in travelling:
+            before = one.before(layout)
+            if before is not None and layout.stage_of(before.chunk) != stage:
+                received = Receive(one, layout.stage_of(before.chunk))
+                yield Start(received)
+                yield Wait(received)
+                activation = before._replace(kind=PassKind.FORWARD)
+                if not one.forward and activation in sent:
+                    # The gradient is back, so the activation arrived long ago: let go of it without waiting.
+                    yield Wait(sent.pop(activation))
+        yield block
+        for one in travelling:
+            after = one.after(layout)
+            if after is not None and layout.stage_of(after.chunk) != stage:
+                message = Send(after, layout.stage_of(after.chunk))
+                if not one.forward:
+                    # Nothing comes back for a gradient: keep no more than those of two blocks under way.
+                    channel = gradients[message.stage]
+                    if len(channel) >= 2 * sum(not own.forward for own in travelling):
+                        yield Wait(sent.pop(channel.popleft()))
+                    channel.append(after)
+                yield Start(message)
+                sent[after] = message
+    for message in sent.values():
+        yield Wait(message)
+
+
+def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
+    """Start every receive so many blocks before the block that needs it.
+
+    gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
+    its result is needed exposes the whole message, however long ago it was sent. Of several messages of one
+    kind for a block the first alone: who asks for the next one waits for it, while the other side, whose own
+    messages go the other way, does the same.
+    """
+    moved = []
+    for stage in stages:
+        instructions: list[Instruction] = []
+        blocks: list[int] = []  # the places of the last ones
+        asked: set[tuple[PassKind, int]] = set()
+        for instruction in stage:
+            match instruction:
+                case Start(Receive() as receive) if blocks and _way(receive) not in asked:
+                    asked.add(_way(receive))
+                    instructions.insert(blocks[0], instruction)
+                    blocks = [place + 1 for place in blocks]
+                    continue
+            if isinstance(instruction, Block):
+                blocks = [*blocks, len(instructions)][-ahead:]
+                asked.clear()
+            instructions.append(instruction)
+        moved.append(tuple(instructions))
+    return tuple(moved)
+
+
+def _way(receive: Receive) -> tuple[PassKind, int]:
+    """What it receives, and from which stage."""
+    return receive.moved.kind, receive.stage
+
+
+@lru_cache(maxsize=4)
+def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, hop: int) -> Stages:
+    """Blocks with their messages: the same whatever passes compute."""
+    order = pipeline.order(layout, micro_batches, hop)
+    return with_early_receives(with_transfers(order, layout), max(1, (hop or pipeline.hops[0]) - 1))
+
+
+# -- programs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Decisions that a schedule is lowered with, beside its setting; the defaults need no profile."""
+
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    """How the operators of a program are issued: by what it is for, as in a schedule's text
+    (``F:layer|B:layer|L:layer``). Passes alone are serial where no order is given."""
+
+
+def scheduled_parts(
+    members: Mapping[str, Part],
+    layout: ParallelLayout,
+    kinds: tuple[str, ...],
+    *,
+    unit_layers: int = 0,
+    partitions: Sequence[Partition] = (),
+) -> dict[str, Part]:
+    """The graphs that a schedule's programs are of: parts with ``partitions``, then joined to units."""
+    return unit_parts(with_partitions(members, partitions, layout), layout, kinds, unit_layers)
+
+
+def training_schedule(
+    setting: Setting, parts: Mapping[str, Part], choices: Choices | None = None
+) -> Schedule:
+    """Lower a setting; `ValueError` for decisions that are missing or of something else.
+
+    ``parts``: those of `scheduled_parts`.
+    """
+    kind, layout, model = setting.kind, setting.layout, setting.model
+    stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
+    schedule = Schedule(
+        name=setting.title,
+        chunks=layout.chunks,
+        micro_batches=setting.micro_batches,
+        stages=stages,
+        programs=_programs(setting, stages, parts, choices or Choices()),
+        unit_layers=setting.unit_layers,
+        partitions=setting.partitions,
+        prefetch=setting.distances[0],
+        keep=setting.distances[1],
+    )
+    schedule = with_ends(schedule, layout, setting.kinds)
+    stages = with_update(schedule.stages, model, layout, early=kind.early_sums)
+    return replace(schedule, stages=with_gathering(stages, model, layout, early=kind.early_sums))
+
+
+def _programs(
+    setting: Setting, stages: Stages, parts: Mapping[str, Part], choices: Choices
+) -> dict[Sides, Program]:
+    """A program of every pass that runs, by itself, and those that were decided."""
+    kinds = {one.kind for stage in stages for i in stage for one in passes_in(i)}
+    programs: dict[Sides, Program] = {}
+    for kind in (kind for kind in PassKind if kind in kinds):
+        for name in parts:
+            side = Side(kind, name)
+            programs[side,] = own_program(side, parts, trains=True)
+    blocks = (passes_in(i) for stage in stages for i in stage)
+    together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
+    orders = dict(choices.orders)
+    for sides in _meeting(setting, stages, parts):
+        if not orders.get(write_sides(sides)):
+            order = fixed_order(setting.pairs, sides, parts)
+            if order is not None:
+                orders[write_sides(sides)] = order
+    decided = set()
+    for text, order in orders.items():
+        if not order:
+            continue  # a plan's word for one that needs none
+        sides = parse_sides(text)
+        movers = tuple(side.kind for side in sides if side.kind is not PassKind.END)
+        if len(movers) == 1 or movers in together:
+            programs[sides] = program_of(sides, parts, order)
+            decided.add(movers)
+    if any(len(set(movers)) > 1 and movers not in decided for movers in together):
+        raise ValueError(
+            f"overlap.schedule={setting.schedule} needs a pairing: measure the run with `braid profile`, or "
+            f"make a plan with `braid plan --output plan.yaml` and set overlap.plan"
+        )
+    return programs
+
+
+def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
+    """Units with layers that blocks of several passes bring together."""
+    kinds, units = setting.kinds, [name for name in parts if has_layers(name)]
+    of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
+    for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
+        yield from (sides for sides in of(instruction) if len(sides) > 1)
+
+
+def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Schedule:
+    """Name the ends of backward passes in the blocks that take them up.
+
+    A block does if nothing but messages stands between it and the one that leaves the end, and it begins with
+    a program that has a side for it: the one that the other block has ended with, or that of a backward pass
+    by itself.
+    """
+    if not any(side.kind is PassKind.END for sides in schedule.programs for side in sides):
+        return schedule
+    of, stages = rounds(schedule, layout, kinds), []
+    for stage in schedule.stages:
+        instructions: list[Instruction] = []
+        left: tuple[Pass, Sides] | None = None
+        for instruction in stage:
+            if isinstance(instruction, Block):
+                found = of(instruction)
+                if left is not None and _takes_up(schedule, found[0], left[1]):
+                    passes = (*instruction.passes, left[0]._replace(kind=PassKind.END))
+                    instruction = replace(instruction, passes=passes)
+                left = _leaves(schedule, instruction, found[-1])
+            elif not isinstance(instruction, Start | Wait) or not isinstance(instruction.what, Message):
+                left = None
+            instructions.append(instruction)
+        stages.append(tuple(instructions))
+    return replace(schedule, stages=tuple(stages))
+
+
+def _end_of(sides: Sides) -> Side | None:
+    """The side that takes up the end of a program's backward pass."""
+    back = next((side for side in sides if side.kind is PassKind.BACKWARD), None)
+    return None if back is None else Side(PassKind.END, back.unit)
+
+
+def _takes_up(schedule: Schedule, first: Sides, left: Sides) -> bool:
+    end = _end_of(left)
+    assert end is not None
+    alone = first == (Side(PassKind.BACKWARD, end.unit),)
+    return (*first, end) in schedule.programs and (first == left or alone)
+
+
+def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides] | None:
+    """The backward pass of a block whose end its last program leaves; where there is a whole one, none."""
+    end = _end_of(last)
+    whole = last in schedule.programs
+    if len(last) < 2 or end is None or whole or (*last, end) not in schedule.programs:
+        return None
+    return next(one for one in block.passes if one.kind is PassKind.BACKWARD), last
+
+
+def validation_schedule(
+    model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
+) -> Schedule:
+    """Forward passes alone over the same layout."""
+    forwards = [Side(PassKind.FORWARD, name) for name in parts]
+    stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
+    return Schedule(
+        name="validation",
+        chunks=layout.chunks,
+        micro_batches=micro_batches,
+        stages=with_gathering(stages, model, layout),
+        programs={(side,): own_program(side, parts, trains=False) for side in forwards},
+    )

@@ -1,0 +1,199 @@
+"""Operator programs: from an order of operators to what a rank issues and where it waits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase
+from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
+from braid.scheduling.schedule.schedule import Program, Side, Sides
+from braid.scheduling.schedule.text import parse_step, write_sides, write_step
+
+Order = tuple[str, ...]
+"""A decision of how the operators of a program are issued, as text.
+
+Every step is an operator, ``0:qkv`` or ``1:qkv.wgrad`` (the number is that of its pass; ``qkv`` where there
+is one pass alone), in the order of issue, or ``barrier``. Or every step is a segment between barriers,
+``qkv attention | mlp_scatter.grad``: operators of each pass.
+"""
+
+BARRIER: Final = "barrier"
+"""The step that waits for all that is under way."""
+
+
+def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
+    """The operators of a pass; of an end, those of the whole backward pass."""
+    match kind:
+        case PassKind.FORWARD:
+            return part.forward if trains else part.evaluation
+        case PassKind.BACKWARD | PassKind.END:
+            return part.backward
+        case PassKind.INPUT | PassKind.WEIGHT:
+            later = kind is PassKind.WEIGHT
+            ops = part.backward.operators
+            return Graph(operators=tuple(op for op in ops if (op.phase is Phase.WEIGHT_GRADIENT) == later))
+
+
+def serial_program(graph: Graph) -> Program:
+    """Operators one after the other, every collective waited for at once.
+
+    Ring shifts alone run beside the attention that does not need them yet: that is what a ring is for, and
+    what the field's frameworks do (Megatron-LM's context parallelism). And what a partition has cut stays
+    under way until something needs it.
+    """
+    lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or op.piece is not None}
+    issuer = _Issuer([graph], lazy)
+    return issuer.run([(0, op.name) for op in graph.operators])
+
+
+def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program:
+    """The program of a decision; whoever needs a collective's result waits for it.
+
+    `ValueError` for steps that name what the graphs do not have, or leave out what nothing takes up.
+    """
+    label = f"order of {write_sides(sides)}"
+    for side in sides:
+        if side.unit not in parts:
+            raise ValueError(f"{label}: {side.unit!r} is no part of this model and layout; plan anew")
+    graphs = [graph_of(parts[side.unit], side.kind) for side in sides]
+    lazy = {op.name for graph in graphs for op in graph.operators}
+    if order and "|" in order[0]:
+        return _segments(label, sides, graphs, lazy, order)
+    steps = [None if step == BARRIER else parse_step(step, len(sides)) for step in order]
+    _check(label, sides, graphs, [step for step in steps if step is not None])
+    return _Issuer(graphs, lazy).run(steps)
+
+
+Step = tuple[int, str]
+"""The number of a pass and an operator of it."""
+
+
+@dataclass
+class _Issuer:
+    """Issues operators in order and puts waits before the first need."""
+
+    graphs: Sequence[Graph]
+    lazy: set[str]
+    """Collectives that are not waited for at once."""
+    actions: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._operators = {(n, op.name): op for n, graph in enumerate(self.graphs) for op in graph.operators}
+        self._writers = {
+            (n, name): op
+            for n, graph in enumerate(self.graphs)
+            for op in graph.operators
+            for name in op.writes
+        }
+        self._under_way: list[Step] = []
+
+    def run(self, steps: Iterable[Step | None]) -> Program:
+        """All steps, None for a barrier, and a wait for everything that is left at the end."""
+        for step in steps:
+            if step is None:
+                self.wait_for_all()
+                self.actions.append(Barrier())
+            else:
+                self.issue(step)
+        self.wait_for_all()
+        return tuple(self.actions)
+
+    def issue(self, step: Step) -> None:
+        """One operator, after waiting for what it reads."""
+        turn, op = step[0], self._operators[step]
+        for value in op.reads:
+            writer = self._writers.get((turn, value))
+            if writer is not None and (turn, writer.name) in self._under_way:
+                self._wait(turn, writer)
+        if not op.kind.communicates:
+            self.actions.append(Compute(op.name, turn=turn))
+            return
+        self.actions.append(Start(op.name, op.stream, turn=turn))
+        self._under_way.append(step)
+        if op.name not in self.lazy:
+            self._wait(turn, op)
+
+    def wait_for_all(self) -> None:
+        """Wait for everything that is under way."""
+        for step in list(self._under_way):
+            self._wait(step[0], self._operators[step])
+
+    def _wait(self, turn: int, op: Operator) -> None:
+        self._under_way.remove((turn, op.name))
+        # The last piece completes the whole value: none of the others may still be under way.
+        for step in list(self._under_way) if op.completes else ():
+            if step[0] == turn and self._operators[step].completed_by(op):
+                self._wait(turn, self._operators[step])
+        self.actions.append(Wait(op.name, turn=turn))
+
+
+def _segments(label: str, sides: Sides, graphs: Sequence[Graph], lazy: set[str], order: Order) -> Program:
+    """Segment after segment: its collectives, then its compute, then waits; a barrier after paired ones.
+
+    In a segment the later passes' operators come first: those of the backward pass free memory.
+    """
+    issuer = _Issuer(graphs, lazy)
+    operators = {(n, op.name): op for n, graph in enumerate(graphs) for op in graph.operators}
+    segments = []
+    for text in order:
+        columns = text.split("|")
+        if len(columns) != len(sides):
+            raise ValueError(
+                f"{label}: segment {text!r} must be written 'OPERATORS | OPERATORS', one per pass"
+            )
+        named = [(turn, name) for turn in reversed(range(len(sides))) for name in columns[turn].split()]
+        segments.append((named, sum(bool(column.split()) for column in columns) > 1))
+    _check(label, sides, graphs, [step for steps, _ in segments for step in steps])
+    for steps, paired in segments:
+        for step in sorted(steps, key=lambda step: not operators[step].kind.communicates):
+            issuer.issue(step)
+        issuer.wait_for_all()
+        if paired:
+            issuer.actions.append(Barrier())
+    return tuple(issuer.actions)
+
+
+def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Step]) -> None:
+    """Every operator of a pass once, unless a later pass of the same unit takes it up, and no others."""
+    several = len(sides) > 1
+    known = {(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
+    seen: set[Step] = set()
+    for turn, name in steps:
+        text = write_step(turn, name, several=several)
+        if (turn, name) not in known:
+            raise ValueError(
+                f"{label}: {text} is no operator of the unit; plan anew for this model and layout"
+            )
+        if (turn, name) in seen:
+            raise ValueError(f"{label}: {text} stands twice")
+        seen.add((turn, name))
+    ends = {side.unit: turn for turn, side in enumerate(sides) if side.kind is PassKind.END}
+    missing = []
+    for turn, name in sorted(known - seen):
+        side = sides[turn]
+        if side.kind is PassKind.END or (
+            side.kind is PassKind.BACKWARD and (ends.get(side.unit), name) in seen
+        ):
+            continue
+        missing.append(write_step(turn, name, several=several))
+    if missing:
+        raise ValueError(f"{label}: {', '.join(missing[:4])} of the unit are missing")
+    for turn, side in enumerate(sides):
+        if side.kind is PassKind.BACKWARD and side.unit in ends:
+            _check_left(label, graphs[turn], turn, {name for own, name in seen if own == turn})
+
+
+def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
+    """`ValueError` if an operator that is left to the end writes what one that is not reads."""
+    written = {name: op.name for op in graph.operators if op.name not in done for name in op.writes}
+    for op in graph.operators:
+        for name in op.reads:
+            if name in written and op.name in done:
+                raise ValueError(
+                    f"{label}: {written[name]} is left to the end, but {turn}:{op.name} needs it"
+                )
+
+
+def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool) -> Program:
+    """The program of a pass that nothing was decided for."""
+    return serial_program(graph_of(parts[side.unit], side.kind, trains=trains))

@@ -1,0 +1,199 @@
+"""What layers are written with: the kinds of operators of a transformer, a method each.
+
+A value is a number of tokens on this rank x a width, which may be cut over the ranks of tensor parallelism.
+From these follow what an operator computes (FLOPs), what it keeps for its backward pass, what a collective
+sends; nothing is priced by hand. A method says all of a kind: the size of what it makes, its FLOPs, its
+parameters, what it keeps and what its backward pass reads. Here are those of one rank alone and the model's
+ends; attention, experts and collectives have files of their own.
+"""
+
+from dataclasses import replace
+
+from braid.scheduling.model.attention import AttentionBuilder
+from braid.scheduling.model.experts import ExpertBuilder
+from braid.scheduling.model.graph import Dims, gradient_of
+from braid.scheduling.model.operators import Kind, Phase, Precision
+
+
+class LayerBuilder(AttentionBuilder, ExpertBuilder):
+    """Writes a part of the model forward; every method returns the name of the value that it makes.
+
+    Collectives over an axis of degree one vanish and return what they were given. `ValueError` for a graph
+    that cannot be differentiated, or whose widths do not fit.
+    """
+
+    # -- operators -----------------------------------------------------------------------------------------
+
+    def norm(self, name: str, x: str) -> str:
+        """RMSNorm, which keeps one number of each token, or LayerNorm, which keeps two.
+
+        Its backward also adds the gradient that reaches ``x`` around the norm.
+        """
+        dims = self.dims(x)
+        y = self._value(f"{name}.out", dims)
+        numbers = Dims(dims.tokens, 2 if self.shape.norms_center else 1)
+        statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
+        op = self._emit(name, Kind.NORM, (x,), (y, statistics))
+        self._holds(name, whole=dims.width * (2 if self.shape.norms_center else 1))
+        gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Phase.GRADIENT)
+        self._gradient_with_skip(gradient, x)
+        return y
+
+    def head_norm(self, name: str, qkv: str) -> str:
+        """RMSNorm over every head of queries and of keys, which keeps one number of each; values as they are.
+
+        Every rank has both weights whole, and norms its own heads.
+        """
+        shape, dims = self.shape, self.dims(qkv)
+        y = self._value(f"{name}.out", dims)
+        numbers = Dims(dims.tokens, shape.heads + shape.kv_heads, dims.cut)
+        statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
+        op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
+        self._holds(name, whole=2 * shape.head_dim)
+        self._one_gradient(gradient_of(op, (f"d.{y}", qkv, statistics), phase=Phase.GRADIENT), (qkv,))
+        return y
+
+    def columns(
+        self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
+    ) -> str:
+        """A matrix whose ``width`` outputs are cut over ``tp``.
+
+        Every rank has all inputs. ``bias``: it has one, which is cut too. ``experts``: rows of every expert
+        (`Routed.sizes`), of which each has a matrix of its own.
+        """
+        if self.dims(x).cut > 1:
+            raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
+        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
+        kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
+
+    def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
+        """A matrix whose inputs are cut over ``tp``: every rank has a part of each sum; scatter adds them.
+
+        ``experts``: as of `columns`.
+        """
+        if self.dims(x).cut != self.sizes.tensor:
+            raise ValueError(f"{name}: {x} is not cut over tp; use columns")
+        kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts)
+
+    def _matrix(self, name: str, x: str, made: Dims, kind: Kind, sizes: str | None = None) -> str:
+        y = self._value(f"{name}.out", made)
+        weights = self.dims(x).width * made.width
+        flops = 2 * made.tokens * weights // self.sizes.tensor
+        more = () if sizes is None else (sizes,)
+        op = self._emit(name, kind, (x, *more), (y,), flops=flops)
+        if kind is Kind.GROUPED_GEMM:
+            held = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
+            if self.sizes.ep > 1:
+                self._holds(name, experts=held)
+            else:
+                self._holds(name, cut=held)
+        else:
+            self._holds(name, cut=weights // self.sizes.tensor)
+        self._both_gradients(op, (f"d.{y}",), (x,), (x,), more)
+        return y
+
+    def activation(self, name: str, x: str) -> str:
+        """SwiGLU, which multiplies one half of the width by the other, or GELU."""
+        dims = self.dims(x)
+        width = dims.width // 2 if self.shape.gated else dims.width
+        y = self._value(f"{name}.out", replace(dims, width=width))
+        op = self._emit(name, Kind.ACTIVATION, (x,), (y,))
+        self._one_gradient(gradient_of(op, (f"d.{y}", x)), (x,))
+        return y
+
+    def residual(self, name: str, branch: str, skip: str, *, bias: bool = False) -> str:
+        """Add a branch (and the bias of its last matrix) to the residual stream or another branch."""
+        y = self._value(f"{name}.out", self.dims(skip))
+        op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
+        self._holds(name, whole=self.dims(skip).width if bias else 0)
+        gradient = gradient_of(op, (f"d.{y}",), phase=Phase.GRADIENT)
+        self._one_gradient(gradient, (branch, skip), alias=f"d.{y}")
+        return y
+
+    def custom(
+        self,
+        name: str,
+        *reads: str,
+        like: str | None = None,
+        flops: int = 0,
+        saved_elements: int | None = None,
+        parameters: int = 0,
+        splits_weight_gradient: bool = False,
+        per_token: bool = False,
+    ) -> str:
+        """A module of the user's own (`AutogradOperator`), with one output and one opaque saved value.
+
+        ``per_token``: what it makes of a token depends on that token alone. Only then may ranks have some of
+        a sample's tokens (``parallel.cp``): `ValueError`.
+
+        Unless told otherwise it makes what is as large as its first input (``like``: another value), keeps
+        its inputs, has no ``parameters`` (on a rank), and computes so little that its time is that of its
+        memory accesses.
+        """
+        if self.sizes.cp > 1 and not per_token:
+            raise ValueError(
+                f"parallel.cp={self.sizes.cp} leaves layer {self.name!r} with some of a sample's tokens, and "
+                f"its operator {name!r} may need all; set parallel.cp to 1, or if it looks at one token at a "
+                f"time, say so: custom({name!r}, ..., per_token=True)"
+            )
+        if self.sizes.own:
+            raise ValueError(
+                f"parallel.tensor_degrees: layer {self.name!r} has an operator of its own, {name!r}, and "
+                f"cannot have another degree than parallel.tp={self.sizes.tp}"
+            )
+        y = self._value(f"{name}.out", self.dims(like or reads[0]))
+        kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
+        saved = self._value(f"{name}.saved", Dims(1, kept))
+        op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
+        self._holds(name, cut=parameters)
+        receivers = tuple(x for x in reads if x not in self._constants)
+        sources = (f"d.{y}", saved)
+        if splits_weight_gradient:
+            self._both_gradients(op, sources, (), receivers)
+        else:  # one operator, with the FLOPs of both
+            gradient = gradient_of(op, sources, "dgrad", Phase.GRADIENT, flops=2 * flops)
+            self._one_gradient(gradient, receivers)
+        return y
+
+    # -- the model's ends ----------------------------------------------------------------------------------
+
+    def embedding(self, name: str, tokens: str) -> str:
+        """Look tokens up in this rank's rows of the vocabulary; scatter adds what the ranks found."""
+        y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
+        op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
+        rows = self.sizes.vocabulary_rows
+        self._holds(name, cut=rows * self.shape.hidden, tied=self.shape.tied_head)
+        self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Phase.WEIGHT_GRADIENT), ())
+        return y
+
+    def positions(self, name: str, x: str) -> str:
+        """Add learned positions."""
+        documents = (self._documents(),) if self.shape.documents else ()
+        y = self._value(f"{name}.out", self.dims(x))
+        op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
+        self._holds(name, whole=self.shape.sequence * self.shape.hidden)
+        gradient = gradient_of(op, (f"d.{y}", *documents), phase=Phase.GRADIENT)
+        self._one_gradient(gradient, (x,), alias=f"d.{y}")
+        return y
+
+    def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:
+        """The loss of every token over a vocabulary that is cut over ``tp``, whose statistics are gathered.
+
+        Its backward writes d.logits over the logits, of which it is the last reader.
+        """
+        tokens, tp, module = self.dims(logits).tokens, self.sizes.tensor, f"{name}_statistics"
+        statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)
+        partition = self._value(f"{name}.partition", Dims(tokens, 1), Precision.STATISTIC)
+        loss = self._value(name, Dims(tokens, 1), Precision.STATISTIC)
+        op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
+        if tp > 1:
+            made = Dims(tokens * tp, 3)
+            (statistics,) = self._collective(
+                f"{name}_gather", Kind.ALL_GATHER, statistics, self.sizes.tensor_axis, made
+            ).writes
+        self._emit(name, Kind.CROSS_ENTROPY, (statistics,), (loss, partition))
+        gradient = gradient_of(replace(op, name=name), (logits, partition, targets, scale))
+        self._one_gradient(gradient, (logits,), alias=logits)
+        return loss

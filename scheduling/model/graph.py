@@ -1,0 +1,257 @@
+"""Writes a part of the model forward and derives its backward graph by walking it in reverse.
+
+Here is what all kinds of operators have in common; the kinds are methods of
+`braid.scheduling.model.builder.LayerBuilder`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.operators import Graph, Kind, Operator, Parameters, Part, Phase, Precision, Value
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Of a value: tokens on this rank, and width over all ranks, of which this one holds 1/``cut``."""
+
+    tokens: int
+    width: int
+    cut: int = 1
+
+    @property
+    def elements(self) -> int:
+        """On this rank."""
+        return self.tokens * self.width // self.cut
+
+
+class GraphBuilder:
+    """The values of a part, its operators in order, and for each of them what its backward pass is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.beyond = ""
+        """The axis of ranks that hold the same of matrices which are cut over ``tp`` elsewhere."""
+        self._dims: dict[str, Dims] = {}
+        self._values: dict[str, Value] = {}
+        self._inputs: list[str] = []
+        self._constants: list[str] = []
+        self._forward: list[Operator] = []
+        self._backward: list[Operator] = []
+        self._reverse: list[Callable[[], None]] = []
+        """What adds an operator's gradients to the backward pass, in the order of the forward pass."""
+        self._readers: dict[str, int] = {}
+        self._arrived: dict[str, int] = {}
+        self._modules: dict[str, Parameters] = {}
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def dims(self, value: str) -> Dims:
+        """The size of a value."""
+        return self._dims[value]
+
+    def _value(
+        self,
+        name: str,
+        dims: Dims,
+        precision: Precision = Precision.ACTIVATION,
+        *,
+        statistics: int = 0,
+        alias: str | None = None,
+        keeps: str | None = None,
+    ) -> str:
+        """A new value; what the other arguments mean stands at `Value`."""
+        if name in self._values:
+            raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
+        owner = self._values[alias].alias_of or alias if alias else None
+        self._dims[name] = dims
+        self._values[name] = Value(
+            name=name,
+            elements=dims.elements,
+            rows=dims.tokens,
+            precision=precision,
+            statistics=statistics,
+            alias_of=owner,
+            keeps=keeps,
+        )
+        return name
+
+    def _input(self, name: str, dims: Dims, precision: Precision = Precision.ACTIVATION) -> str:
+        """A value from elsewhere: from the part before, or without a gradient (no activation)."""
+        self._inputs.append(self._value(name, dims, precision))
+        if precision is not Precision.ACTIVATION:
+            self._constants.append(name)
+        return name
+
+    # -- operators -----------------------------------------------------------------------------------------
+
+    def _holds(
+        self, module: str, *, cut: int = 0, whole: int = 0, experts: int = 0, tied: bool = False
+    ) -> None:
+        """Parameters of a module on a rank: of a matrix that is cut over ``tp``, not cut, of experts.
+
+        ``tied``: they are the table that embedding and head have in common.
+        """
+        tied_too = cut if tied else 0
+        apart: dict[tuple[str, ...], int] = {}
+        if self.beyond == "tp":
+            whole, cut = whole + cut, 0
+        elif self.beyond:
+            apart[self.beyond, "dp"] = cut
+        if self.beyond:
+            apart[self.beyond, "edp"] = experts
+        more = Parameters(
+            dense=cut + whole,
+            experts=experts,
+            whole=whole,
+            tied=tied_too,
+            apart=tuple((axes, count) for axes, count in apart.items() if count),
+        )
+        self._modules[module] = self._modules.get(module, Parameters()) + more
+
+    def _emit(
+        self,
+        name: str,
+        kind: Kind,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        *,
+        flops: int = 0,
+        axis: str | None = None,
+        stream: Stream = Stream.COMPUTE,
+        sent_bytes: int = 0,
+    ) -> Operator:
+        """Append a forward operator; its backward pass is said by one of the three methods below."""
+        if len(set(reads)) < len(reads):
+            raise ValueError(f"{self.name}: operator {name} reads the same value twice: {', '.join(reads)}")
+        for x in reads:
+            self._readers[x] = self._readers.get(x, 0) + 1
+        op = Operator(
+            name=name,
+            kind=kind,
+            phase=Phase.FORWARD,
+            module=name,
+            reads=reads,
+            writes=writes,
+            stream=stream,
+            axis=axis,
+            flops=flops,
+            bytes=sent_bytes,
+        )
+        self._forward.append(op)
+        return op
+
+    def _one_gradient(self, gradient: Operator, receivers: tuple[str, ...], alias: str | None = None) -> None:
+        """One operator makes the gradients of ``receivers``; ``alias``: a value that it hands on as it is."""
+        self._reverse.append(lambda: self._contribute(gradient, receivers, alias))
+
+    def _both_gradients(
+        self,
+        op: Operator,
+        reads: tuple[str, ...],
+        inputs: tuple[str, ...],
+        receivers: tuple[str, ...],
+        more: tuple[str, ...] = (),
+    ) -> None:
+        """Gradients of values, from ``reads``, and of weights, from these and the operator's ``inputs``.
+
+        ``more``: what both read beside, without a gradient.
+        """
+
+        def reverse() -> None:
+            self._contribute(gradient_of(op, (*reads, *more), "dgrad"), receivers)
+            weights = gradient_of(op, (*reads, *inputs, *more), "wgrad", Phase.WEIGHT_GRADIENT)
+            self._backward.append(weights)
+
+        self._reverse.append(reverse)
+
+    def _gradient_with_skip(self, gradient: Operator, x: str) -> None:
+        """One operator makes the gradient of ``x`` and adds what has reached ``x`` by other ways."""
+
+        def reverse() -> None:
+            skip = self._partial(x)
+            reads = (*gradient.reads, skip) if skip else gradient.reads
+            self._backward.append(replace(gradient, reads=reads, writes=(self._arrive(x),)))
+
+        self._reverse.append(reverse)
+
+    def _partial(self, x: str) -> str | None:
+        """The partial gradient of ``x`` that has arrived so far, if any."""
+        return f"d.{x}~{self._arrived[x]}" if self._arrived.get(x) else None
+
+    def _arrive(self, x: str, alias: str | None = None) -> str:
+        """Name the gradient of ``x`` that the next contribution writes: whole, or one more partial sum."""
+        count = self._arrived[x] = self._arrived.get(x, 0) + 1
+        name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
+        return self._value(name, self._dims[x], self._values[x].precision, alias=alias)
+
+    def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
+        """Emit a backward operator that adds to the gradients of the values ``receivers``.
+
+        Where a part of a gradient has arrived before, an addition follows.
+        """
+        partials = {x: self._partial(x) for x in receivers}
+        writes = tuple(
+            self._value(f"d.{x}@{operator.module}", self._dims[x], self._values[x].precision, alias=alias)
+            if partial
+            else self._arrive(x, alias)
+            for x, partial in partials.items()
+        )
+        self._backward.append(replace(operator, writes=writes))
+        for (x, partial), part in zip(partials.items(), writes, strict=True):
+            if partial:
+                addition = Operator(
+                    name=f"{operator.module}.{x}.add",
+                    kind=Kind.ADD,
+                    phase=Phase.INPUT_GRADIENT,
+                    module=operator.module,
+                    reads=(partial, part),
+                    writes=(self._arrive(x),),
+                )
+                self._backward.append(addition)
+
+    # -- the whole part ------------------------------------------------------------------------------------
+
+    def build(self, output: str) -> Part:
+        """Close the part whose result is ``output`` and derive its backward graph."""
+        if output in self._readers:
+            raise ValueError(f"{self.name}: the output {output} must not be read inside the part")
+        if self._values[output].precision is Precision.ACTIVATION:
+            self._value(f"d.{output}", self._dims[output])
+        for reverse in reversed(self._reverse):
+            reverse()
+        self._check_gradients()
+        return Part(
+            name=self.name,
+            forward=self._graph(self._forward),
+            backward=self._graph(self._backward),
+            values=dict(self._values),
+            inputs=tuple(self._inputs),
+            output=output,
+            constants=tuple(self._constants),
+            modules=dict(self._modules),
+        )
+
+    def _graph(self, operators: list[Operator]) -> Graph:
+        own = (replace(op, part=self.name, own_name=op.name, measured_as=op.name) for op in operators)
+        return Graph(operators=tuple(own))
+
+    def _check_gradients(self) -> None:
+        for op in self._backward:
+            if missing := [name for name in op.reads if name not in self._values]:
+                raise ValueError(
+                    f"{self.name}: {op.name} needs {missing[0]}, which no operator writes; "
+                    f"use every operator's result, once more or as the part's output"
+                )
+
+
+def gradient_of(
+    op: Operator,
+    reads: tuple[str, ...],
+    suffix: str = "grad",
+    phase: Phase = Phase.INPUT_GRADIENT,
+    flops: int | None = None,
+) -> Operator:
+    """A backward operator, of as many FLOPs as its forward one; who emits it says what it writes."""
+    name, flops = f"{op.name}.{suffix}", op.flops if flops is None else flops
+    return replace(op, name=name, phase=phase, reads=reads, writes=(), flops=flops)

@@ -1,0 +1,132 @@
+"""Reads presets and cluster files."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.model.presets.hugging_face import initial_shape
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.text.records import from_mapping, number
+from braid.scheduling.text.suggestions import nearest
+from braid.scheduling.text.yaml_text import parse_yaml
+
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def _content(name: str) -> dict[str, Any]:
+    content = parse_yaml((_FOLDER / name).read_text(encoding="utf-8"), name)
+    assert isinstance(content, dict)
+    return content
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of all model presets."""
+    return tuple(_content("models.yaml"))
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of all cluster presets."""
+    return tuple(_content("clusters.yaml")["clusters"])
+
+
+def model_preset(name: str) -> ModelShape:
+    """The shape of a named model; `ValueError` with the nearest name."""
+    content = dict(_known("model.preset", name, _content("models.yaml")))
+    content.pop("source")
+    return from_mapping(ModelShape, content, f"preset {name}")
+
+
+def known_shape(preset: str | None, initial: Path | None, given: Mapping[str, Any]) -> ModelShape:
+    """The preset with the fields that are ``given`` instead; or what a Hugging Face directory holds, which
+    preset and given fields must agree with. `ValueError` names key, value and remedy."""
+    if preset is None:
+        assert initial is not None
+        return initial_shape(initial, given)
+    shape = replace(model_preset(preset), **given)
+    return shape if initial is None else initial_shape(initial, vars(shape))
+
+
+def model_source(name: str) -> str:
+    """Where a model preset's figures come from."""
+    return str(_content("models.yaml")[name]["source"])
+
+
+def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
+    """A named cluster, with another number of nodes if given; `ValueError` with the nearest name."""
+    entry = _known("--cluster", name, _content("clusters.yaml")["clusters"])
+    spec = from_mapping(ClusterSpec, _whole_cluster(name, entry), f"preset {name}")
+    if nodes is None:
+        return spec
+    return _with_nodes(spec, nodes)
+
+
+def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
+    """A preset by name, or a YAML file: a whole ``ClusterSpec``, or ``base: PRESET`` and what differs."""
+    if not reference.endswith((".yaml", ".yml")):
+        return cluster_preset(reference, nodes)
+    try:
+        text = Path(reference).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"--cluster {reference} cannot be read: {reason}") from None
+    spec = parse_cluster(parse_yaml(text, reference), reference)
+    return spec if nodes is None else _with_nodes(spec, nodes)
+
+
+def parse_cluster(content: Any, where: str) -> ClusterSpec:
+    """A cluster from the content of a file; parts may be presets' names."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where} must hold keys and values, found {content!r}")
+    entry = dict(content)
+    if "base" in entry:
+        base = entry.pop("base")
+        entry = {**_known(f"{where}.base", base, _content("clusters.yaml")["clusters"]), **entry}
+    return from_mapping(ClusterSpec, _whole_cluster(str(entry.pop("name", where)), entry), where)
+
+
+def _with_nodes(spec: ClusterSpec, nodes: int) -> ClusterSpec:
+    if nodes < 1:
+        raise ValueError(f"--nodes {nodes} must be at least 1")
+    return replace(spec, nodes=nodes)
+
+
+def _known(key: str, name: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(name, str) or name not in known:
+        near = nearest(str(name), known)
+        meant = f"did you mean {near!r}?" if near else "`braid presets` lists them"
+        raise ValueError(f"{key} {name!r} is no preset; {meant}")
+    entry: Mapping[str, Any] = known[name]
+    return entry
+
+
+def _whole_cluster(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A cluster's entry with names of parts replaced by the parts."""
+    presets = _content("clusters.yaml")
+    whole = {"name": name, **entry}
+    for key, section in (("gpu", "gpus"), ("intra", "links"), ("contention", "contention")):
+        part = whole.get(key)
+        if isinstance(part, str):
+            found = dict(_known(key, part, presets[section]))
+            whole[key] = {"name": part, **found} if key == "gpu" else found
+    network = whole.pop("network", None)
+    if network is not None and "inter" not in whole:
+        whole["inter"] = _network(network, whole.get("gpus_per_node"), presets["network"], name)
+    return whole
+
+
+def _network(network: Any, gpus: Any, common: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A GPU's share of what is printed for a node."""
+    if not isinstance(network, Mapping) or "gbps_per_node" not in network:
+        raise ValueError(f"{where}.network.gbps_per_node is missing; give the node's bandwidth in Gbit/s")
+    gbps = number(network["gbps_per_node"])
+    if isinstance(gbps, bool) or not isinstance(gbps, int | float) or not 0 < gbps < float("inf"):
+        raise ValueError(f"{where}.network.gbps_per_node={gbps!r} must be a number greater than zero")
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"{where}.gpus_per_node={gpus!r} must be a whole number greater than zero")
+    share = gbps * 1e9 / 8 / gpus
+    extra = {key: value for key, value in network.items() if key != "gbps_per_node"}
+    return {"kind": "network", **common, **extra, "bytes_per_s": share}

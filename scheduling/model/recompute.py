@@ -1,0 +1,93 @@
+"""Recomputation as a policy on a part's graphs: which forward values are computed again, not kept."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision
+from braid.scheduling.text.pattern import variant
+
+RECOMPUTE_POLICIES: Final = ("none", "selective", "full", "fine")
+
+
+def _known(policy: str) -> str:
+    if policy not in RECOMPUTE_POLICIES:
+        known = ", ".join(RECOMPUTE_POLICIES)
+        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
+    return policy
+
+
+@lru_cache
+def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
+    """The recompute policy of every layer: one word for all, or POLICY and NUMBER*POLICY for as many as there
+    are. `ValueError` for other words, and for another number of layers.
+    """
+    if recompute in RECOMPUTE_POLICIES:
+        return (recompute,) * layers
+    found: list[str] = []
+    for word in recompute.split() or [recompute]:
+        times, _, policy = word.rpartition("*")
+        found += [_known(policy)] * (int(times) if times.isdigit() else 1)
+    if len(found) != layers:
+        raise ValueError(
+            f"train.recompute={recompute!r} has {len(found)} policies, and model.layers={layers}; give one "
+            f"for every layer, or one word for all"
+        )
+    return tuple(found)
+
+
+def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
+    """The kind of every layer: where policies differ, a variant for each but ``none``."""
+    if recompute in RECOMPUTE_POLICIES:
+        return tuple(kinds)
+    policies = policies_of(recompute, len(kinds))
+    if len(set(policies)) == 1:
+        return tuple(kinds)
+    named = zip(kinds, policies, strict=True)
+    return tuple(kind if policy == "none" else variant(kind, policy) for kind, policy in named)
+
+
+def of_all(recompute: str, layers: int) -> str:
+    """The policy of a part that has none of its own."""
+    policies = set(policies_of(recompute, layers))
+    return policies.pop() if len(policies) == 1 else "none"
+
+
+def with_recompute(part: Part, policy: str) -> Part:
+    """Drop forward values after the forward pass and compute them again at the head of the backward pass.
+
+    ``none`` keeps all; ``selective`` recomputes what norms and activations write; ``fine`` keeps what
+    collectives write, so that none is repeated (Oases section III-B); ``full`` keeps only the part's inputs.
+    A part that runs its backward pass at once (the head) keeps nothing and is left as it is.
+    """
+    if _known(policy) == "none" or not part.backward.operators:
+        return part
+    producers = {name: op for op in part.forward.operators for name in op.writes}
+
+    def dropped(name: str) -> bool:
+        return name in producers and not _keeps(policy, producers[name], part.values[name].precision)
+
+    pending = [name for op in part.backward.operators for name in op.reads if dropped(name)]
+    repeated: set[str] = set()
+    while pending:
+        op = producers[pending.pop()]
+        if op.name not in repeated:
+            repeated.add(op.name)
+            pending += [name for name in op.reads if dropped(name)]
+    again = tuple(
+        replace(op, name=f"{op.name}.again", own_name=f"{op.name}.again", phase=Phase.RECOMPUTE)
+        for op in part.forward.operators
+        if op.name in repeated
+    )
+    return replace(part, backward=Graph(operators=again + part.backward.operators))
+
+
+def _keeps(policy: str, producer: Operator, precision: Precision) -> bool:
+    if policy == "full":
+        return False
+    if precision is Precision.STATISTIC:
+        return True
+    if policy == "fine":
+        return producer.kind.communicates
+    return producer.kind not in (Kind.NORM, Kind.ACTIVATION)

@@ -1,0 +1,256 @@
+"""What a planner is given: the model's shape, the layout of ranks, the size of a step.
+
+All checks raise `ValueError` with the configuration keys, their values and what would be right.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from braid.scheduling.mesh.layout import ParallelLayout, require_at_least_one
+from braid.scheduling.model.rotary import RotaryScaling
+from braid.scheduling.text.pattern import DENSE, UNIFORM, kinds_of, pattern_of
+from braid.scheduling.text.suggestions import must_be_one_of
+
+FAMILIES: Final = ("llama", "gpt", "moe")
+
+_NOT_OF_GPT: Final = ("rotary_scaling", "qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm")
+
+CONTEXT_MODES: Final = ("all_gather", "ring")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer.
+
+    ``llama``: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
+    ``gpt``: LayerNorm, learned positions, GELU, biases.
+    ``moe``: Llama with ``experts`` SwiGLU experts of width ``ffn``, of which every token visits ``top_k``.
+    ``qkv_bias`` to ``layer_norm`` change that of ``llama`` and ``moe``.
+    """
+
+    family: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    sequence: int
+    tied_head: bool = False
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    """Biases on queries, keys and values, in a family that has no others."""
+    projection_bias: bool = False
+    """A bias on what attention hands on, in such a family."""
+    head_bias: bool = False
+    """A bias on the logits."""
+    head_norm: bool = False
+    """RMSNorm over every head of queries and keys, before they are turned by their positions."""
+    layer_norm: bool = False
+    """LayerNorms with biases, in place of RMSNorms of the hidden size."""
+    experts: int = 0
+    top_k: int = 0
+    capacity_factor: float = 0.0
+    """Tokens that an expert takes of each rank, over the average number: what is beyond is dropped, what is
+    missing is padded. 0: each takes what comes."""
+    expert_ffn: int = 0
+    """Width of an expert; 0: ``ffn``, which layers without experts have."""
+    shared_experts: int = 0
+    """Experts that every token visits beside those that it chooses, as one MLP."""
+    softmax_after: bool = False
+    """Gates are a softmax over the chosen experts' scores, not some of one over all experts'."""
+    normalised: bool = True
+    """Gates of a token are divided by their sum."""
+    mixer_jitter: float = 0.0
+    """Gates of SparseMixer (Liu et al. 2024): each a softmax over the experts whose scores are below the best
+    of those that are left by no more than twice this part. 0: no such gates."""
+    balance_loss: float = 0.0
+    """Factor of the loss that balances experts (Fedus et al. 2021)."""
+    balance_rate: float = 0.0
+    """Step of the bias on every expert's score that balances experts without a loss (Wang et al. 2024)."""
+    z_loss: float = 0.0
+    """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
+    route_evenly: bool = False
+    """Whether tokens visit experts in turn, whatever their scores: to measure, not to train."""
+    documents: bool = False
+    """Whether tokens attend to those of their own document only."""
+    pattern: str = UNIFORM
+    """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; kept as short as it can be."""
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
+        require_at_least_one("model", self, sizes)
+        object.__setattr__(self, "pattern", pattern_of(self.kinds))
+        if self.family not in FAMILIES:
+            raise ValueError(f"model.family={self.family!r} {must_be_one_of(self.family, FAMILIES)}")
+        self._check_experts()
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
+                f"each key-value head must serve the same number of query heads"
+            )
+        if self.family != "gpt" and self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim} must be even for rotary embedding")
+        if self.family == "gpt":
+            for key in _NOT_OF_GPT:
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={value} does not go with model.family gpt, which has learned "
+                        f"positions, LayerNorms, biases on all matrices but the head's and no norms of "
+                        f"heads; leave it out"
+                    )
+        if self.head_bias and self.tied_head:
+            raise ValueError(
+                "model.head_bias=true needs an output matrix of its own; leave out model.tied_head"
+            )
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
+        scaling = self.rotary_scaling
+        if scaling is None or not scaling.factors:
+            return
+        if len(scaling.factors) != self.head_dim // 2:
+            raise ValueError(
+                f"model.rotary_scaling.factors has {len(scaling.factors)} entries; model.head_dim="
+                f"{self.head_dim} has {self.head_dim // 2} frequencies"
+            )
+        if scaling.original_sequence is not None and self.sequence > scaling.original_sequence:
+            raise ValueError(
+                f"model.sequence={self.sequence} is longer than model.rotary_scaling.original_sequence="
+                f"{scaling.original_sequence}, and its factors are for samples up to that; "
+                f"set model.sequence to at most {scaling.original_sequence}"
+            )
+
+    def _check_experts(self) -> None:
+        if self.family != "moe":
+            if self.experts or self.top_k:
+                raise ValueError(
+                    f"model.experts={self.experts} and model.top_k={self.top_k} need model.family moe"
+                )
+            if self.mixer_jitter:
+                raise ValueError(
+                    f"model.mixer_jitter={self.mixer_jitter:g} needs experts, and with them model.family moe"
+                )
+            return
+        if not self.experts:
+            raise ValueError(
+                "model.family moe routes among experts, but model.experts=0; set model.experts, or another "
+                "model.family"
+            )
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"model.top_k={self.top_k} must be between 1 and model.experts={self.experts} "
+                f"for model.family moe"
+            )
+        for name in (
+            "capacity_factor",
+            "balance_loss",
+            "balance_rate",
+            "z_loss",
+            "expert_ffn",
+            "shared_experts",
+            "mixer_jitter",
+        ):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 0")
+        for name in ("softmax_after", "balance_rate"):
+            if self.mixer_jitter and (value := getattr(self, name)):
+                raise ValueError(
+                    f"model.mixer_jitter={self.mixer_jitter:g} has gates and a choice of its own, which do "
+                    f"not go with model.{name}={str(value).lower()}; leave one out"
+                )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer: the name of its part."""
+        return kinds_of(self.pattern, self.layers)
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.kinds.count(DENSE) if self.experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Elements of an expert's activation for one token."""
+        return self.expert_ffn or self.ffn
+
+    def capacity(self, tokens: int) -> int:
+        """Rows that every expert takes of a rank with so many tokens, where it has a capacity."""
+        return max(1, ceil(tokens * self.top_k * self.capacity_factor / self.experts))
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection (SwiGLU)."""
+        return self.family != "gpt"
+
+    @property
+    def biases(self) -> bool:
+        """Whether all linear layers but the head have biases."""
+        return self.family == "gpt"
+
+    @property
+    def norms_center(self) -> bool:
+        """Whether norms of the hidden size are LayerNorms with biases."""
+        return self.biases or self.layer_norm
+
+    @property
+    def bias_of_projection(self) -> bool:
+        """Whether what attention hands on has a bias."""
+        return self.biases or self.projection_bias
+
+    @property
+    def biases_of_qkv(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.biases or self.qkv_bias
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all query heads of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key (or value) heads of one token."""
+        return self.kv_heads * self.head_dim
+
+    def parameters(self) -> int:
+        """Number of parameters of the whole model; a layer of the user's own counts as one of the family."""
+        norm = self.hidden * (2 if self.norms_center else 1)
+        qkv = self.query_width + 2 * self.kv_width
+        mlp_in = self.ffn * (2 if self.gated else 1)
+        mlp = self.hidden * (mlp_in + self.ffn)
+        routed = 3 * self.hidden * self.expert_width * (self.experts + self.shared_experts)
+        routed += (self.hidden + (self.balance_rate > 0)) * self.experts
+        experts = self.expert_layers * (routed - mlp)
+        layer = 2 * norm + self.hidden * (qkv + self.query_width) + mlp
+        if self.biases:
+            layer += mlp_in + self.hidden
+        if self.bias_of_projection:
+            layer += self.hidden
+        if self.biases_of_qkv:
+            layer += qkv
+        if self.head_norm:
+            layer += 2 * self.head_dim
+        tables = self.vocabulary * (self.hidden * (1 if self.tied_head else 2) + self.head_bias)
+        positions = self.sequence * self.hidden if self.family == "gpt" else 0
+        return self.layers * layer + experts + norm + tables + positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The batch of one optimizer step, in samples of ``ModelShape.sequence`` tokens."""
+
+    global_batch: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        require_at_least_one("train", self, ("global_batch", "micro_batch"))
+
+    def micro_batches(self, layout: ParallelLayout) -> int:
+        """Micro-batches that each data-parallel replica runs in one step."""
+        return self.global_batch // (self.micro_batch * layout.dp)

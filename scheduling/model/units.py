@@ -1,0 +1,203 @@
+"""Units of a chunk: consecutive parts of the model that are scheduled as one.
+
+A unit's graph is its parts' graphs, one after the other, so an order of issue may reach from one layer into
+the next and over the ends of the model: a collective at the end of a layer hides behind the next layer's
+compute. Operators and values carry the place and the name of their part: ``1.layer/qkv``. A part that is
+alone is a unit with its own name and its own operators.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.operators import Graph, Operator, Parameters, Part, Value
+from braid.scheduling.text.pattern import ENDS, counted, is_layer
+
+_GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive parts of a chunk."""
+
+    members: tuple[str, ...]
+    """Names of the parts, in the order of the forward pass."""
+    layers: tuple[int, ...]
+    """Number of each part's layer in the whole model; the embedding has -1, the head the number of layers."""
+
+    @property
+    def name(self) -> str:
+        """``layer``, or ``embedding+3*layer+head``."""
+        return unit_name(self.members)
+
+
+def unit_name(members: Sequence[str]) -> str:
+    """The name of a unit."""
+    return "+".join(counted(members))
+
+
+def has_layers(unit: str) -> bool:
+    """Whether a unit has layers: without one it is too short to be worth a search."""
+    return any(is_layer(member.rpartition("*")[2]) for member in unit.split("+"))
+
+
+@lru_cache(maxsize=4096)
+def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> tuple[tuple[str, int], ...]:
+    """The parts of a chunk in the order of the forward pass: names and numbers of their layers.
+
+    ``kinds``: of every layer of the model (`ModelShape.kinds`), here and below.
+    """
+    layers = len(kinds)
+    first = [(ENDS[0], -1)] if layout.is_first(chunk) else []
+    last = [(ENDS[1], layers)] if layout.is_last(chunk) else []
+    return (*first, *((kinds[number], number) for number in layout.layers_of(chunk, layers)), *last)
+
+
+def chunk_units(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int, unit_layers: int) -> list[Unit]:
+    """The units of a chunk in the order of the forward pass.
+
+    ``unit_layers``: at most that many layers in a unit, evenly spread, the model's ends with the layer
+    beside them; 0: every part is a unit of its own.
+    """
+    parts = chunk_parts(layout, kinds, chunk)
+    held = [one for one in parts if is_layer(one[0])]
+    if not unit_layers or not held:
+        return [Unit((name,), (number,)) for name, number in parts]
+    count = -(-len(held) // unit_layers)
+    bounds = [len(held) * n // count for n in range(count + 1)]
+    groups = [held[begin:end] for begin, end in pairwise(bounds)]
+    groups[0] = [one for one in parts if one[1] < 0] + groups[0]
+    groups[-1] = groups[-1] + [one for one in parts if one[1] == len(kinds)]
+    return [Unit(tuple(n for n, _ in group), tuple(i for _, i in group)) for group in groups]
+
+
+def units_in_use(
+    layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
+) -> dict[str, tuple[str, ...]]:
+    """Members of every unit of a model, by name."""
+    return {
+        unit.name: unit.members
+        for chunk in range(layout.chunks)
+        for unit in chunk_units(layout, kinds, chunk, unit_layers)
+    }
+
+
+def chunk_parameters(
+    parts: Mapping[str, Part],
+    layout: ParallelLayout,
+    kinds: tuple[str, ...],
+    chunk: int,
+    unit_layers: int = 0,
+) -> Parameters:
+    """Parameters of a chunk; a tied head counts here, though it may share its table with the embedding."""
+    return sum(
+        (part.parameters for part in members_of(parts, layout, kinds, chunk, unit_layers)), Parameters()
+    )
+
+
+def members_of(
+    parts: Mapping[str, Part],
+    layout: ParallelLayout,
+    kinds: tuple[str, ...],
+    chunk: int,
+    unit_layers: int = 0,
+) -> list[Part]:
+    """The parts of a chunk in the order of the forward pass. ``parts``: those of its units, by name."""
+    units = [parts[unit.name] for unit in chunk_units(layout, kinds, chunk, unit_layers)]
+    return [member for unit in units for member in unit.members or (unit,)]
+
+
+def unit_parts(
+    parts: Mapping[str, Part], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
+) -> dict[str, Part]:
+    """The graphs of all units of a model, by name; the parts themselves where each is one."""
+    if not unit_layers:
+        return dict(parts)
+    return {
+        name: parts[name] if len(members) == 1 else joined([parts[member] for member in members])
+        for name, members in units_in_use(layout, kinds, unit_layers).items()
+    }
+
+
+def placed(place: int, part: str, name: str) -> str:
+    """The name of an operator, a module or a value of the part at a place of a unit."""
+    return f"{place}.{part}/{name}"
+
+
+def measured_key(unit: str, operator: str) -> str:
+    """The name in a profile of an operator that is named in a schedule's text (`Operator.key`)."""
+    place, slash, own = operator.partition("/")
+    part, name = (place.partition(".")[2], own) if slash else (unit, operator)
+    return f"{part}/{name.removesuffix('.again')}"
+
+
+def joined(members: Sequence[Part]) -> Part:
+    """One part made of several: each one's output is the next one's ``x``.
+
+    A head does not run all of its backward pass at once (`Part.balanced`).
+    """
+    members = [part.balanced() for part in members]
+    forward: list[Operator] = []
+    backward: list[list[Operator]] = []
+    values: dict[str, Value] = {}
+    inputs: list[str] = []
+    constants: list[str] = []
+    handed_on = "x"
+    for place, part in enumerate(members):
+        names = _Names(place, part, handed_on if place else "x")
+        forward += [names.operator(op) for op in part.forward.operators]
+        backward.append([names.operator(op) for op in part.backward.operators])
+        for value in part.values.values():
+            alias = None if value.alias_of is None else names.value(value.alias_of)
+            whole = None if value.piece_of is None else names.value(value.piece_of)
+            keeps = None if value.keeps is None else names.value(value.keeps)
+            name = names.value(value.name)
+            values.setdefault(name, replace(value, name=name, alias_of=alias, piece_of=whole, keeps=keeps))
+        inputs += [name for name in part.inputs if name in part.constants or not place]
+        constants += part.constants
+        handed_on = names.value(part.output)
+    return Part(
+        name=unit_name([part.name for part in members]),
+        forward=Graph(operators=tuple(forward)),
+        backward=Graph(operators=tuple(op for ops in reversed(backward) for op in ops)),
+        values=values,
+        inputs=_once(inputs),
+        output=handed_on,
+        constants=_once(constants),
+        members=tuple(members),
+    )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How a member's names read in the unit."""
+
+    place: int
+    part: Part
+    x: str
+    """What the member's input is called."""
+
+    def operator(self, op: Operator) -> Operator:
+        return replace(
+            op,
+            name=placed(self.place, self.part.name, op.name),
+            place=self.place,
+            reads=tuple(map(self.value, op.reads)),
+            writes=tuple(map(self.value, op.writes)),
+        )
+
+    def value(self, name: str) -> str:
+        if match := _GRADIENT.fullmatch(name):
+            return f"d.{self.value(match[1])}{match[2]}"
+        if name in self.part.constants:
+            return name
+        if name in self.part.inputs:
+            return self.x
+        return placed(self.place, self.part.name, name)
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

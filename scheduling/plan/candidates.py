@@ -1,0 +1,243 @@
+"""Layouts that a cluster allows, priced and pruned by memory without lowering a schedule."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from braid.scheduling.cost.analytic import axis_groups
+from braid.scheduling.cost.collectives import collective_ns
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.named import ScheduleName
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.fit import check_fit
+from braid.scheduling.model.operators import Graph, Kind, Parameters, Part
+from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
+from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.units import chunk_parameters
+from braid.scheduling.plan.decide import modelled
+from braid.scheduling.schedule.memory import DTYPE_BYTES, sent_width, state_bytes
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Sizes of micro-batches that are tried."""
+
+MOST_STAGES = 64
+
+OURS = ScheduleName("braid")
+"""The schedule that layouts are compared with where none is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is given, and what is fixed by the user; None is searched."""
+
+    model: ModelShape
+    global_batch: int
+    dtype: str = "bf16"
+    reduce_dtype: str | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    schedule: ScheduleName | None = None
+    """None: braid, beside what is usual."""
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Degrees of axes that are given."""
+    zero: int | None = None
+    context: str = "all_gather"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting with its estimated step and memory."""
+
+    setting: Setting
+    step_ns: float
+    bytes: int
+
+
+def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
+    """All settings that divide model and batch, with estimates."""
+    priced: dict[tuple[int, int, int, int, str], _LayerPrice] = {}
+    for setting in _settings(search, cluster):
+        layout = setting.layout
+        key = (layout.tp, layout.cp, layout.ep, setting.workload.micro_batch, setting.recompute)
+        if key not in priced:
+            priced[key] = _price(setting, cluster)
+        balanced = _balanced(setting, priced[key])
+        for zero, shards in _shardings(search.zero, cluster, layout):
+            sharded = replace(setting, layout=replace(balanced, zero=zero, shards=shards))
+            candidate = _estimate(sharded, cluster, priced[key])
+            yield candidate
+            if candidate.bytes <= cluster.usable_bytes:
+                break  # what cuts more travels more
+
+
+def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
+    """Every division of the GPUs that the model and the batch allow, with every micro-batch and policy."""
+    named, model = search.schedule or OURS, search.model
+    batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
+    recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
+    degrees = product(
+        _powers(min(2 * cluster.gpus_per_node, cluster.gpus)),
+        _powers(max(1, model.sequence // 4096)),
+        range(1, min(cluster.gpus, model.layers, MOST_STAGES) + 1),
+        _powers(min(cluster.gpus, max(1, model.experts))),
+    )
+    for tp, cp, pp, ep in degrees:
+        if cluster.gpus % (tp * cp * pp * ep):
+            continue
+        dp = cluster.gpus // (tp * cp * pp)
+        layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, placement=named.placement_on(pp))
+        if any(layout.degree(axis) != degree for axis, degree in search.fixed.items()):
+            continue
+        for micro_batch in batches:
+            workload = Workload(global_batch=search.global_batch, micro_batch=micro_batch)
+            try:
+                check_fit(model, layout, workload)
+            except ValueError:
+                continue
+            if workload.micro_batches(layout) < pp:
+                continue
+            for recompute in recomputes:
+                yield Setting(
+                    model=model,
+                    layout=layout,
+                    workload=workload,
+                    **named._asdict(),
+                    dtype=search.dtype,
+                    reduce_dtype=search.reduce_dtype,
+                    recompute=recompute,
+                    context=search.context,
+                )
+
+
+def _shardings(zero: int | None, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
+    """ZeRO stages, and over how many ranks, to try, what travels least first. ``zero``: the given stage.
+
+    Cutting optimizer states costs nothing. What is gathered and summed again and again stays inside a node
+    where its ranks have room for it (hybrid sharding).
+    """
+    if layout.dp * layout.cp == 1:
+        return [(0, 0)]
+    stages = (1, 2, 3) if zero is None else (zero,)
+    inside = cluster.gpus_per_node // (layout.tp * layout.cp)
+    hybrid = [inside] if 1 < inside < layout.dp and layout.dp % inside == 0 and layout.ep == 1 else []
+    return [
+        *((stage, 0) for stage in stages if stage < 2),
+        *((stage, shards) for shards in (*hybrid, 0) for stage in stages if stage > 1),
+    ]
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**n for n in range(limit.bit_length())]
+
+
+@dataclass(frozen=True)
+class _LayerPrice:
+    """What a layer, the mean of all, and the ends of the model cost on a rank for one micro-batch."""
+
+    parts: Mapping[str, Part]
+    forward_ns: float
+    backward_ns: float
+    pair_ns: float
+    ends_ns: float
+    saved_bytes: int
+    ends_saved_bytes: int
+    working_bytes: int
+
+
+def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
+    """Serial times, and an estimate of the paired time between its bounds."""
+    bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
+    parts, profile = bench.members, bench.profile
+    kinds, head = setting.model.kinds, parts["head"]
+    ends = parts["embedding"], head
+    shares = [(parts[kind], count / len(kinds)) for kind, count in Counter(kinds).items()]
+
+    def ns(graph: Graph) -> float:
+        return sum(profile.solo(op.key) for op in graph.operators)
+
+    # Bytes that an operator of the head's forward pass reads and writes.
+    touched = (
+        sum(head.values[name].bytes(width) for name in {*op.reads, *op.writes})
+        for op in head.forward.operators
+    )
+    return _LayerPrice(
+        parts=parts,
+        forward_ns=sum(share * ns(part.forward) for part, share in shares),
+        backward_ns=sum(share * ns(part.backward) for part, share in shares),
+        pair_ns=sum(share * _paired_ns(part, profile) for part, share in shares),
+        ends_ns=sum(ns(part.forward) + ns(part.backward) for part in ends),
+        saved_bytes=round(sum(share * part.saved_bytes(width) for part, share in shares)),
+        ends_saved_bytes=sum(part.saved_bytes(width) for part in ends),
+        working_bytes=max(touched) + 2 * head.values["x"].bytes(width),
+    )
+
+
+def _paired_ns(layer: Part, profile: Profile) -> float:
+    """Searched pairings come within about a third of the way from the busiest stream to the serial time."""
+    loads: dict[str, float] = {}
+    for op in (*layer.forward.operators, *layer.backward.operators):
+        loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
+    busiest = max(loads.values())
+    return busiest + 0.3 * (sum(loads.values()) - busiest)
+
+
+def _balanced(setting: Setting, layer: _LayerPrice) -> ParallelLayout:
+    """The layout with the head counted as the layers that it costs as much as."""
+    counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
+    for head_layers in range(counts, 0, -1):
+        balanced = replace(setting.layout, head_layers=head_layers)
+        with suppress(ValueError):
+            balanced.layers_of(0, setting.model.layers)
+            return balanced
+    return setting.layout
+
+
+def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Candidate:
+    m, p, layout = setting.micro_batches, setting.layout.pp, setting.layout
+    layers = math.ceil(setting.model.layers / p)
+    serial = layer.forward_ns + layer.backward_ns
+    pairs = setting.pairs is not None
+    steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
+    # The ends of the model make their stages longer: all others wait for them.
+    step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
+    kinds, chunks = setting.model.kinds, layout.chunks_of(0)
+    held = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
+    step += _sharing_ns(setting, cluster, held, step)
+    width = DTYPE_BYTES[setting.dtype]
+    states = sum(state_bytes(held.total, width, layout.share_ranks, layout.zero))
+    if layout.zero > 1:  # buckets that are whole for a while, of two layers
+        rounded = sent_width(setting.dtype, setting.reduce_dtype) if setting.reduce_dtype else 0
+        states += held.total // layers * 2 * (4 + rounded + width * (layout.zero > 2))
+    alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
+    if pairs:
+        alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
+    return Candidate(setting, step, states + alive + layer.working_bytes)
+
+
+def _sharing_ns(setting: Setting, cluster: ClusterSpec, held: Parameters, compute_ns: float) -> float:
+    """What sums of gradients and gathers of parameters add to a step that computes for so long.
+
+    ``held``: of a rank. ZeRO 2 and 3 repeat them for every micro-batch; a quarter of what compute can hide
+    stays exposed.
+    """
+    layout, micro_batches = setting.layout, setting.micro_batches
+    groups = axis_groups(layout, cluster.gpus_per_node)
+    sent = sent_width(setting.dtype, setting.reduce_dtype)
+
+    def along(kind: Kind, element_bytes: int) -> float:
+        dense = collective_ns(cluster, kind, held.dense * element_bytes, groups["dp"])
+        return dense + collective_ns(cluster, kind, held.experts * element_bytes, groups["edp"])
+
+    if layout.zero < 2:
+        return 0.75 * along(Kind.ALL_REDUCE, sent)
+    gathers = 2 * micro_batches if layout.zero > 2 else 1
+    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent)
+    travel += gathers * along(Kind.ALL_GATHER, DTYPE_BYTES[setting.dtype])
+    share = held.total * sent // layout.share_ranks
+    travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
+    return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -1,0 +1,100 @@
+"""Why a plan is as it is, and what would help most: each answer is a simulation with one thing changed."""
+
+from dataclasses import dataclass, replace
+
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec, Link
+from braid.scheduling.plan.candidates import Search
+from braid.scheduling.plan.decide import Outcome, evaluate, replay
+from braid.scheduling.plan.layouts import Tell, plan_layout
+from braid.scheduling.plan.plan import Plan
+from braid.scheduling.plan.space import with_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The step if one thing were different; seconds per token of the global batch decide."""
+
+    change: str
+    step_seconds: float
+    speedup: float
+    """Tokens per second over the plan's."""
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A plan with the numbers of its simulation and of what might be."""
+
+    plan: Plan
+    outcome: Outcome
+    ideal_overlap_seconds: float
+    """The step if every communication were hidden, everything else equal."""
+    what_if: tuple[WhatIf, ...]
+
+
+def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
+    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each.
+
+    ``tell``: told what is simulated.
+    """
+    tell("the plan itself")
+    outcome = replay(plan.setting, plan.choices, cluster)
+    now = outcome.numbers.tokens_per_second
+    # The setting with nothing decided that its schedule leaves open.
+    opened = replace(with_schedule(plan.setting, plan.setting.name), unit_layers=plan.setting.unit_layers)
+
+    def answer(change: str, setting: Setting, spec: ClusterSpec) -> WhatIf:
+        numbers = evaluate(setting, spec).numbers
+        gain = numbers.tokens_per_second / now
+        return WhatIf(
+            change=change,
+            step_seconds=numbers.step_seconds,
+            speedup=gain,
+            layout=setting.layout.describe(),
+        )
+
+    tell("twice the bandwidth")
+    quicker = replace(cluster, intra=_doubled(cluster.intra))
+    found = [answer("2x bandwidth inside nodes", opened, quicker)]
+    if cluster.inter is not None:
+        quicker = replace(cluster, inter=_doubled(cluster.inter))
+        found.append(answer("2x bandwidth between nodes", opened, quicker))
+    if (more := _more_memory(plan, now, cluster, lambda text: tell(f"more memory; {text}"))) is not None:
+        found.append(more)
+    tell("twice the batch")
+    workload = replace(opened.workload, global_batch=2 * opened.workload.global_batch)
+    found.append(answer("2x global batch", replace(opened, workload=workload), cluster))
+    return Explanation(
+        plan=plan,
+        outcome=outcome,
+        ideal_overlap_seconds=outcome.numbers.step_seconds - outcome.numbers.exposed_seconds,
+        what_if=tuple(sorted(found, key=lambda change: -change.speedup)),
+    )
+
+
+def _doubled(link: Link) -> Link:
+    return replace(link, bytes_per_s=2 * link.bytes_per_s)
+
+
+def _more_memory(plan: Plan, now: float, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
+    """Half as much memory again: a new search over layouts. ``now``: tokens per second of the plan."""
+    gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes * 3 // 2)
+    setting = plan.setting
+    search = Search(
+        model=setting.model,
+        global_batch=setting.workload.global_batch,
+        dtype=setting.dtype,
+        reduce_dtype=setting.reduce_dtype,
+        context=setting.context,
+    )
+    try:
+        better = plan_layout(search, replace(cluster, gpu=gpu), simulated=3, tell=tell)
+    except ValueError:
+        return None
+    return WhatIf(
+        change="1.5x memory (layouts searched anew)",
+        step_seconds=better.score.step_seconds,
+        speedup=better.score.tokens_per_second / now,
+        layout=f"{better.setting.layout.describe()}, recompute {better.setting.recompute}",
+    )

@@ -1,0 +1,226 @@
+"""The cluster tier: which layout, recomputation, micro-batch and schedule (``parallel: auto``).
+
+Every combination of degrees is priced by a formula of its layer's serial and overlapped times, pruned by
+memory; the most promising are decided in full and simulated, and the simulated step ranks them. Of ZeRO's
+stages each combination takes the first that fits, from 1 on.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.units import members_of
+from braid.scheduling.plan.candidates import OURS, Candidate, Search, candidates
+from braid.scheduling.plan.decide import Outcome, Over, best_of, modelled, rank, with_cuts, within
+from braid.scheduling.plan.orders import BenchOf
+from braid.scheduling.plan.plan import Plan, RunnerUp, score_of
+from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule
+from braid.scheduling.schedule.memory import least_bytes
+from braid.scheduling.schedule.validate import check, check_memory
+
+SIMULATED = 8
+"""Most layouts that are decided and simulated in full; thrice as many are looked at whether they fit."""
+
+REFUSED = 3
+"""So many of those that do not fit are told with a plan."""
+
+LEAST = 0.85
+"""Of its estimate a step takes no less: 0.86 to 1.16 over a hundred layouts of nine jobs (docs/log.md)."""
+
+COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
+"""Policies under which a layer computes less and moves no more: where one fits, no other need be tried."""
+
+USUAL_SCHEDULES = ("interleaved", "zbv", "megatron", "ddp")
+"""What the best layout is also simulated with; ours has to be better, or it is not taken."""
+
+Tell = Callable[[str], None]
+"""Told what a search is at."""
+
+
+class DoesNotFitError(ValueError):
+    """No layout of the search fits the cluster's memory."""
+
+
+def plan_layout(
+    search: Search,
+    cluster: ClusterSpec,
+    keep: int = 5,
+    simulated: int = SIMULATED,
+    tell: Tell = lambda text: None,
+) -> Plan:
+    """The best plan that was found, with the runners-up and what the usual schedules would take.
+
+    `DoesNotFitError` says how much memory is missing and what would make the job fit; `ValueError` where no
+    layout divides the model and the batch.
+    """
+    tell("which layouts fit")
+    found = list(candidates(search, cluster))
+    if not found:
+        model = search.model
+        raise ValueError(
+            f"no layout of {cluster.gpus} GPUs divides model.layers={model.layers}, model.kv_heads="
+            f"{model.kv_heads} and train.global_batch={search.global_batch}; change train.global_batch to a "
+            f"multiple of {cluster.gpus}, or the number of GPUs"
+        )
+    fitting = sorted(
+        (candidate for candidate in found if candidate.bytes <= cluster.usable_bytes),
+        key=lambda candidate: candidate.step_ns,
+    )
+    bench_of, over = modelled(cluster), within(cluster.usable_bytes)
+    outcomes, refused = _simulate(fitting, simulated, bench_of, over, tell)
+    if not outcomes:
+        raise DoesNotFitError(_missing_memory(search, cluster, found))
+    outcomes.sort(key=rank)
+    best = outcomes[0]
+    tell(f"all pipelines of the best layout, {best.setting.layout.describe()}")
+    # Here every part is a unit: searching the orders of units takes seconds each.
+    opened = variants(with_schedule(best.setting, search.schedule or OURS), PART_BY_PART)
+    others = [setting for setting in opened if setting != best.setting]
+    if others := [setting for setting in others if _may_fit(setting, bench_of, cluster.usable_bytes)]:
+        best = min(best, best_of(others, bench_of, over), key=rank)
+    outcomes[0] = best = with_cuts(best, bench_of, over)
+    tell("what the usual schedules would take")
+    usual = usual_schedules(best, bench_of, over)
+    if search.schedule is None:
+        outcomes += [outcome for outcome in usual if outcome is not best]
+        outcomes.sort(key=rank)
+    best = outcomes[0]
+    setting = best.setting
+    check(best.code)
+    # Instruction by instruction.
+    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
+    others_told = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
+    return plan_of(best, cluster, (*others_told, *refused), usual)
+
+
+def plan_of(
+    best: Outcome,
+    cluster: ClusterSpec,
+    runners_up: Sequence[RunnerUp] = (),
+    usual: Sequence[Outcome] = (),
+) -> Plan:
+    """An outcome as a plan."""
+    return Plan(
+        cluster=cluster.name,
+        profile=best.bench.profile.source,
+        setting=best.setting,
+        choices=best.choices,
+        score=score_of(best.numbers),
+        pairing=best.note,
+        runners_up=tuple(runners_up),
+        usual=tuple(runner_up(outcome, best) for outcome in usual),
+    )
+
+
+def _simulate(
+    ranked: Sequence[Candidate], simulated: int, bench_of: BenchOf, over: Over, tell: Tell
+) -> tuple[list[Outcome], list[RunnerUp]]:
+    """Outcomes of those that also fit when memory is counted instruction by instruction.
+
+    The most promising come first, but no more than three of the same degrees: the estimate is not trusted.
+    """
+    outcomes: list[Outcome] = []
+    refused: list[RunnerUp] = []
+    fitting: set[Setting] = set()
+    tried: Counter[ParallelLayout] = Counter()
+    for candidate in ranked:
+        setting = candidate.setting
+        if tried[setting.layout] == 3:
+            continue
+        tried[setting.layout] += 1
+        best = min((outcome.step_ns for outcome in outcomes), default=math.inf)
+        # What follows is no quicker either.
+        no_hope = len(outcomes) == simulated or candidate.step_ns * LEAST > best
+        if no_hope or tried.total() > 3 * simulated:
+            break
+        quickest = f", the quickest takes {best / 1e9:.3f} s" if outcomes else ""
+        tell(f"layouts: {len(outcomes)} of {simulated} simulated{quickest}")
+        less = COMPUTE_LESS.get(setting.recompute, ())
+        if not fitting.isdisjoint(replace(setting, recompute=policy) for policy in less):
+            continue
+        outcome = best_of(variants(setting, COARSE), bench_of, over)
+        if not outcome.missing_bytes:
+            outcomes.append(outcome)
+            fitting.add(setting)
+        elif len(refused) < REFUSED:
+            reason = f"needs {outcome.missing_bytes / 2**30:.1f} GiB more than a GPU has; step estimated"
+            refused.append(_described(outcome, candidate.step_ns, reason))
+    return outcomes, refused
+
+
+def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
+    """By what it holds at least."""
+    layout, parts = setting.layout, bench_of(setting).members
+    members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
+    order = setting.order.order(layout, setting.micro_batches, setting.hop)
+    return least_bytes(order, members, layout, setting.dtype) <= usable_bytes
+
+
+def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:
+    """The same degrees under each of `USUAL_SCHEDULES` that suits them and fits, the quickest first; ``best``
+    itself, if it is one of them."""
+    found = []
+    for name in USUAL_SCHEDULES:
+        if name == str(best.setting.name):
+            found.append(best)
+            continue
+        try:
+            settings = variants(with_schedule(best.setting, name), PART_BY_PART)
+            outcome = best_of(settings, bench_of, over)
+        except ValueError:
+            continue  # a schedule that wants another number of micro-batches or layers
+        if not outcome.missing_bytes:
+            found.append(outcome)
+    return sorted(found, key=rank)
+
+
+def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
+    """What a plan says of a setting that was simulated and not taken."""
+    slower = outcome.step_ns / best.step_ns - 1
+    ours, theirs = best.numbers, outcome.numbers
+    reasons = []
+    if theirs.exposed_seconds > ours.exposed_seconds * 1.02:
+        more = theirs.exposed_seconds - ours.exposed_seconds
+        reasons.append(f"{more:.2f} s more exposed communication")
+    if theirs.bubble_seconds > ours.bubble_seconds * 1.02:
+        reasons.append(f"{theirs.bubble_seconds - ours.bubble_seconds:.2f} s more bubble")
+    if outcome.setting.recompute != best.setting.recompute:
+        reasons.append(f"recomputes {outcome.setting.recompute}")
+    why = f"{slower:.1%} slower" + (f": {', '.join(reasons)}" if reasons else "")
+    return _described(outcome, outcome.step_ns, why)
+
+
+def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
+    setting = outcome.setting
+    return RunnerUp(
+        layout=setting.layout.describe(),
+        schedule=str(setting.name),
+        micro_batch=setting.workload.micro_batch,
+        recompute=setting.recompute,
+        step_seconds=step_ns / 1e9,
+        peak_bytes=outcome.held_bytes(),
+        reason=reason,
+    )
+
+
+def _missing_memory(search: Search, cluster: ClusterSpec, found: Sequence[Candidate]) -> str:
+    """The leanest layout, and the first doubling of the nodes that would do, if one within 64 times does."""
+    leanest = min(found, key=lambda candidate: candidate.bytes)
+    setting = leanest.setting
+    over = leanest.bytes - cluster.usable_bytes
+    text = (
+        f"the job fits on no layout of cluster {cluster.name}: the leanest, {setting.layout.describe()} with "
+        f"train.recompute={setting.recompute} and train.micro_batch={setting.workload.micro_batch}, "
+        f"needs {leanest.bytes / 2**30:.1f} GiB a GPU, {over / 2**30:.1f} GiB more than the "
+        f"{cluster.usable_bytes / 2**30:.1f} GiB that it can use"
+    )
+    for doubling in range(1, 7) if cluster.inter is not None else ():
+        larger = replace(cluster, nodes=cluster.nodes * 2**doubling)
+        if any(candidate.bytes <= larger.usable_bytes for candidate in candidates(search, larger)):
+            nodes = f"{larger.nodes} nodes ({larger.nodes * cluster.gpus_per_node} GPUs)"
+            return f"{text}; {nodes} would do, or a shorter sequence"
+    return f"{text}; use fewer layers, a shorter model.sequence or GPUs with more memory"

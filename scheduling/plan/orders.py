@@ -1,0 +1,285 @@
+"""In which order the operators of programs are issued: searched with a profile's costs.
+
+What `braid.scheduling.plan.decide` then compares by simulation are whole sets of orders (`Choices`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from braid.scheduling.cost.profile import Profile
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import PairMethod
+from braid.scheduling.generate.programs import Order
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.model.operators import Graph, Part
+from braid.scheduling.model.units import has_layers, unit_parts
+from braid.scheduling.plan.beam import beam_order, gives_gradient, possible_ends, unit_order
+from braid.scheduling.plan.list_schedule import (
+    IssueOrder,
+    exact_order,
+    improved,
+    issue_ns,
+    list_schedule,
+    pairing_order,
+    turns_order,
+)
+from braid.scheduling.plan.pairing import Pairing, pair
+from braid.scheduling.plan.plan import PairingNote
+from braid.scheduling.plan.strands import PairProblem, joint_problem, leaving, pair_problem
+from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.rounds import rounds_of_all
+from braid.scheduling.schedule.schedule import Side, Sides
+from braid.scheduling.schedule.text import write_sides, write_step
+from braid.scheduling.text.pattern import UNIFORM
+
+LONG = 40
+"""Operators beyond which orders are searched for by beam."""
+
+MANY = 64
+"""Operators of two passes beyond which there is no time for the best segments between barriers: layers that
+partitions have cut."""
+
+FIXED = frozenset((PairMethod.EXCHANGES, PairMethod.WITHIN_PASSES, PairMethod.ACROSS_PASSES))
+"""Ways of other systems, for which there is nothing to decide."""
+
+Decision = tuple[Choices, PairingNote | None]
+
+Pair = tuple[str, str]
+"""Names of two units: of the forward pass and of the backward pass."""
+
+PairDecision = tuple[Sides, Order, PairingNote]
+
+_F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
+
+
+@dataclass(frozen=True)
+class CostedSetting:
+    """A setting with its operators and what they cost."""
+
+    setting: Setting
+    members: Mapping[str, Part]
+    """Embedding, layers of every kind (in pieces, where the setting says so) and head."""
+    profile: Profile
+    peak_flops_per_s: float | None = None
+    """Of a GPU, where it is known: for MFU."""
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """What is scheduled: the members, or the units that they are joined to."""
+        setting = self.setting
+        return unit_parts(self.members, setting.layout, setting.kinds, setting.unit_layers)
+
+
+BenchOf = Callable[[Setting], CostedSetting]
+"""Graphs and costs of a setting."""
+
+
+def decisions(bench: CostedSetting) -> list[Decision]:
+    """Decisions without and, where it can be, with ends of backward passes left to the next paired block.
+
+    That fills blocks which follow each other better. What the last one leaves runs by itself, or (both are
+    tried) in the backward pass by itself that follows.
+    """
+    found = [_decide(bench, whole_ends=False)]
+    if bench.setting.pairs is PairMethod.ORDER and bench.setting.unit_layers:
+        other = _decide(bench, whole_ends=True)
+        if _of_pairs(other[0]) != _of_pairs(found[0][0]):
+            found.append(other)
+        found += [(ends, note) for choices, note in found if (ends := _with_ends(bench, choices)) != choices]
+    return found
+
+
+def _of_pairs(choices: Choices) -> dict[str, Order]:
+    return {sides: order for sides, order in choices.orders.items() if "|" in sides}
+
+
+def _decide(bench: CostedSetting, *, whole_ends: bool) -> Decision:
+    setting, pairs, orders = bench.setting, bench.setting.pairs, dict[str, Order]()
+    for name, part in bench.parts.items():
+        if setting.kind.reorders and has_layers(name):
+            # A backward pass overlaps best with itself: weight gradients beside collectives.
+            problem = pair_problem(Graph(operators=()), part.backward, bench.profile)
+            orders[write_sides([Side(_B, name)])] = _order_alone(problem)
+    for name, part in bench.parts.items():
+        if setting.order.twins and setting.kind.searched and has_layers(name):
+            for kind, graph in ((_F, part.forward), (_B, part.backward)):
+                problem = joint_problem([graph, graph], bench.profile)
+                orders[write_sides([Side(kind, name)] * 2)] = _order_alone(problem)
+    if pairs is None or pairs in FIXED:
+        return Choices(orders=orders), None
+    decided = list(_unit_pairs(bench, whole_ends) if setting.unit_layers else _layer_pairs(bench, pairs))
+    orders |= {write_sides(sides): order for sides, order, _ in decided if order}  # else lowering has it
+    longest = max((note for *_, note in decided), key=lambda note: note.serial_ns, default=None)
+    return Choices(orders=orders), longest
+
+
+@lru_cache(maxsize=1024)
+def _order_alone(problem: PairProblem) -> Order:
+    if len(problem.backward) <= LONG:
+        found = list_schedule(problem)
+    else:
+        found = improved(problem, beam_order(problem))
+    return tuple(problem.backward.names[op] for op in found.operators)
+
+
+def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
+    """The same, with programs of backward passes by themselves that take up what is left."""
+    orders = dict(choices.orders)
+    left: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for text, order in choices.orders.items():
+        sides = text.split("|")
+        if len(sides) > 1 and sides[0].startswith("F:") and sides[1].startswith("B:"):
+            names = frozenset(step.removeprefix("2:") for step in order if step.startswith("2:"))
+            left[sides[1].removeprefix("B:")].add(names)
+    for name, sets in left.items():
+        if len(sets) == 1 and (names := next(iter(sets))):
+            graph = bench.parts[name].backward
+            end = Graph(operators=tuple(op for op in graph.operators if op.name in names))
+            problem = joint_problem([graph, end], bench.profile, first=1)
+            orders[write_sides([Side(_B, name), Side(_L, name)])] = _order_alone(problem)
+    return replace(choices, orders=orders)
+
+
+# -- a forward pass beside a backward pass -------------------------------------------------------------------
+def layer_pair(bench: CostedSetting, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
+    """A layer's forward beside a layer's backward."""
+    ahead, behind = (bench.members[kind] for kind in names)
+    return pair_problem(ahead.forward, behind.backward, bench.profile)
+
+
+def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecision]:
+    """An order for every pair of kinds that blocks bring together, for all pairs where no block is paired."""
+    kinds = tuple(dict.fromkeys(bench.setting.kinds))
+    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # whatever comes next is like it
+    if len(kinds) > 1:
+        pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
+    for names, goes_on in pairs.items():
+        problem = layer_pair(bench, names)
+        if method is PairMethod.ORDER and len(problem) > MANY:
+            yield _decide_long(problem, names, goes_on=goes_on)
+        else:
+            yield decide_pairing(problem, method, names, goes_on=goes_on)
+
+
+def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision]:
+    """An order for every pair of units that blocks bring together."""
+    setting = bench.setting
+    if setting.pairs is not PairMethod.ORDER:
+        raise ValueError(
+            f"unit_layers={setting.unit_layers}: schedule={setting.schedule} pairs layer by layer; "
+            f"set it to 0"
+        )
+    for (first, second), goes_on in _meeting_units(bench).items():
+        ahead, behind = bench.parts[first], bench.parts[second]
+        problem = pair_problem(ahead.forward, behind.backward, bench.profile)
+        whole = whole_ends and goes_on and not gives_gradient(behind)
+        yield _decide_long(problem, (first, second), goes_on=goes_on, whole=whole)
+
+
+def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
+    """Pairs of units that meet in paired blocks, and whether most are followed by another one like them."""
+    setting = bench.setting
+    stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
+    units = [name for name in bench.parts if has_layers(name)]
+    followed: dict[Pair, list[bool]] = defaultdict(list)
+    of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
+    for stage in stages:
+        for block, after in zip(stage, [*stage[1:], None], strict=True):
+            keys = of(block)
+            following = of(after)[0] if after is not None else None
+            for sides, then in zip(keys, [*keys[1:], following], strict=True):
+                if [side.kind for side in sides] == [_F, _B]:
+                    followed[sides[0].unit, sides[1].unit].append(then == sides)
+    return {pair: sum(found) > len(found) / 2 for pair, found in followed.items()}
+
+
+def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False) -> PairDecision:
+    """How two passes of many operators run together."""
+    end, found = unit_order(problem, goes_on=goes_on, whole=whole)
+    others = {"serial": problem.serial_ns, str(PairMethod.TURNS): issue_ns(problem, turns_order(problem))}
+    note = _note(problem, PairMethod.ORDER, found.ns, others)
+    return _pair_sides(names, end), order_steps(problem, found.operators, end), note
+
+
+def decide_pairing(
+    problem: PairProblem, method: PairMethod, names: Pair = (UNIFORM, UNIFORM), *, goes_on: bool = True
+) -> PairDecision:
+    """How two layers run together, and what the best other method costs.
+
+    ``ORDER`` takes the better of the list schedule and the segments between barriers. Where another pair like
+    it comes next (``goes_on``), an end may be left to that one.
+    """
+    segments, end, found = _searched(problem, goes_on=goes_on)
+    prices = {
+        str(PairMethod.ORDER): found.ns,
+        str(PairMethod.BARRIERS): segments.ns,
+        str(PairMethod.TURNS): issue_ns(problem, turns_order(problem)),
+        "serial": problem.serial_ns,
+    }
+    if method is PairMethod.ORDER and segments.ns < found.ns:
+        method = PairMethod.BARRIERS
+    order: Order = ()
+    if method is PairMethod.ORDER:
+        order = order_steps(problem, found.operators, end)
+    elif method is PairMethod.BARRIERS:
+        order = segment_steps(problem, segments)
+    note = _note(problem, method, prices.pop(method), prices)
+    return _pair_sides(names, end if method is PairMethod.ORDER else 0), order, note
+
+
+def _note(problem: PairProblem, method: PairMethod, ns: float, others: Mapping[str, float]) -> PairingNote:
+    runner_up = min(others, key=others.__getitem__)
+    return PairingNote(
+        method=method,
+        ns=round(ns),
+        serial_ns=round(problem.serial_ns),
+        lower_bound_ns=round(problem.lower_bound_ns),
+        runner_up=runner_up,
+        runner_up_ns=round(others[runner_up]),
+    )
+
+
+def _pair_sides(names: Pair, end: int) -> Sides:
+    sides = Side(_F, names[0]), Side(_B, names[1])
+    return (*sides, Side(_L, names[1])) if end else sides
+
+
+@lru_cache(maxsize=1024)
+def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, int, IssueOrder]:
+    """Segments between barriers, the end that is left without them (a mask), and the order then.
+
+    Kept: layouts and schedules of a search often have layers in common.
+    """
+    segments = pair(problem)
+    start = pairing_order(problem, segments)
+    ends = possible_ends(problem) if goes_on else [0]
+    found = [(end, list_schedule(leaving(problem, end), [start])) for end in ends]
+    end, best = min(found, key=lambda choice: round(choice[1].ns))
+    return segments, end, best
+
+
+def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
+    """The best order there is for a layer's two passes, by branch and bound, and its ns; `decide` searches.
+
+    `ValueError` for layers that it would take too long for.
+    """
+    found = [(end, exact_order(leaving(problem, end))) for end in possible_ends(problem)]
+    end, best = min(found, key=lambda choice: choice[1].ns)
+    return _pair_sides((UNIFORM, UNIFORM), end), order_steps(problem, best.operators, end), best.ns
+
+
+def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> Order:
+    """An order of issue as the steps of a decision: ``0:`` forward, ``1:`` backward, ``2:`` what was left."""
+    names = problem.forward.names + problem.backward.names
+    strand = [0] * len(problem.forward) + [2 if end >> op & 1 else 1 for op in range(len(problem.backward))]
+    return tuple(write_step(strand[op], names[op]) for op in order)
+
+
+def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
+    """A pairing as the steps of a decision."""
+    return tuple(
+        f"{' '.join(problem.forward.named(f))} | {' '.join(problem.backward.named(b))}".strip()
+        for f, b in pairing.segments
+    )

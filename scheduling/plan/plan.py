@@ -1,0 +1,118 @@
+"""Plan: few, symbolic decisions that a person can read and edit, with what the runner-up would have cost.
+
+A plan is YAML. `braid.scheduling.plan.decide` makes one and lowers it to a `Schedule` again; what is
+edited into nonsense fails there, with the key that is wrong.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from braid.scheduling.cost.simulate import Numbers
+from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import PairMethod, schedule_trouble
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.text.records import from_mapping, to_mapping
+from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
+
+VERSION: Final = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairingNote:
+    """What the chosen pairing of a layer's two passes costs, and what the others would."""
+
+    method: PairMethod
+    ns: int
+    serial_ns: int
+    lower_bound_ns: int
+    """Work of the busiest stream: no schedule is faster."""
+    runner_up: str
+    runner_up_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The simulated step."""
+
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    hidden_fraction: float
+    exposed_seconds: float
+    bubble_fraction: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerUp:
+    """Another setting that was simulated (or why it was not)."""
+
+    layout: str
+    schedule: str
+    micro_batch: int
+    recompute: str
+    step_seconds: float
+    peak_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions of a run's schedule (``setting``, ``choices``), and what else was found out."""
+
+    cluster: str
+    profile: str
+    """Where the costs came from."""
+    setting: Setting
+    choices: Choices
+    score: Score
+    pairing: PairingNote | None = None
+    runners_up: tuple[RunnerUp, ...] = ()
+    usual: tuple[RunnerUp, ...] = ()
+    """The usual schedules with the same degrees, the quickest first: what there is without this plan."""
+    braid_plan: int = VERSION
+
+    @property
+    def not_executed(self) -> tuple[str, ...]:
+        """What of the setting is planned and simulated, but not executed in this version."""
+        return ("fewer layers on the stage with the head",) if self.setting.layout.head_layers else ()
+
+    def to_yaml(self) -> str:
+        """The plan as YAML that `parse_plan` reads back to an equal object."""
+        content = to_mapping(self)
+        ordered = {"braid_plan": content.pop("braid_plan"), **content}
+        return write_yaml(ordered, width=100)
+
+
+def score_of(numbers: Numbers) -> Score:
+    """The part of a simulation's numbers that a plan keeps."""
+    kept = {field.name: getattr(numbers, field.name) for field in fields(Score)}
+    return Score(**{**kept, "mfu": numbers.mfu or 0.0})
+
+
+def parse_plan(text: str, where: str) -> Plan:
+    """A plan from YAML; `ValueError` names the key, its value and what would be right."""
+    content = parse_yaml(text, where)
+    if not isinstance(content, dict) or "braid_plan" not in content:
+        raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
+    if (version := content["braid_plan"]) != VERSION:
+        raise ValueError(
+            f"{where}: braid_plan={version} is not version {VERSION}; make the plan anew with `braid plan`"
+        )
+    setting = content.get("setting")
+    name = setting.get("schedule") if isinstance(setting, dict) else None
+    if isinstance(name, str) and (trouble := schedule_trouble(name)):
+        raise ValueError(f"{where}.setting.schedule={name!r} {trouble}")
+    return from_mapping(Plan, content, where)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read ``plan.yaml``."""
+    try:
+        return parse_plan(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(
+            f"plan {path} cannot be read: {reason}; make one with `braid plan --output`"
+        ) from None

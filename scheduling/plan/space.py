@@ -1,0 +1,90 @@
+"""What planning compares: schedules, and what each of them leaves open."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+
+from braid.scheduling.generate.named import PIPELINES, SCHEDULES, PairMethod, ScheduleName
+from braid.scheduling.generate.partitions import WAYS, mega_scale
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.layout import Placement
+
+AUTO = "auto"
+"""The schedule that stands for all of `searched_schedules`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried of what a schedule leaves open."""
+
+    unit_layers: tuple[int, ...] = (0, 4)
+    """Most layers of a unit: none, and as many as a search of a second can order well."""
+    every_pipeline: bool = True
+    """Else the first of a schedule's pipelines, with the usual time for messages, and collectives whole."""
+
+
+EVERYTHING = Space()
+PART_BY_PART = Space(unit_layers=(0,))
+"""What a modelled cluster is planned with: searching the orders of units takes seconds each."""
+COARSE = Space(unit_layers=(0,), every_pipeline=False)
+"""To rank many layouts."""
+
+
+def searched_schedules(setting: Setting) -> Iterator[Setting]:
+    """The setting under every schedule, as far as layout and batch allow it: what ``auto`` compares.
+
+    Of schedules that search no pipelines, with every pipeline that can be named.
+    """
+    layout = setting.layout
+    for name, kind in SCHEDULES.items():
+        if layout.tp == 1 and kind.cuts_collectives:
+            continue  # nothing to cut
+        if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
+            continue  # nothing to exchange
+        if layout.dp * layout.cp == 1 and name == "ddp":
+            continue  # nothing to sum over replicas
+        more = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
+        for named in (ScheduleName(name, pipeline) for pipeline in ("", *more)):
+            if layout.pp == 1 and named.placement_on(1) is not Placement.LINEAR:
+                continue  # pipelines of one stage are all the same
+            with suppress(ValueError):  # this layout or number of micro-batches has no such schedule
+                yield with_schedule(setting, named)
+
+
+def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
+    """The same layout under another schedule (or its text, `ScheduleName`), with the placement that it needs,
+    nothing else decided."""
+    schedule, pipeline, hop = named = ScheduleName.parse(str(name))
+    return replace(
+        setting,
+        schedule=schedule,
+        layout=replace(setting.layout, placement=named.placement_on(setting.layout.pp)),
+        pipeline=pipeline,
+        partitions=(),
+        unit_layers=0,
+        hop=hop,
+        distances=(0, 0),
+    )
+
+
+def variants(setting: Setting, space: Space) -> Iterator[Setting]:
+    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
+    far ahead buckets travel."""
+    kind, layout = setting.kind, setting.layout
+    partitions = [setting.partitions]
+    if kind.cuts_collectives and not setting.partitions and layout.tp > 1:
+        partitions = [mega_scale(ways) for ways in WAYS if ways <= setting.sizes().local_tokens]
+    lengths = (setting.unit_layers,) if setting.unit_layers or not kind.searched else space.unit_layers
+    pipelines = (setting.pipeline,) if setting.pipeline else kind.pipelines_on(layout) or kind.pipelines[:1]
+    distances: tuple[tuple[int, int], ...] = (setting.distances,)
+    if space.every_pipeline:
+        distances = kind.distances(layout.zero)
+    else:
+        pipelines = pipelines[:1]
+    for cut, length, pipeline in product(partitions, lengths, pipelines):
+        any_hop = layout.pp > 1 and not setting.hop and space.every_pipeline
+        for hop, ahead in product(PIPELINES[pipeline].hops if any_hop else (setting.hop,), distances):
+            yield replace(
+                setting, partitions=cut, unit_layers=length, pipeline=pipeline, hop=hop, distances=ahead
+            )

@@ -1,0 +1,98 @@
+"""Schedules as text grids: stages downwards, time to the right."""
+
+from braid.scheduling.schedule.operations import Pass, Receive, Send, Start, Wait
+from braid.scheduling.schedule.schedule import Block, Instruction, Schedule
+from braid.scheduling.schedule.timeline import in_flight, unit_timeline
+
+Cell = tuple[str, Block | None]
+"""Some columns of characters of a grid, and the block that they show, or none."""
+
+
+def grid(schedule: Schedule) -> list[list[Cell]]:
+    """Rows of cells, one per stage; every slot of `unit_timeline` is as wide as keeps all labels apart."""
+    timeline = unit_timeline(schedule)
+    blocks = [timed for stage in timeline.stages for timed in stage]
+    width = 1 + max((-(-len(_label(b.block)) // (b.end - b.start)) for b in blocks), default=0)
+    rows = []
+    for stage in timeline.stages:
+        cells: list[Cell] = []
+        time = 0
+        for timed in stage:
+            if timed.start > time:
+                cells.append(("·".center(width) * (timed.start - time), None))
+            text = _label(timed.block).center(width * (timed.end - timed.start))
+            cells.append((text, timed.block))
+            time = timed.end
+        if timeline.length > time:
+            cells.append(("·".center(width) * (timeline.length - time), None))
+        rows.append(cells)
+    return rows
+
+
+def _label(block: Block) -> str:
+    return str(Block(block.passes))
+
+
+def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -> str:
+    """The instructions around the marked one at ``position`` of a stage, beside those of the other stages.
+
+    The middle column is the marked instruction (behind the last one: the end), and in the other stages' rows
+    the instruction closest to it.
+    """
+    lists = [[str(i) for i in instructions] + ["end"] for instructions in schedule.stages]
+    middles = [_counterpart(schedule, stage, position, other) for other in range(len(lists))]
+    lists[stage][position] = f">>{lists[stage][position]}<<"
+    rows = [
+        [texts[n] if 0 <= n < len(texts) else "" for n in range(middle - reach, middle + reach + 1)]
+        for texts, middle in zip(lists, middles, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = "  ".join(text.center(width) for text, width in zip(row, widths, strict=True))
+        lines.append(f"{'*' if number == stage else ' '} stage {number} | {cells}".rstrip())
+    return "\n".join(lines)
+
+
+def _counterpart(schedule: Schedule, stage: int, position: int, other: int) -> int:
+    """The position in another stage's list that is closest to an instruction of a stage.
+
+    That is the same pass of the same micro-batch on the nearest chunk, or else as far along the list.
+    """
+    here, there = schedule.stages[stage], schedule.stages[other]
+    if other == stage:
+        return position
+    marked = _pass_of(here[position]) if position < len(here) else None
+    distances = [
+        (abs(near.chunk - marked.chunk), n)
+        for n, instruction in enumerate(there)
+        if marked is not None
+        and (near := _pass_of(instruction)) is not None
+        and (near.direction, near.micro_batch) == (marked.direction, marked.micro_batch)
+    ]
+    _, nearest = min(distances, default=(0, position * len(there) // max(1, len(here))))
+    return nearest
+
+
+def _pass_of(instruction: Instruction) -> Pass | None:
+    """The first pass of a block, or the pass whose input a message moves."""
+    match instruction:
+        case Block(passes):
+            return passes[0]
+        case Start(Send(moved) | Receive(moved)) | Wait(Send(moved) | Receive(moved)):
+            return moved
+        case _:
+            return None
+
+
+def summary(schedule: Schedule) -> str:
+    """One line: slots, idle share, micro-batches in flight per stage."""
+    timeline = unit_timeline(schedule)
+    stages = range(len(schedule.stages))
+    idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))
+    alive = [in_flight(schedule, s) for s in stages]
+    return (
+        f"{schedule.name}: {len(schedule.stages)} stages, {schedule.chunks} chunks, "
+        f"{schedule.micro_batches} micro-batches; {timeline.length} slots (forward 1, backward 2), "
+        f"idle {idle:.1%}; blocks in flight {', '.join(map(str, alive))}"
+    )

@@ -1,0 +1,170 @@
+"""What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.operators import Part, Phase
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.buckets import Buckets, flat_elements, share_elements, share_ways
+from braid.scheduling.schedule.code import Code
+from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.schedule import Block
+from braid.scheduling.schedule.sweep import histories
+
+DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+
+
+def sum_width(dtype: str) -> int:
+    """Bytes of a gradient where it is added up: single precision at least."""
+    return max(4, DTYPE_BYTES[dtype])
+
+
+def sent_width(dtype: str, reduce_dtype: str | None) -> int:
+    """Bytes of a gradient that ranks sum: as it is added up, unless it is rounded for the way."""
+    return DTYPE_BYTES[reduce_dtype] if reduce_dtype else sum_width(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes one rank of a pipeline stage needs, by what they hold."""
+
+    stage: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Activations, messages until they are waited for or used, whole buckets of what is held in shares, and
+    copies of gradients that are rounded for the way, when most is held."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def rank_memory(
+    code: Code,
+    shape: ModelShape,
+    dtype: str,
+    stage: int,
+    reduce_dtype: str | None = None,
+) -> RankMemory:
+    """Memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
+
+    reduce_dtype: to which gradients are rounded where ranks sum them; they are added up in at least single
+    precision.
+    """
+    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype)
+    return RankMemory(
+        stage=stage,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activation_bytes=max(held_during(code, stage, DTYPE_BYTES[dtype], reduce_dtype), default=0),
+    )
+
+
+def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states of a rank."""
+    whole = share = 0
+    for chunk in layout.chunks_of(stage):
+        for bucket in buckets.of(chunk):
+            for axes, count in flat_elements(layout, bucket.parameters).items():
+                ways = share_ways(layout, axes)
+                share += share_elements(count, ways)
+                whole += share_elements(count, ways) * ways
+    zero, width, main = layout.zero, DTYPE_BYTES[dtype], sum_width(dtype)
+    masters = main if width < main else 0
+    return (
+        (share if zero > 2 else whole) * width,
+        (share if zero > 1 else whole) * main,
+        share * (masters + 2 * main),
+    )
+
+
+def least_bytes(
+    order: Sequence[Sequence[Block]],
+    members: Mapping[int, Sequence[Part]],
+    layout: ParallelLayout,
+    dtype: str,
+) -> int:
+    """Bytes that the fullest rank holds at least: its states, and what passes keep for later ones.
+
+    ``members``: the parts of every chunk. It takes no lowering, so it sorts out pipelines before they are
+    linked; `rank_memory` counts what comes on top.
+    """
+    width, buckets = DTYPE_BYTES[dtype], Buckets(members, layout)
+    kept = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}
+    late = {chunk: sum(_late_bytes(part, width) for part in parts) for chunk, parts in members.items()}
+    most = 0
+    for stage, blocks in enumerate(order):
+        held, peak = 0, 0
+        for block in blocks:
+            for one in block.passes:
+                match one.kind:
+                    case PassKind.FORWARD:
+                        held += kept[one.chunk]
+                    case PassKind.BACKWARD:
+                        held -= kept[one.chunk]
+                    case PassKind.INPUT:
+                        held += late[one.chunk] - kept[one.chunk]
+                    case PassKind.WEIGHT:
+                        held -= late[one.chunk]
+            peak = max(peak, held)
+        most = max(most, peak + sum(_states(buckets, layout, stage, dtype)))
+    return most
+
+
+def _late_bytes(part: Part, width: int) -> int:
+    """What weight gradients read that are computed in a pass of their own."""
+    late = [op for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
+    names = {name for op in late for name in op.reads} - {name for op in late for name in op.writes}
+    owners = {part.values[name].alias_of or name for name in names} - set(part.constants)
+    return sum(part.values[name].bytes(width) for name in owners)
+
+
+def held_during(
+    code: Code,
+    stage: int,
+    width: int,
+    reduce_dtype: str | None = None,
+) -> tuple[int, ...]:
+    """Most bytes of activations and messages during each instruction of a stage; ``width``: of one number.
+
+    Gathered parameters, gradients on their way into shares (ZeRO), and copies of those that are rounded to
+    ``reduce_dtype`` count too. What operators of one pass hand each other counts, what kernels take while
+    they run comes on top.
+    """
+    rounded = DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
+    return histories(code, width, rounded)[stage].during
+
+
+def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
+    main = max(4, width)
+    masters = 0 if width == main else parameters * main
+    optimizer = masters + 2 * parameters * main
+    cut = [shares if zero >= level else 1 for level in (3, 2, 1)]
+    return parameters * width // cut[0], parameters * main // cut[1], optimizer // cut[2]
+
+
+def message_bytes(parts: Mapping[str, Part], width: int) -> int:
+    """Bytes of a message between stages: the input of any part that has one."""
+    sizes = [part.values["x"].bytes(width) for part in parts.values() if "x" in part.inputs]
+    return max(sizes, default=0)
+
+
+def model_flops(shape: ModelShape, tokens: int) -> int:
+    """FLOPs of a training step over ``tokens`` tokens, without recomputation: 3 x the forward pass.
+
+    Matrix multiplications with weights, logits and causal attention count; the rest does not. A layer of the
+    user's own counts as one of the family.
+    """
+    qkv = shape.query_width + 2 * shape.kv_width
+    mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers
+    visited = 3 * shape.expert_width * (shape.top_k + shape.shared_experts)
+    widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (visited - mlp + shape.experts)
+    weights = shape.hidden * (widths + shape.vocabulary)
+    attention = shape.layers * shape.sequence * shape.query_width
+    return 3 * tokens * (2 * weights + 2 * attention)

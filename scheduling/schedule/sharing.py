@@ -1,0 +1,360 @@
+"""What replicas share, between the operators of a stage: the second half of the linker.
+
+Between the operators of its blocks stand sums of gradients, gathers of parameters, and what makes and lets go
+of their memory, bucket by bucket. A *use* of a bucket is a run of operators that read its parameters; gathers
+and releases are placed by counting uses over the whole stage, so that they reach from one block into others.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.model.operators import Kind, Phase
+from braid.scheduling.model.stages import Move, moves_of
+from braid.scheduling.schedule.buckets import BucketKey, Buckets
+from braid.scheduling.schedule.code import Body, Stretch
+from braid.scheduling.schedule.operations import (
+    Allocate,
+    Compute,
+    Gather,
+    Node,
+    Operation,
+    Reduce,
+    Release,
+    Start,
+    Update,
+    Wait,
+)
+from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule
+
+
+class _Touch(NamedTuple):
+    """Consecutive operators of a body that read a bucket's parameters, or all that add to its gradients."""
+
+    key: BucketKey
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Touches:
+    reads: tuple[_Touch, ...]
+    adds: Mapping[BucketKey, _Touch]
+
+
+class _PlacedTouch(NamedTuple):
+    """A touch at its place in the stage."""
+
+    position: int
+    touch: _Touch
+
+
+_Insertion = tuple[Callable[..., Operation], Gather | Reduce | Update]
+_Insertions = dict[int, list[_Insertion]]
+"""What stands before the operations of a body, by position."""
+
+
+@dataclass
+class Sharing:
+    """Adds sums, gathers and releases to the stretches of stages. Equal results share their bodies."""
+
+    schedule: Schedule
+    layout: ParallelLayout
+    buckets: Buckets
+    moves: tuple[Move, ...]
+    """Stages of sums over replicas."""
+    _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
+    _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
+    _operations: dict[_Insertion, Operation] = field(default_factory=dict)
+    _bases: list[Body] = field(default_factory=list)
+    """Keeps alive what bodies are looked up by."""
+
+    def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+        """The stretches of a stage; `SharingError` for a block without the parameters that it uses."""
+        inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
+        if self.layout.zero:
+            self._gathers(stage, stretches, inserted)
+        self._sums(stretches, inserted)
+        for stretch, insertions in zip(stretches, inserted, strict=True):
+            yield self._with(stretch, insertions) if any(insertions.values()) else stretch
+
+    # -- parameters ----------------------------------------------------------------------------------------
+
+    def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+        """Start, wait, and with ZeRO 3 release, of every use of a bucket that is not there."""
+        begin = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Prefetch)), None)
+        uses = list(self._uses(stretches))
+        following: dict[int, int] = {}
+        seen: dict[BucketKey, int] = {}
+        for number in reversed(range(len(uses))):
+            key = uses[number].touch.key
+            if key in seen:
+                following[number] = seen[key]
+            seen[key] = number
+        ahead = self.schedule.prefetch if self.layout.zero > 2 else len(uses)
+        keep = max(self.schedule.keep, ahead, 1)
+        behind = begin is not None and begin > 0
+        """Whether the stage's list ends with the start of what the next step uses first."""
+        moves = self._gather_moves
+        there: set[BucketKey] = set()
+        for number, (position, touch) in enumerate(uses):
+            block = stretches[position].instruction
+            assert isinstance(block, Block)
+            of = [Gather(one.chunk or 0, one.axis, one.bucket) for one in self._replicas(touch.key)]
+            if touch.key not in there:
+                # A tied head reads the table of the first chunk, which need not be in the block.
+                if begin is None or not block.gathers:
+                    raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
+                early = number - ahead
+                at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
+                if at == begin and behind:
+                    inserted[at][place].append((Compute, Update(*touch.key)))
+                ends = [self._ends(one) for one in of]  # none of experts that one rank alone has
+                inserted[at][place] += [(Start, first) for first, _ in ends]
+                for nth in range(1, len(moves)):  # one use before the next, and the last one before its own
+                    turn = uses[min(number, max(0, early + nth, number - len(moves) + nth))]
+                    inserted[turn.position][turn.touch.first] += [
+                        insertion
+                        for one in of
+                        if one.axis == "dp"
+                        for insertion in (
+                            (Wait, replace(one, move=moves[nth - 1])),
+                            (Start, replace(one, move=moves[nth])),
+                        )
+                    ]
+                inserted[position][touch.first] += [(Wait, last) for _, last in ends]
+                there.add(touch.key)
+            again = following.get(number)
+            if self.layout.zero > 2 and (again is None or again - number > keep):
+                inserted[position][touch.last + 1] += [(Release, one) for one in of]
+                there.remove(touch.key)
+        if behind:  # what nothing reads is updated too
+            assert begin is not None
+            chunks = self.layout.chunks_of(stage)
+            keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
+            inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
+
+    def _uses(self, stretches: Sequence[Stretch]) -> Iterator[_PlacedTouch]:
+        """All of them; the first ones where buckets stay once they are there."""
+        again = self.layout.zero > 2
+        seen: set[BucketKey] = set()
+        for position, stretch in enumerate(stretches):
+            if isinstance(stretch.instruction, Block):
+                for touch in self._of(stretch).reads:
+                    if again or touch.key not in seen:
+                        seen.add(touch.key)
+                        yield _PlacedTouch(position, touch)
+
+    @cached_property
+    def _gather_moves(self) -> tuple[Move, ...]:
+        return moves_of(Kind.ALL_GATHER, self.schedule.partitions, "dp")
+
+    def _ends(self, gather: Gather) -> tuple[Gather, Gather]:
+        """The first and the last stage of a gather."""
+        moves = self._gather_moves if gather.axis == "dp" else ()
+        return (
+            (replace(gather, move=moves[0]), replace(gather, move=moves[-1])) if moves else (gather, gather)
+        )
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+        """Start a bucket's sums behind the last operator that adds to it; wait for what begins elsewhere."""
+        sums = _BucketSums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
+        for stretch, into in zip(stretches, inserted, strict=True):
+            block = stretch.instruction
+            if isinstance(block, Wait) and isinstance(block.what, Reduce):
+                sums.wait(into[0], block.what)
+            if not isinstance(block, Block) or not (block.sums or sums.shared):
+                continue
+            adds = self._of(stretch).adds
+            events: list[tuple[int, BucketKey | Reduce]] = [
+                (adds[key].last + 1 if (key := _key(reduce)) in adds else 0, reduce)
+                for reduce in self._by_bucket(block)
+            ]
+            events += [(touch.first, key) for key, touch in adds.items()]
+            for place, event in sorted(events, key=lambda one: one[0]):  # sums before what is next added up
+                if isinstance(event, Reduce):
+                    sums.start(into[place], event)
+                elif sums.shared:
+                    sums.allocate(into[place], event, self._replicas(event))
+            sums.end(map(_key, self._by_bucket(block)))
+
+    def _replicas(self, key: BucketKey) -> list[Reduce]:
+        chunk, number = key
+        held = self.buckets.of(chunk)[number].parameters
+        summed = ("dp", held.dense), ("edp", held.experts if self.layout.expert_replicas > 1 else 0)
+        axes = [axis for axis, count in summed if count]
+        return [Reduce(chunk, axis, number) for axis in axes]
+
+    def _by_bucket(self, block: Block) -> Iterator[Reduce]:
+        """A block's sums, bucket by bucket in the order of a backward pass."""
+        for chunk in dict.fromkeys(one.chunk for one in block.sums):
+            own = [one for one in block.sums if one.chunk == chunk]
+            for number in reversed(self._numbers(chunk)):
+                yield from (Reduce(chunk, one.axis, number) for one in own)
+
+    def _numbers(self, chunk: int | None) -> range:
+        assert chunk is not None
+        return range(len(self.buckets.of(chunk)))
+
+    # -- bodies --------------------------------------------------------------------------------------------
+
+    def _of(self, stretch: Stretch) -> _Touches:
+        chunks = [one.chunk for one in stretch.block_passes]
+        key = (id(stretch.body), *chunks)
+        if key not in self._touches:
+            self._bases.append(stretch.body)
+            self._touches[key] = self._find(stretch.body, chunks)
+        return self._touches[key]
+
+    def _find(self, body: Body, chunks: Sequence[int]) -> _Touches:
+        reads: list[_Touch] = []
+        adds: dict[BucketKey, _Touch] = {}
+        for place, operation in enumerate(body.operations):
+            if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
+                continue
+            node = operation.what
+            key = self.buckets.home(chunks[operation.turn], node.part, node.operator.module)
+            if key is None:
+                continue
+            if node.operator.phase is not Phase.WEIGHT_GRADIENT:
+                first = reads.pop().first if reads and reads[-1].key == key else place
+                reads.append(_Touch(key, first, place))
+            if node.operator.adds_gradients:
+                adds[key] = _Touch(key, adds[key].first if key in adds else place, place)
+        return _Touches(tuple(reads), adds)
+
+    def _with(self, stretch: Stretch, inserted: _Insertions) -> Stretch:
+        key = (id(stretch.body), *((at, *inserted[at]) for at in sorted(inserted)))
+        if key not in self._bodies:
+            self._bases.append(stretch.body)
+            operations: list[Operation] = []
+            for place, operation in enumerate((*stretch.body.operations, None)):
+                ordered = sorted(inserted.get(place, ()), key=_turn)
+                operations += [self._operation(kind, what) for kind, what in ordered]
+                operations += [] if operation is None else [operation]
+            self._bodies[key] = Body(tuple(operations))
+        return Stretch(stretch.instruction, stretch.passes, stretch.frames, self._bodies[key])
+
+    def _operation(self, kind: Callable[..., Operation], what: Gather | Reduce | Update) -> Operation:
+        if (kind, what) not in self._operations:
+            self._operations[kind, what] = kind(what)
+        return self._operations[kind, what]
+
+
+def _key(reduce: Reduce) -> BucketKey:
+    assert reduce.chunk is not None
+    assert reduce.bucket is not None
+    return reduce.chunk, reduce.bucket
+
+
+@dataclass
+class _BucketSums:
+    """Sums of buckets on their way through a stage.
+
+    Where gradients are in shares (``shared``), they have memory from the first operator that adds to them
+    until their sum is waited for, and ``most`` sums are under way.
+    """
+
+    shared: bool
+    most: int
+    moves: tuple[Move, ...]
+    """Stages of sums over replicas."""
+    _there: set[BucketKey] = field(default_factory=set)
+    """Buckets whose gradients have been added to, and not been summed since."""
+    _under_way: list[Reduce] = field(default_factory=list)
+    _next: dict[Reduce, Reduce] = field(default_factory=dict)
+    """What begins when a sum is there: its next stage, or that of its shares over replicas (hybrid)."""
+
+    def start(self, into: list[_Insertion], reduce: Reduce) -> None:
+        """A block's sum, behind the last operator that adds."""
+        if reduce.axis == "replica":
+            before = next((one for one in self._under_way if _key(one) == _key(reduce)), None)
+            if before is not None:
+                while before in self._next:
+                    before = self._next[before]
+                self._next[before] = reduce
+            else:
+                into.append((Start, reduce))
+                self._under_way.append(reduce)
+            return
+        if self.shared and _key(reduce) not in self._there:
+            return
+        if is_tensor(reduce.axis):
+            into += [(Start, reduce), (Wait, reduce)]
+            return
+        while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):
+            self._finish(into, self._under_way[:1])
+        first = [one for one in self._under_way if one in self._next]
+        inside = [one for one in first if one.move is not None and one.move.factor.inside]
+        others = [one for one in first if one not in inside]
+        for one in (*inside, *others[:-1]):  # of those between nodes the last one has hardly begun
+            self._wait(into, one)
+        stages = [replace(reduce, move=move) for move in self.moves if reduce.axis == "dp"] or [reduce]
+        self._next.update(pairwise(stages))
+        into.append((Start, stages[0]))
+        self._under_way.append(stages[0])
+        if self.shared and not self.most:
+            self._finish(into, [stages[0]])
+
+    def _wait(self, into: list[_Insertion], reduce: Reduce) -> None:
+        """Wait, and start what follows."""
+        self._under_way.remove(reduce)
+        into.append((Wait, reduce))
+        if (following := self._next.pop(reduce, None)) is not None:
+            into.append((Start, following))
+            self._under_way.append(following)
+
+    def _finish(self, into: list[_Insertion], sums: list[Reduce]) -> None:
+        """Wait for sums and for all their stages, those of one beside those of another."""
+        while sums:
+            one, *sums = sums
+            last = one.move is None or one.move.last
+            self._wait(into, one)
+            if not last:
+                sums.append(self._under_way[-1])
+
+    def end(self, summed: Iterable[BucketKey]) -> None:
+        """The end of a block that starts the sums of these."""
+        self._there.difference_update(summed)
+
+    def wait(self, into: list[_Insertion], whole: Reduce) -> None:
+        """Of a chunk over an axis, those that are under way."""
+        along = [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]
+        self._finish(into, along)
+
+    def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
+        """An operator adds to a bucket next; ``sums``: over the axes along which it is in shares."""
+        if key in self._there:
+            return
+        self._there.add(key)
+        self._finish(into, [one for one in self._under_way if _key(one) == key])
+        into += [(Allocate, one) for one in sums]
+
+
+def _turn(insertion: _Insertion) -> int:
+    """What comes first at one place: releases, starts of gathers, sums, next stages, waits for gathers."""
+    kind, what = insertion
+    if isinstance(what, Reduce):
+        return 2
+    if isinstance(what, Gather) and what.move is not None:  # between two stages
+        if kind is Wait and not what.move.last:
+            return 3
+        if kind is Start and what.move.number:
+            return 3
+    turns: dict[object, int] = {Release: 0, Compute: 1, Start: 1, Wait: 4}
+    return turns[kind]
+
+
+class SharingError(ValueError):
+    """An instruction that lacks what it needs; ``position``: of it."""
+
+    def __init__(self, position: int, cause: str) -> None:
+        super().__init__(cause)
+        self.position = position

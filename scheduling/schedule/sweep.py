@@ -1,0 +1,355 @@
+"""One sweep over linked code: what is alive and what is done after every operation.
+
+Memory asks it for bytes, validation for the first operation that cannot run. Bodies that meet frames in the
+same state are swept once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.model.operators import Parameters
+from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
+from braid.scheduling.schedule.code import Code, Frame, Stretch
+from braid.scheduling.schedule.operations import (
+    Allocate,
+    Compute,
+    Gather,
+    Hand,
+    Loss,
+    Message,
+    Node,
+    Operation,
+    Pass,
+    PassKind,
+    Receive,
+    Reduce,
+    Release,
+    Send,
+    Start,
+    Wait,
+)
+from braid.scheduling.schedule.schedule import Side
+
+FrameKey = tuple[int, int]
+"""Micro-batch and chunk."""
+
+
+class FrameState(NamedTuple):
+    """Bit masks: registers that hold something, operators that are done, transfers that were started."""
+
+    live: int = 0
+    done: int = 0
+    started: int = 0
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A stretch: bytes that its frames hold at most during it, and after it, beyond what they held before."""
+
+    most: int
+    change: int
+
+
+class CodeError(ValueError):
+    """An operation that cannot run where it stands."""
+
+
+class AbsentInputError(CodeError):
+    """A pass whose input is not there."""
+
+    def __init__(self, one: Pass) -> None:
+        super().__init__(f"{one}: its input is not there")
+        self.one = one
+
+
+@dataclass
+class Sweep:
+    """Goes through the stretches of a stage. ``width``: bytes of an activation; ``rounded_width``: of a
+    gradient in a copy that is rounded for the way; 0: there are none."""
+
+    code: Code
+    width: int = 2
+    rounded_width: int = 0
+    states: dict[FrameKey, FrameState] = field(default_factory=dict)
+    held_bytes: int = 0
+    _known: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
+    _sizes: dict[Frame, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, stretch: Stretch) -> Swept:
+        """The next stretch; `CodeError` where an operation cannot run."""
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        before = tuple(self.states.get(key, _NEW) for key in keys)
+        known = (stretch.body, stretch.frames, before)
+        if known not in self._known:
+            self._known[known] = self._sweep(stretch, before)
+        swept, after = self._known[known]
+        self.states.update(zip(keys, after, strict=True))
+        self.held_bytes += swept.change
+        return swept
+
+    def step_by_step(self, stretch: Stretch) -> Iterator[tuple[Operation, int]]:
+        """The next stretch, operation by operation, with the bytes that all frames hold before it frees."""
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        run = _Run(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
+        for operation in stretch.operations:
+            run.operation(operation)
+            yield operation, self.held_bytes + run.before_free
+        self.states.update(zip(keys, run.after(), strict=True))
+        self.held_bytes += run.bytes
+
+    def _sweep(
+        self, stretch: Stretch, before: tuple[FrameState, ...]
+    ) -> tuple[Swept, tuple[FrameState, ...]]:
+        run = _Run(self, stretch, before)
+        for operation in stretch.operations:
+            run.operation(operation)
+        return Swept(run.most, run.bytes), run.after()
+
+    def whole_bytes(self, what: Gather | Reduce) -> int:
+        """Bytes of a bucket's parameters or gradients as a whole, where ranks hold shares of them."""
+        layout = self.code.layout
+        if (
+            what.bucket is None
+            or layout.zero < (3 if isinstance(what, Gather) else 2)
+            or is_tensor(what.axis)
+        ):
+            return 0
+        assert what.chunk is not None
+        flats = flat_elements(layout, self.code.buckets.of(what.chunk)[what.bucket].parameters)
+        elements = sum(
+            share_elements(count, ways) * ways
+            for axes, count in flats.items()
+            if what.axis in axes and (ways := share_ways(layout, axes))
+        )
+        return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
+
+    def rounded_bytes(self, what: Gather | Reduce) -> int:
+        """Bytes of the rounded copies of gradients that a sum sends, and that have the result at its end."""
+        if not isinstance(what, Reduce) or what.chunk is None or not self.rounded_width:
+            return 0
+        own = self.code.buckets.of(what.chunk)
+        summed = own if what.bucket is None else (own[what.bucket],)
+        return self.rounded_width * sum(self._summed_elements(what.axis, one.parameters) for one in summed)
+
+    def _summed_elements(self, axis: str, held: Parameters) -> int:
+        """Gradients of a bucket that a sum over an axis is of, on each of its ranks."""
+        layout, total = self.code.layout, 0
+        shares = axis == "replica" or (layout.zero > 1 and axis == "ends")
+        for axes, count in flat_elements(layout, held).items():
+            if axis in axes or axis == "replica":
+                ways = share_ways(layout, axes)
+                total += share_elements(count, ways) * (1 if shares else ways)
+        return total
+
+    def sizes(self, frame: Frame) -> tuple[int, ...]:
+        """Bytes of every register's memory; none of what the executor provides."""
+        if frame not in self._sizes:
+            provided = {register for all_ in frame.constants.values() for register in all_}
+            self._sizes[frame] = tuple(
+                0
+                if frame.owners[register] in provided
+                else frame.values[frame.owners[register]].bytes(self.width)
+                for register in range(len(frame.names))
+            )
+        return self._sizes[frame]
+
+
+_NEW = FrameState()
+
+
+def _begins(what: Gather | Reduce) -> bool:
+    """Whether no stage comes before it."""
+    return what.move is None or what.move.number == 0
+
+
+def _ends(what: Gather | Reduce) -> bool:
+    """Whether no stage follows it."""
+    return what.move is None or what.move.last
+
+
+@dataclass(frozen=True)
+class History:
+    """A stage's step: most bytes during each instruction, the first fault, frames as they are left."""
+
+    during: tuple[int, ...]
+    fault: tuple[int, CodeError] | None
+    states: Mapping[FrameKey, FrameState]
+
+
+@lru_cache(maxsize=1)
+def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
+    """Sweep over every stage, with bytes of numbers as `Sweep` has them."""
+    sweep, found = Sweep(code, width, rounded_width), []
+    for stretches in code.stages:
+        sweep.states, sweep.held_bytes = {}, 0
+        during, fault = [], None
+        for position, stretch in enumerate(stretches):
+            before = sweep.held_bytes
+            try:
+                during.append(before + sweep.run(stretch).most)
+            except CodeError as error:
+                fault = position, error
+                break
+        found.append(History(tuple(during), fault, sweep.states))
+    return tuple(found)
+
+
+class _Run:
+    """A stretch on its way. Passes of one micro-batch in one chunk share their frame."""
+
+    def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
+        self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
+        self._whole_bytes, self._rounded_bytes = sweep.whole_bytes, sweep.rounded_bytes
+        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        self._place = [keys.index(key) for key in keys]
+        self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
+        self._live = [state.live for state in before]
+        self._done = [state.done for state in before]
+        self._started = [state.started for state in before]
+        self.bytes = self.most = self.before_free = 0
+
+    def after(self) -> tuple[FrameState, ...]:
+        """States of the frames."""
+        return tuple(FrameState(self._live[n], self._done[n], self._started[n]) for n in self._place)
+
+    def operation(self, operation: Operation) -> None:
+        """Run one; `CodeError` if it cannot."""
+        turn = operation.turn
+        match operation:
+            case Compute(Node() as node):
+                self._needs(turn, node, node.needs | node.others)
+                self._write(turn, operation.writes)
+                self._done[self._place[turn]] |= node.bit
+            case Start(Node() as node):
+                self._needs(turn, node, node.needs)
+                self._begin(turn, node.bit, node.operator.name)
+                self._write(turn, operation.writes)
+            case Wait(Node() as node):
+                self._needs(turn, node, node.others)
+                self._end(turn, node.bit, node.operator.name)
+                self._write(turn, operation.writes)
+            case Start(Send() | Receive() as message):
+                if isinstance(message, Send):
+                    self._made(turn, message.moved.forward)
+                self._begin(turn, self._arrival(turn, message), str(message))
+                self._write(turn, operation.writes)
+            case Wait(Send() | Receive() as message):
+                self._end(turn, self._arrival(turn, message), str(message))
+            case Hand(to=to, register=register):
+                forward = self._passes[turn].forward
+                self._made(turn, forward)
+                self._free(turn, operation.frees)
+                self._begin(turn, self._frames[turn].departure(forward), f"what {self._passes[turn]} makes")
+                self._write(to, (register,))
+                self._done[self._place[to]] |= self._frames[to].arrival(forward)
+                self.before_free = self.bytes
+                return
+            case Loss():
+                self._made(turn, True)
+            case Start(Gather() as what) | Allocate(what) if _begins(what):
+                self.bytes += self._whole_bytes(what)
+            case Start(Reduce() as what) if _begins(what):
+                self.bytes += self._rounded_bytes(what)
+            case Wait(Reduce() as what) | Release(what) if _ends(what):
+                self.before_free = self.bytes
+                self.bytes -= self._whole_bytes(what) + self._rounded_bytes(what)
+                return
+        self.before_free = self.bytes
+        self.most = max(self.most, self.bytes)
+        if operation.frees:
+            self._free(turn, operation.frees)
+
+    def _needs(self, turn: int, node: Node, needs: int) -> None:
+        place = self._place[turn]
+        frame, done, one = self._frames[turn], self._done[place], self._passes[turn]
+        if done & node.bit:
+            raise CodeError(f"{one} runs twice ({node.operator.name} has run)")
+        missing = needs & ~done
+        if missing & frame.arrival(one.forward):
+            raise AbsentInputError(one)
+        if missing:
+            raise CodeError(_reason(frame, one, node, missing))
+
+    def _arrival(self, turn: int, message: Message) -> int:
+        """The bit that says that a message has left, or has come."""
+        frame, forward = self._frames[turn], message.moved.forward
+        return frame.departure(forward) if isinstance(message, Send) else frame.arrival(forward)
+
+    def _made(self, turn: int, forward: bool) -> None:
+        if self._frames[turn].makers[not forward] & ~self._done[self._place[turn]]:
+            raise CodeError(f"{self._passes[turn]} has not run yet, its output cannot be handed on")
+
+    def _begin(self, turn: int, bit: int, name: str) -> None:
+        place = self._place[turn]
+        if self._started[place] & bit:
+            raise CodeError(f"{name} is started twice")
+        self._started[place] |= bit
+
+    def _end(self, turn: int, bit: int, name: str) -> None:
+        place = self._place[turn]
+        if not self._started[place] & bit:
+            raise CodeError(f"{name} is not started")
+        if self._done[place] & bit:
+            raise CodeError(f"{name} is waited for twice")
+        self._done[place] |= bit
+
+    def _write(self, turn: int, registers: Sequence[int]) -> None:
+        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        for register in registers:
+            for memory in frame.memories[register]:
+                if not self._live[place] & frame.holders[memory]:
+                    self.bytes += sizes[memory]
+            self._live[place] |= 1 << register
+
+    def _free(self, turn: int, registers: Sequence[int]) -> None:
+        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        for register in registers:
+            if self._live[place] >> register & 1:
+                self._live[place] &= ~(1 << register)
+                for memory in frame.memories[register]:
+                    if not self._live[place] & frame.holders[memory]:
+                        self.bytes -= sizes[memory]
+
+
+def _reason(frame: Frame, one: Pass, node: Node, missing: int) -> str:
+    """Why an operator cannot run yet."""
+    ahead, name = _first(frame, missing)
+    if ahead and not one.forward:
+        return f"{one}: {name} of its forward pass has not run"
+    hint = f" (does {one._replace(kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
+    side = Side(one.kind, node.unit)
+    return f"{one}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
+
+
+def _first(frame: Frame, bits: int) -> tuple[bool, str]:
+    """Of operators, the first: whether it is in the forward graph, and its name."""
+    lowest = (bits & -bits).bit_length() - 1
+    return next((ahead, name) for (_, ahead, name), bit in frame.bits.items() if bit == lowest)
+
+
+def unfinished(micro_batch: int, chunk: int, frame: Frame, state: FrameState) -> str | None:
+    """What of a frame is not done at the end of a step; None if nothing."""
+    passes = {
+        True: Pass(PassKind.FORWARD, micro_batch, chunk),
+        False: Pass(PassKind.BACKWARD, micro_batch, chunk),
+    }
+    if missing := frame.complete & ~state.done:
+        ahead, name = _first(frame, missing)
+        begun = state.started & missing & -missing
+        return f"{name} of {passes[ahead]} {'is never waited for' if begun else 'never runs'}"
+    for forward, one in passes.items():
+        register = frame.exit(forward)
+        if register is not None and state.live >> register & 1:
+            begun = state.started & frame.departure(forward)
+            where = "waited for" if begun else "sent to the stage that needs it"
+            return f"the {'send of the ' if begun else ''}output of {one} is never {where}"
+    provided = {register for all_ in frame.constants.values() for register in all_}
+    left = [n for n in range(len(frame.names)) if state.live >> n & 1 and n not in provided]
+    return (
+        f"{frame.names[left[0]]} of micro-batch {micro_batch}, chunk {chunk} is never let go"
+        if left
+        else None
+    )

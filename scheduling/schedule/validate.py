@@ -1,0 +1,317 @@
+"""Checks a schedule before a step runs: order, data, transfers, deadlock, memory.
+
+Most of it is one sweep over the linked code: every operator once, after what it needs, every message made,
+sent, received and let go. What a stage's code does not show by itself (other stages, the update) is checked
+on the instructions. `ScheduleError` names stage, instruction and cause and draws the instructions around it.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import NoReturn
+
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.code import Code, Stretch
+from braid.scheduling.schedule.draw import draw_around
+from braid.scheduling.schedule.link import LinkError, link
+from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, rank_memory
+from braid.scheduling.schedule.operations import (
+    Compute,
+    Direction,
+    Message,
+    Node,
+    Pass,
+    PassKind,
+    Receive,
+    Send,
+    Start,
+    Strand,
+    Wait,
+)
+from braid.scheduling.schedule.schedule import Block, Schedule, Side, passes_in
+from braid.scheduling.schedule.sweep import AbsentInputError, histories, unfinished
+from braid.scheduling.schedule.text import write_sides
+from braid.scheduling.schedule.timeline import unit_timeline
+from braid.scheduling.schedule.validate_update import update_faults
+
+Faults = Iterator[tuple[int, str]]
+"""Positions in a stage's list (its length: the end) and causes."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not run."""
+
+
+def linked(
+    schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
+) -> Code:
+    """The code of a schedule; `ScheduleError` unless it is complete and safe for layout and parts."""
+    if len(schedule.stages) != layout.pp or schedule.chunks != layout.chunks:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
+            f"the layout {layout.describe()} has {layout.pp} and {layout.chunks}"
+        )
+    if schedule.micro_batches < 1:
+        raise ScheduleError(f"schedule {schedule.name} has no micro-batches")
+    _check_programs(schedule, parts)
+    homes = _homes(schedule)
+    for stage in range(layout.pp):
+        for position, cause in _misplaced(schedule, stage, layout, homes):
+            _fail(schedule, stage, position, cause)
+    try:
+        code = link(schedule, layout, kinds, parts)
+    except LinkError as error:
+        _fail(schedule, error.stage, error.position, str(error))
+    check(code)
+    return code
+
+
+def check(code: Code) -> None:
+    """`ScheduleError` for linked code that must not run."""
+    schedule, layout = code.schedule, code.layout
+    for stage, stretches in enumerate(code.stages):
+        for faults in (
+            _never(schedule, stage, layout),
+            _data(code, stage),
+            _summation(stretches),
+        ):
+            for position, cause in faults:
+                _fail(schedule, stage, position, cause)
+    for stage, position, cause in chain(update_faults(schedule, layout), _channels(schedule)):
+        _fail(schedule, stage, position, cause)
+    stuck = unit_timeline(schedule).stuck
+    for stage, position in stuck.items():
+        waits = "; ".join(f"stage {s} waits at {schedule.stages[s][n]}" for s, n in stuck.items())
+        _fail(schedule, stage, position, f"deadlock: {waits}")
+
+
+def check_memory(
+    code: Code, shape: ModelShape, dtype: str, limit_bytes: int, reduce_dtype: str | None = None
+) -> None:
+    """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; names the instruction."""
+    for stage in range(code.layout.pp):
+        needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype).total_bytes
+        if needed > limit_bytes:
+            during = held_during(code, stage, DTYPE_BYTES[dtype], reduce_dtype=reduce_dtype)
+            cause = (
+                f"memory: a rank of this stage needs {needed / 2**30:.2f} GiB here, "
+                f"{(needed - limit_bytes) / 2**30:.2f} GiB over the limit of {limit_bytes / 2**30:.2f} GiB"
+            )
+            _fail(code.schedule, stage, during.index(max(during)), cause)
+
+
+def _fail(schedule: Schedule, stage: int, position: int, cause: str) -> NoReturn:
+    instructions = schedule.stages[stage]
+    at = instructions[position] if position < len(instructions) else "the end"
+    grid = draw_around(schedule, stage, position)
+    raise ScheduleError(f"schedule {schedule.name}, stage {stage}, at {at}: {cause}\n{grid}")
+
+
+# -- programs ------------------------------------------------------------------------------------------------
+
+
+def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
+    """`ScheduleError` for programs of what the model does not have, or that no block can use."""
+    blocks = {_movers(i.passes) for own in schedule.stages for i in own if isinstance(i, Block)}
+    kinds = {*blocks, *((kind,) for together in blocks for kind in together)}
+    for sides, program in schedule.programs.items():
+        label = f"schedule {schedule.name}: program {write_sides(sides)}"
+        if any(side.unit not in parts for side in sides):
+            raise ScheduleError(f"{label} is for no part of the model")
+        for side in sides:
+            if side.kind is PassKind.END and Side(PassKind.BACKWARD, side.unit) not in sides:
+                raise ScheduleError(f"{label} takes up {side}, but has no B:{side.unit}")
+        if _movers(sides) not in kinds:
+            raise ScheduleError(f"{label} is used by no block")
+        for operation in program:
+            if not 0 <= operation.turn < len(sides):
+                raise ScheduleError(
+                    f"{label}: {operation.turn}:{operation} is of none of its {len(sides)} passes"
+                )
+
+
+def _movers(passes: Iterable[Pass | Side]) -> tuple[PassKind, ...]:
+    return tuple(one.kind for one in passes if one.kind is not PassKind.END)
+
+
+# -- what belongs where --------------------------------------------------------------------------------------
+
+Homes = Mapping[int, Strand]
+"""The strand of every micro-batch: that of most passes."""
+
+
+def _homes(schedule: Schedule) -> Homes:
+    found: dict[int, Counter[Strand]] = defaultdict(Counter)
+    for stage in schedule.passes:
+        for one in stage:
+            found[one.micro_batch][one.strand] += 1
+    return {micro_batch: strands.most_common(1)[0][0] for micro_batch, strands in found.items()}
+
+
+def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
+    """Passes and messages that do not belong to the stage, or not to the rest of their micro-batch."""
+    here, last = layout.chunks_of(stage), schedule.micro_batches - 1
+    together = {_movers(sides) for sides in schedule.programs}
+    for position, instruction in enumerate(schedule.stages[stage]):
+        transfer = instruction.what if isinstance(instruction, Start | Wait) else None
+        runs = [transfer.moved] if isinstance(transfer, Receive) else [*passes_in(instruction)]
+        for one in runs:
+            if one.chunk not in here or one.micro_batch > last:
+                chunks = " and ".join(map(str, here))
+                facts = f"it has chunk {chunks}, micro-batches 0 to {last}"
+                yield position, f"{one} does not run on this stage: {facts}"
+        if isinstance(transfer, Message) and (cause := _astray(transfer, stage, layout)):
+            yield position, cause
+        for one in [*runs, transfer.moved] if isinstance(transfer, Send) else runs:
+            strand = homes.get(one.micro_batch, one.strand)
+            if one.strand is not strand:
+                yield position, f"micro-batch {one.micro_batch} is on strand {strand} elsewhere"
+        if isinstance(instruction, Block) and (cause := _unfit(instruction, together, schedule.trains)):
+            yield position, cause
+
+
+def _astray(transfer: Message, stage: int, layout: ParallelLayout) -> str | None:
+    """Why a stage has nothing to send or to receive, if it has not."""
+    moved, other = transfer.moved, transfer.stage
+    before = moved.before(layout)
+    source = None if before is None else layout.stage_of(before.chunk)
+    if moved != moved.whole:
+        return f"messages are of whole passes: {moved.whole}"
+    if isinstance(transfer, Receive):
+        return f"nothing for {moved} comes from stage {other}" if source != other or other == stage else None
+    home = layout.stage_of(moved.chunk)
+    if source != stage:
+        return f"{moved} takes nothing from this stage"
+    if home == stage:
+        return f"{moved} runs on this stage, there is nothing to send"
+    return f"{moved} runs on stage {home}" if home != other else None
+
+
+def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: bool) -> str | None:
+    """Why passes cannot be in one block, if they cannot."""
+    passes = block.passes
+    strands = {
+        forward: {one.strand for one in passes if one.kind is not PassKind.END and one.forward is forward}
+        for forward in (True, False)
+    }
+    if len({one.whole for one in passes}) < len(passes):
+        return "a block has a pass twice"
+    if not any(strands.values()):
+        return "an end has nothing to run beside"
+    if both := strands[True] & strands[False]:
+        return f"both directions are on strand {min(both)}; each is on strands of its own"
+    if not trains and any(not one.forward for one in passes):
+        return "the schedule has no backward passes"
+    kinds = _movers(passes)
+    if len(set(kinds)) > 1 and kinds not in together:
+        # Passes of one kind may go one behind the other; those that differ are there to run side by side.
+        return f"no program is for {kinds[0]} beside {' and '.join(kinds[1:])}"
+    return None
+
+
+# -- one stage -----------------------------------------------------------------------------------------------
+
+
+def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
+    """Passes that a stage has to run, and does not."""
+    here = {(one.whole.kind, one.micro_batch, one.chunk) for one in schedule.passes[stage]}
+    kinds = (PassKind.FORWARD, PassKind.BACKWARD) if schedule.trains else (PassKind.FORWARD,)
+    missing = [
+        f"{kind.value}{micro_batch}.{chunk}"
+        for micro_batch in range(schedule.micro_batches)
+        for kind in kinds
+        for chunk in layout.chunks_of(stage)
+        if (kind, micro_batch, chunk) not in here
+    ]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        runs = "runs" if len(missing) == 1 else "run"
+        yield len(schedule.stages[stage]), f"{', '.join(missing[:4])}{more} never {runs}"
+
+
+def _data(code: Code, stage: int) -> Faults:
+    """Operators that cannot run where they stand, and what is left at the end."""
+    # As memory in bf16 asks for it, so that it is swept once.
+    swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
+    if swept.fault is not None:
+        position, error = swept.fault
+        cause = str(error)
+        if isinstance(error, AbsentInputError):
+            cause = f"{error.one}: {_absent(error.one, stage, code.layout)}"
+        yield position, cause.removeprefix(f"{stretches[position].instruction}: ")
+        return
+    frames = {(p.micro_batch, p.chunk): f for s in stretches for p, f in zip(s.passes, s.frames, strict=True)}
+    for key, frame in sorted(frames.items(), key=lambda item: item[0]):
+        if left := unfinished(*key, frame, swept.states[key]):
+            yield len(stretches), left
+
+
+def _absent(one: Pass, stage: int, layout: ParallelLayout) -> str:
+    """Why a pass has no input."""
+    before = one.before(layout)
+    assert before is not None
+    source = layout.stage_of(before.chunk)
+    if source == stage:
+        return f"its input comes from {before}, which has not run"
+    return f"its input from stage {source} has not arrived (no RECV and WAIT before it)"
+
+
+def _summation(stretches: tuple[Stretch, ...]) -> Faults:
+    """Within a block, gradients of a parameter are added up in the order of micro-batches.
+
+    So a block of several passes gives the bits of the same passes one after the other.
+    """
+    known: set[tuple[object, ...]] = set()
+    for position, stretch in enumerate(stretches):
+        passes = stretch.block_passes
+        order = sorted(range(len(passes)), key=lambda turn: passes[turn].micro_batch)
+        key = (id(stretch.body), tuple(order), tuple(one.chunk for one in passes))
+        if len(passes) < 2 or key in known:
+            continue
+        known.add(key)
+        done: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for operation in stretch.operations:
+            if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
+                continue
+            if operation.what.operator.adds_gradients:
+                chunk = stretch.passes[operation.turn].chunk
+                done[chunk, operation.what.bit].append(operation.turn)
+        for turns in done.values():
+            if turns != sorted(turns, key=order.index):
+                first, second = (stretch.passes[turn] for turn in turns[:2])
+                yield (
+                    position,
+                    f"gradients are added up in the order of micro-batches: {second} before {first}",
+                )
+                return
+
+
+# -- all stages together -------------------------------------------------------------------------------------
+
+
+def _channels(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
+    """Every message is received where it is sent to, in the order it is sent, each channel by itself.
+
+    A channel is a pair of stages and a direction. Yields stages, positions and causes.
+    """
+    sent: dict[tuple[int, int, Direction], deque[Pass]] = defaultdict(deque)
+    for source, instructions in enumerate(schedule.stages):
+        for instruction in instructions:
+            if isinstance(instruction, Start) and isinstance(message := instruction.what, Send):
+                sent[source, message.stage, message.moved.direction].append(message.moved)
+    for stage, instructions in enumerate(schedule.stages):
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Start) and isinstance(message := instruction.what, Receive):
+                channel = sent[message.stage, stage, message.moved.direction]
+                coming = channel.popleft() if channel else None
+                if coming is None:
+                    yield stage, position, f"stage {message.stage} sends nothing more for it"
+                elif coming != message.moved:
+                    text = f"the next message that stage {message.stage} sends is for {coming}"
+                    yield stage, position, text
+    for (source, stage, _), channel in sent.items():
+        if channel:
+            end = len(schedule.stages[stage])
+            yield stage, end, f"what stage {source} sends for {channel[0]} is never received"

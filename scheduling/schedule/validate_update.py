@@ -1,0 +1,216 @@
+"""The end of a step, checked: gradients summed over every axis, the norm of what is summed, one update.
+
+Nothing of it shows in the data of passes: a sum that is missing gives other gradients on every rank.
+"""
+
+from collections.abc import Iterator, Set
+
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.schedule.operations import (
+    ENDING,
+    Compute,
+    Gather,
+    Norm,
+    PassKind,
+    Reduce,
+    Start,
+    Step,
+    Wait,
+)
+from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule, passes_in, sums_in
+from braid.scheduling.schedule.update_axes import SHARED, SUMMED, axes_beyond, norm_axes
+
+
+def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
+    """Sums of gradients after the last pass of a chunk (ZeRO 2: every one), gathers before the first (ZeRO 3:
+    every one), one step at the end.
+
+    Stages, positions in their lists (their length: the end) and causes.
+    """
+    everywhere = [i for own in schedule.stages for i in own]
+    shared = {one.axis for i in everywhere for one in sums_in(i)}
+    shared |= {one.axis for i in everywhere if isinstance(i, Block) for one in i.gathers}
+    for stage in range(len(schedule.stages)):
+        for position, cause in _of_stage(schedule, stage, layout, shared):
+            yield stage, position, cause
+
+
+def _of_stage(
+    schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]
+) -> Iterator[tuple[int, str]]:
+    walk = _Walk(schedule, stage, layout, shared)
+    for position, instruction in enumerate(schedule.stages[stage]):
+        if not schedule.trains and isinstance(_transfer(instruction), Reduce | Norm | Step):
+            yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
+        elif cause := walk.fault(position, instruction):
+            yield position, cause
+    if schedule.trains and (cause := walk.at_end()):
+        yield len(schedule.stages[stage]), cause
+
+
+def _transfer(instruction: Instruction) -> object:
+    return instruction.what if isinstance(instruction, Start | Wait | Compute) else instruction
+
+
+class _Walk:
+    """Goes through a stage's list and keeps what has happened so far."""
+
+    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]) -> None:
+        self._layout = layout
+        self._instructions = schedule.stages[stage]
+        self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
+        self._axes = {chunk: _axes(layout, chunk, shared) for chunk in layout.chunks_of(stage)}
+        self._norm_axes = norm_axes(layout)
+        self._under_way: list[Reduce] = []
+        self._done: set[Reduce] = set()
+        self._gathered: set[Gather] = set()
+        self._normed = self._stepped = False
+
+    def fault(self, position: int, instruction: Instruction) -> str | None:
+        """What is wrong with an instruction behind those before it; None: nothing, and it has happened."""
+        match instruction:
+            case Prefetch():
+                behind = self._stepped and self._layout.zero < 3 and position == len(self._instructions) - 1
+                if not self._layout.zero or (position and not behind):
+                    return "it stands at the begin, or at the end unless parameters are in shares (ZeRO 3)"
+            case Start(Reduce() as transfer):
+                return self._start(position, transfer)
+            case Wait(Reduce() as transfer):
+                if transfer not in self._under_way:
+                    return f"no {transfer} is under way"
+                self._under_way.remove(transfer)
+                self._done.add(transfer)
+            case Compute(Norm()):
+                return self._norm(position)
+            case Compute(Step()):
+                return self._step()
+            case Block():
+                return self._block(position, instruction)
+        return None
+
+    def _block(self, position: int, block: Block) -> str | None:
+        if cause := self._gathers(block):
+            return cause
+        if self._layout.zero > 1:
+            for number, one in enumerate(block.sums):
+                before = (
+                    other
+                    for other in block.sums[:number]
+                    if other.chunk == one.chunk and not is_tensor(other.axis)
+                )
+                if block.sums.count(one) > 1:
+                    return f"{one} stands twice"
+                if is_tensor(one.axis) and (other := next(before, None)):
+                    return f"{other} is not waited for, and sums of the same come one after the other"
+            for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
+                for axis in self._axes.get(chunk, ()):
+                    if (is_tensor(axis) or axis in SHARED) and Reduce(chunk, axis) not in block.sums:
+                        return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
+        return next(filter(None, (self._start(position, one) for one in block.sums)), None)
+
+    def _gathers(self, block: Block) -> str | None:
+        """Parameters are there before their passes, and with ZeRO 1 and 2 are gathered once."""
+        reading = dict.fromkeys(one.chunk for one in block.passes if one.kind is not PassKind.WEIGHT)
+        for one in block.gathers:
+            if one.chunk not in reading:
+                return f"{one}: no pass of the block reads the parameters of chunk {one.chunk}"
+            if one.axis not in (known := self._cut(self._axes.get(one.chunk, ()))):
+                axes = ", ".join(known) or "no axis"
+                return f"{one}: over {one.axis} there is nothing to gather (but over {axes})"
+            if one in self._gathered or block.gathers.count(one) > 1:
+                return f"{one} stands twice"
+        there = {*self._gathered, *block.gathers}
+        for chunk in reading:
+            for axis in self._cut(self._axes.get(chunk, ())):
+                if Gather(chunk, axis) not in there:
+                    zero = self._layout.zero
+                    return f"the parameters of chunk {chunk} are not gathered over {axis} (ZeRO {zero})"
+        if block.gathers and self._instructions.count(Prefetch()) != 1:
+            return "PREFETCH is missing, or stands twice"
+        if self._layout.zero < 3:
+            self._gathered = there
+        return None
+
+    def at_end(self) -> str | None:
+        """What is missing."""
+        if not self._stepped:
+            return "the STEP is missing"
+        return f"{self._under_way[0]} is never waited for" if self._under_way else None
+
+    def _start(self, position: int, transfer: Reduce) -> str | None:
+        chunk, axis = transfer.chunk, transfer.axis
+        block = self._instructions[position]
+        again = self._layout.zero > 1 and isinstance(block, Block)
+        twice = block.sums.count(transfer) > 1 if isinstance(block, Block) else False
+        if twice or (not again and (transfer in self._under_way or transfer in self._done)):
+            return f"{transfer} stands twice"
+        if chunk is not None and chunk not in self._axes:
+            return f"chunk {chunk} is not on this stage"
+        known = self._norm_axes if chunk is None else self._axes[chunk]
+        if axis not in known:
+            return f"over {axis} there is nothing to do here (but over {', '.join(known) or 'no axis'})"
+        if chunk is None and not self._normed:
+            return "the squares are not there yet: NORM comes first"
+        if chunk is not None and self._normed:
+            return "too late: NORM has squared the gradients"
+        if chunk is not None and self._layout.zero > 1 and not again and (is_tensor(axis) or axis in SUMMED):
+            return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
+        if chunk is not None and self._last.get(chunk, -1) > position and not again:
+            return f"chunk {chunk} still has passes to run"
+        for other in self._under_way:
+            # Dense parameters and experts are not the same; shares follow their own sums.
+            replicas = {axis, other.axis} <= set(SUMMED)
+            if other.chunk == chunk and not replicas and not again:
+                return f"{other} is not waited for, and sums of the same come one after the other"
+        if isinstance(block, Block) and is_tensor(axis):
+            self._done.add(transfer)  # waited for in the block
+        elif transfer not in self._under_way:
+            self._under_way.append(transfer)
+        return None
+
+    def _norm(self, position: int) -> str | None:
+        if self._normed:
+            return "a second NORM"
+        if self._under_way:
+            return f"{self._under_way[0]} is not waited for"
+        for chunk, axes in self._axes.items():
+            if self._last.get(chunk, -1) > position:
+                return f"chunk {chunk} still has passes to run"
+            for axis in axes:
+                if Reduce(chunk, axis) not in self._done:
+                    return f"the gradients of chunk {chunk} are not summed over {axis}"
+        self._normed = True
+        return None
+
+    def _step(self) -> str | None:
+        if self._stepped:
+            return "a second STEP"
+        if not self._normed:
+            return "there is no NORM before it"
+        for axis in self._norm_axes:
+            if Reduce(None, axis) not in self._done:
+                return f"the squares of the norm are not summed over {axis}"
+        self._stepped = True
+        return None
+
+    def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the axes that gradients are summed over, those that states are cut over."""
+        return tuple(axis for axis in axes if axis in SHARED) if self._layout.zero else ()
+
+
+def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:
+    """Axes over which the gradients of a chunk must be summed.
+
+    Some depend on the model (`gradient_axes`), which is not known here: if one chunk is, all are.
+    """
+    at_end = layout.is_first(chunk) or layout.is_last(chunk)
+    wanted = {
+        "tp": layout.tp > 1,
+        **dict.fromkeys(axes_beyond(layout, chunk), True),
+        "ends": "ends" in summed and at_end and layout.ends_apart,
+        "dp": layout.dp * layout.cp > 1,
+        "replica": layout.replicas > 1,
+        "edp": "edp" in summed,
+    }
+    return tuple(axis for axis, needed in wanted.items() if needed)

@@ -1,0 +1,118 @@
+"""Unions of intervals, and the numbers of overlap made of them (docs/design.md, Numbers of overlap)."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.scheduling.trace.spans import OverlapNumbers
+
+IntArray = NDArray[np.int64] | NDArray[np.float64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+def overlap_numbers(
+    compute: IntArray,
+    solo_ns: IntArray,
+    links: Sequence[IntArray],
+    blocks: IntArray,
+    paired: BoolArray,
+    waits: IntArray | None = None,
+    axes: Mapping[str, IntArray] = MappingProxyType({}),
+) -> OverlapNumbers:
+    """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
+
+    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
+    of transfers inside nodes, and of transfers between nodes. blocks: of all blocks; ``paired`` (n,): which
+    blocks are paired. waits: from this rank's issue of collectives to their last members'. axes: the
+    transfers of each axis.
+    """
+    each = [union(link) for link in links]
+    transfers: IntArray = np.concatenate(each)  # type: ignore[assignment]
+    busy, in_flight, inside = union(compute), union(transfers), union(blocks)
+    running = union(np.concatenate([busy, in_flight]))
+    occupied = running if waits is None else union(np.concatenate([running, waits]))
+    bubble = int(inside[-1, 1] - inside[0, 0] - length(inside)) if len(inside) else 0
+    return OverlapNumbers(
+        communication_ns=length(in_flight),
+        hidden_ns=length(in_flight) + length(busy) - length(running),
+        slowdown_ns=_slowdown_ns(compute, solo_ns, blocks[paired]),
+        launch_gap_ns=length(union(np.concatenate([inside, occupied]))) - length(occupied),
+        bubble_ns=bubble,
+        compute_ns=length(busy),
+        links_together_ns=sum(map(length, each)) - length(in_flight),
+        waiting_ns=length(occupied) - length(running),
+        exposed_by_axis_ns={
+            axis: length(union(np.concatenate([busy, moves]))) - length(busy) for axis, moves in axes.items()
+        },
+    )
+
+
+def union(intervals: IntArray) -> IntArray:
+    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish."""
+    found = intervals[intervals[:, 1] > intervals[:, 0]]
+    if not len(found):
+        return found
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(found[:, 1])
+    begins = np.flatnonzero(np.concatenate([[True], found[1:, 0] > reached[:-1]]))
+    ends = np.concatenate([begins[1:] - 1, [len(found) - 1]])
+    return np.stack([found[begins, 0], reached[ends]], axis=1)
+
+
+def without(some: IntArray, others: IntArray) -> IntArray:
+    """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
+    return outside(union(some), others)[1]
+
+
+def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArray]:
+    """The parts of each of some intervals (n, 2), which may overlap, that lie in no others (m, 2).
+
+    Which interval each part is of, (p,), and the parts, (p, 2), in that order.
+    """
+    busy, numbers = union(others), np.flatnonzero(some[:, 1] > some[:, 0])
+    some = some[numbers]
+    ends = np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max])
+    gaps = np.stack([np.append(ends[:1], busy[:, 1]), np.append(busy[:, 0], ends[1:])], axis=1)
+    first = np.searchsorted(gaps[:, 1], some[:, 0], side="right")
+    counts = np.maximum(0, np.searchsorted(gaps[:, 0], some[:, 1], side="left") - first)
+    whose = np.repeat(np.arange(len(some)), counts)
+    place = np.arange(len(whose)) - np.repeat(np.cumsum(counts) - counts, counts) + first[whose]
+    begins, lasts = np.maximum(some[whose, 0], gaps[place, 0]), np.minimum(some[whose, 1], gaps[place, 1])
+    return numbers[whose], np.stack([begins, lasts], axis=1)
+
+
+def covered_before(disjoint: IntArray, times: IntArray) -> IntArray:
+    """How much of disjoint intervals (n, 2), which are in order, lies before each of some times (m,)."""
+    if not len(disjoint):
+        return np.zeros(len(times), np.int64)
+    lengths = np.concatenate([[0], np.cumsum(disjoint[:, 1] - disjoint[:, 0])])
+    begun = np.searchsorted(disjoint[:, 0], times, side="right")
+    over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - times)
+    covered: IntArray = lengths[begun] - np.where(begun > 0, over, 0)
+    return covered
+
+
+def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
+    """How much of each column between edges (columns + 1,) disjoint intervals (n, 2) fill."""
+    found: FloatArray = np.diff(covered_before(disjoint, edges)) / np.diff(edges)
+    return found
+
+
+def length(disjoint: IntArray) -> int:
+    """Total length of disjoint intervals (n, 2)."""
+    return int((disjoint[:, 1] - disjoint[:, 0]).sum())
+
+
+def _slowdown_ns(compute: IntArray, solo_ns: IntArray, paired: IntArray) -> int | None:
+    """None if the solo time of some operator in a paired block is not known."""
+    if not len(paired):
+        return 0
+    paired = paired[np.argsort(paired[:, 0])]
+    place = np.searchsorted(paired[:, 0], compute[:, 0], side="right") - 1
+    inside = (place >= 0) & (compute[:, 0] < paired[place, 1])
+    if (solo_ns[inside] < 0).any():
+        return None
+    return int((compute[inside, 1] - compute[inside, 0] - solo_ns[inside]).sum())

@@ -1,0 +1,237 @@
+"""Spans as Arrow IPC streams: the form in which ranks send them, and runs and simulations keep them.
+
+A stream is a schema and record batches of one row: a rank's spans of a step, and beside them the labels that
+the spans name by number. So a reader may begin with any batch, and a file that is torn is read up to there.
+`pyarrow.ipc.open_stream` reads the files. pyarrow is imported where it is used, as it takes a while to load.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS, Label, Span
+
+Records = NDArray[np.void]
+"""(spans,) of `RECORD`."""
+
+RECORD: Final = np.dtype(
+    [
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("label", "<u4"),
+        ("peer", "<i4"),
+        ("micro_batch", "<i2"),
+        ("chunk", "<i2"),
+        ("strand", "u1"),
+        ("direction", "u1"),
+        ("kind", "u1"),
+    ]
+)
+"""Times are of the wall clock; ``label``, ``strand``, ``direction`` and ``kind`` are places in tables. A
+micro-batch or chunk of -1: the span belongs to none. ``peer``: the rank that was waited for, else -1."""
+
+SUFFIX: Final = ".arrows"
+_LARGEST: Final = 1 << 28
+"""No batch's description is larger: a length beyond is damage."""
+
+
+class Labels:
+    """What records name by number; also as arrays with an entry per label."""
+
+    def __init__(self, labels: Iterable[Label] = ()) -> None:
+        self.all = tuple(labels)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def __getitem__(self, number: int) -> Label:
+        return self.all[number]
+
+    @cached_property
+    def solo_ns(self) -> NDArray[np.int64]:
+        """What operators take alone; -1 where that is not known."""
+        return np.array([-1 if label.solo_ns is None else label.solo_ns for label in self.all], np.int64)
+
+    @cached_property
+    def streams(self) -> NDArray[np.object_]:
+        return np.array([label.stream for label in self.all], object)
+
+    @cached_property
+    def axes(self) -> NDArray[np.object_]:
+        return np.array([label.along for label in self.all], object)
+
+    @cached_property
+    def column(self) -> Any:
+        """The labels as the cell of a batch."""
+        import pyarrow as pa
+
+        return pa.array([[vars(label) for label in self.all]], _schema().field("labels").type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A rank's spans of one step."""
+
+    rank: int
+    step: int
+    """From 0."""
+    generation: int = 0
+    sequence: int = 0
+    """Number of the batch in its rank and generation, from 0: a gap is a batch that was lost."""
+    dropped: int = 0
+    """Spans that the rank has had to drop so far in this generation."""
+    every: int = 1
+    """Spans of every so many steps are recorded."""
+    labels: Labels = field(default_factory=Labels)
+    records: Records = field(default_factory=lambda: np.zeros(0, RECORD))
+
+    def encode(self) -> bytes:
+        """The batch as an Arrow message; `head` has to stand before the first one of a stream."""
+        import pyarrow as pa
+
+        schema = _schema()
+        columns = [np.ascontiguousarray(self.records[name]) for name in RECORD.fields or ()]
+        spans = pa.StructArray.from_arrays([*map(pa.array, columns)], fields=list(_span_type()))
+        row = [
+            *(pa.array(np.array([getattr(self, name)], np.int64)) for name in _FACTS),
+            self.labels.column,
+            pa.ListArray.from_arrays(pa.array([0, len(spans)], pa.int32()), spans),
+        ]
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+        stream = pa.ipc.new_stream(sink, schema, options=options)
+        stream.write_batch(pa.record_batch(row, schema=schema))
+        return bytes(memoryview(sink.getvalue())[len(head()) :])
+
+
+_FACTS: Final = tuple(fact.name for fact in fields(Batch))[:-2]
+
+
+@cache
+def head() -> bytes:
+    """What a stream begins with: its schema."""
+    return bytes(_schema().serialize())
+
+
+@cache
+def _span_type() -> Any:
+    import pyarrow as pa
+
+    return pa.struct([(name, pa.from_numpy_dtype(RECORD[name])) for name in RECORD.names or ()])
+
+
+@cache
+def _schema() -> Any:
+    import pyarrow as pa
+
+    numbers = ("layer", "bytes", "flops", "solo_ns")
+    names = [field.name for field in fields(Label)]
+    label = [(name, pa.int64() if name in numbers else pa.string()) for name in names]
+    lists = {"labels": pa.list_(pa.struct(label)), "spans": pa.list_(_span_type())}
+    return pa.schema([*((name, pa.int64()) for name in _FACTS), *lists.items()])
+
+
+def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
+    """The batches in a part of a stream, each with the place behind it; an unfinished last batch is left out.
+
+    `ValueError` for bytes that are no batch, are damaged, or come from another version of Braid.
+    """
+    import pyarrow as pa
+
+    source, place = pa.BufferReader(data), 0
+    while len(data) - place >= 8:
+        mark, size = struct.unpack_from("<Ii", data, place)
+        if mark != 0xFFFFFFFF or not 0 < size < _LARGEST:
+            raise ValueError(f"byte {place} is not the begin of a batch of spans")
+        if len(data) - place - 8 < size:
+            return
+        try:
+            message = pa.ipc.read_message(source)
+        except OSError:
+            return  # its body is not all there
+        place = source.tell()
+        if message.type == "schema":
+            if pa.ipc.read_schema(message) != _schema():
+                raise ValueError("the spans were written by another version of Braid, and cannot be read")
+            continue
+        try:
+            row = pa.ipc.read_record_batch(message, _schema())
+            row.validate(full=True)
+            batch = _batch(row)
+        except OSError as error:
+            raise ValueError(f"a batch of spans is damaged: {error}") from None
+        yield batch, place
+
+
+def _batch(row: Any) -> Batch:
+    spans = row.column("spans").flatten()
+    records = np.empty(len(spans), RECORD)
+    for number, name in enumerate(RECORD.names or ()):
+        records[name] = spans.field(number).to_numpy()
+    facts = {name: row.column(name)[0].as_py() for name in _FACTS}
+    return Batch(**facts, labels=_labels(row.column("labels")), records=records)
+
+
+_known: Final[deque[Labels]] = deque(maxlen=64)
+
+
+def _labels(column: Any) -> Labels:
+    """Most batches have the labels of the step before, and of the other ranks of a stage."""
+    labels = next((known for known in _known if known.column.equals(column)), None)
+    if labels is None:
+        rows = column[0].as_py()
+        labels = Labels(Label(**{**row, "stream": Stream(row["stream"])}) for row in rows)
+        _known.appendleft(labels)
+    return labels
+
+
+def read_batches(path: Path) -> list[Batch]:
+    """All batches of a file; `ValueError` where it cannot be read or has none."""
+    try:
+        found = [batch for batch, _ in decode(path.read_bytes())]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"trace {path} cannot be read: {error}") from None
+    if not found:
+        raise ValueError(f"trace {path} holds no spans")
+    return found
+
+
+def encode_all(batches: Iterable[Batch]) -> bytes:
+    return b"".join([head(), *(batch.encode() for batch in batches)])
+
+
+def batches_of(spans: Iterable[Span]) -> list[Batch]:
+    """A simulated step's spans, a batch per rank."""
+    labels: dict[int, dict[Label, int]] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    for span in spans:
+        known = labels.setdefault(span.rank, {})
+        shared = {name: getattr(span, name) for name in ("operator", "stream", "layer", "bytes", "flops")}
+        number = known.setdefault(Label(**shared), len(known))
+        strand, direction = STRANDS.index(span.strand), DIRECTIONS.index(span.direction)
+        row = span.start_ns, span.end_ns, number, -1, span.micro_batch, span.chunk, strand, direction, 0
+        rows.setdefault(span.rank, []).append(row)
+    return [
+        Batch(rank=rank, step=0, labels=Labels(labels[rank]), records=np.array(found, RECORD))
+        for rank, found in rows.items()
+    ]
+
+
+def apart(records: Records) -> tuple[Records, Records, Records]:
+    """A step's operators, its blocks, and its waiting."""
+    kinds = records["kind"]
+    operators, waits = kinds == KINDS.index("operator"), kinds == KINDS.index("waiting")
+    return records[operators], records[~(operators | waits)], records[waits]
+
+
+def begin_of(batches: Sequence[Batch]) -> int:
+    """When the first span of some batches began; 0 without any."""
+    return min((int(batch.records["start_ns"].min()) for batch in batches if len(batch.records)), default=0)
