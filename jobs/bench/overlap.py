@@ -51,7 +51,7 @@ from braid.scheduling.plan.decide import (
 )
 from braid.scheduling.plan.layer_choices import degrees_within
 from braid.scheduling.plan.orders import BenchOf, decisions, exact_pairing, layer_pair
-from braid.scheduling.schedule.text import write, write_sides
+from braid.scheduling.schedule.text import write
 
 FIRST_GUESS_MBIT = 600.0
 """Link rate at which the rate for a wanted alpha is worked out."""
@@ -215,8 +215,8 @@ class _StartedCase:
             sides, order, _ = exact_pairing(layer_pair(bench))
         except ValueError:
             return None
-        alone = {text: own for text, own in choices.orders.items() if "|" not in text}
-        exact = Choices(orders={**alone, write_sides(sides): order})
+        alone = {passes: own for passes, own in choices.orders.items() if not passes[1:]}
+        exact = Choices(orders={**alone, sides: order})
         return outcome_of(bench, exact, None, anything).numbers.step_seconds
 
     def processes(self, config: Config) -> Launcher:

@@ -152,7 +152,7 @@ class Prices:
     def _sharing(
         self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
     ) -> Price:
-        """A transfer over the ranks that share parameters of a chunk or a bucket of it (`gradient_axes`)."""
+        """A transfer over the ranks that share parameters of a chunk or a bucket of it (`Buckets.axes`)."""
         count, ranks = self._shared(chunk, axis, bucket)
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move

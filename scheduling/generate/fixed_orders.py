@@ -4,13 +4,14 @@ Each takes what a program is for, and the parts; it gives what `programs.program
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from braid.scheduling.generate.named import PairMethod
-from braid.scheduling.generate.programs import BARRIER, Order, graph_of
+from braid.scheduling.generate.programs import graph_of
 from braid.scheduling.model.operators import Kind, Operator, Part, Phase
+from braid.scheduling.schedule.operations import Barrier
+from braid.scheduling.schedule.order import Issue, Order
 from braid.scheduling.schedule.schedule import Sides
-from braid.scheduling.schedule.text import write_step
 
 _FixedOrder = Callable[[Sides, Mapping[str, Part]], Order]
 
@@ -21,14 +22,14 @@ _HEAVY = frozenset((Kind.GEMM, Kind.ATTENTION, Kind.GROUPED_GEMM, Kind.CROSS_ENT
 def one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
     """All operators of the first pass, those of the second, and so on."""
     graphs = enumerate(_graphs(sides, parts))
-    return tuple(write_step(turn, op.name) for turn, graph in graphs for op in graph)
+    return tuple(Issue(turn, op.name) for turn, graph in graphs for op in graph)
 
 
 def by_turns(sides: Sides, parts: Mapping[str, Part]) -> Order:
     """One operator of each pass, the last pass first, and so on (Wavelet's round robin)."""
     graphs = _graphs(sides, parts)
     return tuple(
-        write_step(turn, graphs[turn][number].name)
+        Issue(turn, graphs[turn][number].name)
         for number in range(max(map(len, graphs)))
         for turn in reversed(range(len(graphs)))
         if number < len(graphs[turn])
@@ -44,7 +45,7 @@ def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
     stretches = [list(_cut_at_exchanges(graph)) for graph in _graphs(sides, parts)]
     turns = list(reversed(range(len(sides))))  # the backward pass begins
     return tuple(
-        write_step(turn, name)
+        Issue(turn, name)
         for number in range(max(map(len, stretches)))
         for turn in turns
         for name in (stretches[turn][number : number + 1] or [[]])[0]
@@ -83,8 +84,10 @@ def within_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
         [list(ops) for _, ops in groupby(graph, lambda op: op.phase is Phase.RECOMPUTE)]
         for graph in _graphs(sides, parts)
     ]
-    passes = (list(_in_turn(graphs)) for graphs in zip(*stretches, strict=True))
-    return tuple(chain.from_iterable([*steps, BARRIER] for steps in passes))[:-1]
+    steps: list[Issue | Barrier] = []
+    for graphs in zip(*stretches, strict=True):
+        steps += [*_in_turn(graphs), Barrier()]
+    return tuple(steps[:-1])
 
 
 def _graphs(sides: Sides, parts: Mapping[str, Part]) -> list[tuple[Operator, ...]]:
@@ -114,7 +117,7 @@ def _just_in_time(graph: Sequence[Operator]) -> list[Operator]:
     return list(placed.values())
 
 
-def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[str]:
+def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
     """Steps of sub-batches that go on by turns up to a collective behind heavy operators.
 
     What stands before the heavy operators of a turn, up to its last collective, is put into the middle of the
@@ -129,9 +132,9 @@ def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[str]:
     ]
     for (number, light, heavy), following in zip(turns, [*turns[1:], None], strict=True):
         if (number, light, heavy) == turns[0]:
-            yield from (write_step(number, op.name) for op in light)
-        steps = [write_step(number, op.name) for op in heavy]
-        beside = [] if following is None else [write_step(following[0], op.name) for op in following[1]]
+            yield from (Issue(number, op.name) for op in light)
+        steps = [Issue(number, op.name) for op in heavy]
+        beside = [] if following is None else [Issue(following[0], op.name) for op in following[1]]
         own = following is not None and following[0] == number
         middle = len(steps) if own else _middle(heavy)
         yield from (*steps[:middle], *beside, *steps[middle:])

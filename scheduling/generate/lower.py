@@ -4,23 +4,25 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from braid.scheduling.generate.fixed_orders import fixed_order
 from braid.scheduling.generate.named import Pipeline
 from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.generate.pipelines import BlockOrder, forward_only
-from braid.scheduling.generate.programs import Order, own_program, program_of
+from braid.scheduling.generate.programs import own_program, program_of
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.generate.update import Stages, with_gathering, with_update
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.partition import Partition
 from braid.scheduling.model.operators import Part
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.units import has_layers, unit_parts
+from braid.scheduling.model.units import unit_parts
+from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.operations import Message, Pass, PassKind, Receive, Send, Start, Wait
+from braid.scheduling.schedule.order import Orders, parse_orders, write_orders
 from braid.scheduling.schedule.rounds import rounds, rounds_of_all
 from braid.scheduling.schedule.schedule import Block, Instruction, Program, Schedule, Side, Sides, passes_in
-from braid.scheduling.schedule.text import parse_sides, write_sides
 
 # -- messages ------------------------------------------------------------------------------------------------
 
@@ -109,9 +111,17 @@ def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, 
 class Choices:
     """Decisions that a schedule is lowered with, beside its setting; the defaults need no profile."""
 
-    orders: Mapping[str, Order] = field(default_factory=dict)
-    """How the operators of a program are issued: by what it is for, as in a schedule's text
-    (``F:layer|B:layer|L:layer``). Passes alone are serial where no order is given."""
+    orders: Orders = field(default_factory=dict)
+    """How the operators of programs are issued. Passes alone are serial where no order is given."""
+
+    @classmethod
+    def from_plain(cls, content: Any, where: str) -> "Choices":
+        """Of a plan's YAML."""
+        return cls(orders=parse_orders(content.get("orders", {}), f"{where}.orders"))
+
+    def to_plain(self) -> dict[str, Any]:
+        """As a plan writes them."""
+        return {"orders": write_orders(self.orders)}
 
 
 def scheduled_parts(
@@ -133,7 +143,7 @@ def training_schedule(
 
     ``parts``: those of `scheduled_parts`.
     """
-    kind, layout, model = setting.kind, setting.layout, setting.model
+    kind, layout = setting.kind, setting.layout
     stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
     schedule = Schedule(
         name=setting.title,
@@ -147,8 +157,9 @@ def training_schedule(
         keep=setting.distances[1],
     )
     schedule = with_ends(schedule, layout, setting.kinds)
-    stages = with_update(schedule.stages, model, layout, early=kind.early_sums)
-    return replace(schedule, stages=with_gathering(stages, model, layout, early=kind.early_sums))
+    buckets = buckets_of(parts, layout, setting.kinds, setting.unit_layers)
+    stages = with_update(schedule.stages, layout, buckets, early=kind.early_sums)
+    return replace(schedule, stages=with_gathering(stages, layout, buckets, early=kind.early_sums))
 
 
 def _programs(
@@ -165,15 +176,12 @@ def _programs(
     together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
     for sides in _meeting(setting, stages, parts):
-        if not orders.get(write_sides(sides)):
-            order = fixed_order(setting.pairs, sides, parts)
-            if order is not None:
-                orders[write_sides(sides)] = order
+        if not orders.get(sides) and (order := fixed_order(setting.pairs, sides, parts)) is not None:
+            orders[sides] = order
     decided = set()
-    for text, order in orders.items():
+    for sides, order in orders.items():
         if not order:
             continue  # a plan's word for one that needs none
-        sides = parse_sides(text)
         movers = tuple(side.kind for side in sides if side.kind is not PassKind.END)
         if len(movers) == 1 or movers in together:
             programs[sides] = program_of(sides, parts, order)
@@ -188,7 +196,7 @@ def _programs(
 
 def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
     """Units with layers that blocks of several passes bring together."""
-    kinds, units = setting.kinds, [name for name in parts if has_layers(name)]
+    kinds, units = setting.kinds, [name for name, part in parts.items() if part.has_layers]
     of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
     for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
         yield from (sides for sides in of(instruction) if len(sides) > 1)
@@ -253,6 +261,6 @@ def validation_schedule(
         name="validation",
         chunks=layout.chunks,
         micro_batches=micro_batches,
-        stages=with_gathering(stages, model, layout),
+        stages=with_gathering(stages, layout, buckets_of(parts, layout, layout.kinds(model.kinds))),
         programs={(side,): own_program(side, parts, trains=False) for side in forwards},
     )

@@ -47,7 +47,7 @@ def _writer(graph: Graph, value: str) -> Operator | None:
 
 def check_partition(one: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
     """`ValueError` for what the model's layers or the layout do not have, or what would not be exact."""
-    first, _, second = one.what.partition("/")
+    first, second = one.where, one.collective
     axis = first
     if first in parts:
         operators = (*parts[first].forward.operators, *parts[first].backward.operators)

@@ -2,23 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase
 from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
+from braid.scheduling.schedule.order import Issue, Order, OrderSegment
 from braid.scheduling.schedule.schedule import Program, Side, Sides
-from braid.scheduling.schedule.text import parse_step, write_sides, write_step
-
-Order = tuple[str, ...]
-"""A decision of how the operators of a program are issued, as text.
-
-Every step is an operator, ``0:qkv`` or ``1:qkv.wgrad`` (the number is that of its pass; ``qkv`` where there
-is one pass alone), in the order of issue, or ``barrier``. Or every step is a segment between barriers,
-``qkv attention | mlp_scatter.grad``: operators of each pass.
-"""
-
-BARRIER: Final = "barrier"
-"""The step that waits for all that is under way."""
+from braid.scheduling.schedule.text import write_sides, write_step
 
 
 def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
@@ -43,7 +32,7 @@ def serial_program(graph: Graph) -> Program:
     """
     lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or op.piece is not None}
     issuer = _Issuer([graph], lazy)
-    return issuer.run([(0, op.name) for op in graph.operators])
+    return issuer.run([Issue(0, op.name) for op in graph.operators])
 
 
 def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program:
@@ -57,15 +46,9 @@ def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program
             raise ValueError(f"{label}: {side.unit!r} is no part of this model and layout; plan anew")
     graphs = [graph_of(parts[side.unit], side.kind) for side in sides]
     lazy = {op.name for graph in graphs for op in graph.operators}
-    if order and "|" in order[0]:
-        return _segments(label, sides, graphs, lazy, order)
-    steps = [None if step == BARRIER else parse_step(step, len(sides)) for step in order]
-    _check(label, sides, graphs, [step for step in steps if step is not None])
-    return _Issuer(graphs, lazy).run(steps)
-
-
-Step = tuple[int, str]
-"""The number of a pass and an operator of it."""
+    issues = [one for step in order for one in (step.issues if isinstance(step, OrderSegment) else (step,))]
+    _check(label, sides, graphs, [issue for issue in issues if isinstance(issue, Issue)])
+    return _Issuer(graphs, lazy).run(order)
 
 
 @dataclass
@@ -78,27 +61,40 @@ class _Issuer:
     actions: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._operators = {(n, op.name): op for n, graph in enumerate(self.graphs) for op in graph.operators}
+        self._operators = {
+            Issue(n, op.name): op for n, graph in enumerate(self.graphs) for op in graph.operators
+        }
         self._writers = {
             (n, name): op
             for n, graph in enumerate(self.graphs)
             for op in graph.operators
             for name in op.writes
         }
-        self._under_way: list[Step] = []
+        self._under_way: list[Issue] = []
 
-    def run(self, steps: Iterable[Step | None]) -> Program:
-        """All steps, None for a barrier, and a wait for everything that is left at the end."""
+    def run(self, steps: Iterable[Issue | OrderSegment | Barrier]) -> Program:
+        """All steps, and a wait for everything that is under way at the end."""
         for step in steps:
-            if step is None:
-                self.wait_for_all()
-                self.actions.append(Barrier())
-            else:
-                self.issue(step)
+            match step:
+                case Issue():
+                    self.issue(step)
+                case OrderSegment():
+                    self._segment(step)
+                case Barrier():
+                    self.wait_for_all()
+                    self.actions.append(step)
         self.wait_for_all()
         return tuple(self.actions)
 
-    def issue(self, step: Step) -> None:
+    def _segment(self, segment: OrderSegment) -> None:
+        """Collectives, then compute, then waits; a barrier where several passes have operators."""
+        for issue in sorted(segment.issues, key=lambda one: not self._operators[one].kind.communicates):
+            self.issue(issue)
+        self.wait_for_all()
+        if sum(map(bool, segment.operators)) > 1:
+            self.actions.append(Barrier())
+
+    def issue(self, step: Issue) -> None:
         """One operator, after waiting for what it reads."""
         turn, op = step[0], self._operators[step]
         for value in op.reads:
@@ -119,7 +115,7 @@ class _Issuer:
             self._wait(step[0], self._operators[step])
 
     def _wait(self, turn: int, op: Operator) -> None:
-        self._under_way.remove((turn, op.name))
+        self._under_way.remove(Issue(turn, op.name))
         # The last piece completes the whole value: none of the others may still be under way.
         for step in list(self._under_way) if op.completes else ():
             if step[0] == turn and self._operators[step].completed_by(op):
@@ -127,46 +123,20 @@ class _Issuer:
         self.actions.append(Wait(op.name, turn=turn))
 
 
-def _segments(label: str, sides: Sides, graphs: Sequence[Graph], lazy: set[str], order: Order) -> Program:
-    """Segment after segment: its collectives, then its compute, then waits; a barrier after paired ones.
-
-    In a segment the later passes' operators come first: those of the backward pass free memory.
-    """
-    issuer = _Issuer(graphs, lazy)
-    operators = {(n, op.name): op for n, graph in enumerate(graphs) for op in graph.operators}
-    segments = []
-    for text in order:
-        columns = text.split("|")
-        if len(columns) != len(sides):
-            raise ValueError(
-                f"{label}: segment {text!r} must be written 'OPERATORS | OPERATORS', one per pass"
-            )
-        named = [(turn, name) for turn in reversed(range(len(sides))) for name in columns[turn].split()]
-        segments.append((named, sum(bool(column.split()) for column in columns) > 1))
-    _check(label, sides, graphs, [step for steps, _ in segments for step in steps])
-    for steps, paired in segments:
-        for step in sorted(steps, key=lambda step: not operators[step].kind.communicates):
-            issuer.issue(step)
-        issuer.wait_for_all()
-        if paired:
-            issuer.actions.append(Barrier())
-    return tuple(issuer.actions)
-
-
-def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Step]) -> None:
+def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Issue]) -> None:
     """Every operator of a pass once, unless a later pass of the same unit takes it up, and no others."""
     several = len(sides) > 1
-    known = {(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
-    seen: set[Step] = set()
+    known = {Issue(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
+    seen: set[Issue] = set()
     for turn, name in steps:
         text = write_step(turn, name, several=several)
-        if (turn, name) not in known:
+        if Issue(turn, name) not in known:
             raise ValueError(
                 f"{label}: {text} is no operator of the unit; plan anew for this model and layout"
             )
-        if (turn, name) in seen:
+        if Issue(turn, name) in seen:
             raise ValueError(f"{label}: {text} stands twice")
-        seen.add((turn, name))
+        seen.add(Issue(turn, name))
     ends = {side.unit: turn for turn, side in enumerate(sides) if side.kind is PassKind.END}
     missing = []
     for turn, name in sorted(known - seen):

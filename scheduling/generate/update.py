@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.buckets import SHARDED, SUMMED, Buckets, norm_axes
 from braid.scheduling.schedule.operations import (
     ENDING,
     Compute,
@@ -19,12 +19,11 @@ from braid.scheduling.schedule.operations import (
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, passes_in
-from braid.scheduling.schedule.update_axes import SHARED, SUMMED, gradient_axes, norm_axes
 
 Stages = tuple[tuple[Instruction, ...], ...]
 
 
-def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False) -> Stages:
+def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False) -> Stages:
     """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
 
     Where gradients are in shares (ZeRO 2) every backward pass begins its sums. Else those of the last one do,
@@ -34,7 +33,7 @@ def with_update(stages: Stages, model: ModelShape, layout: ParallelLayout, *, ea
     """
     updated = []
     for number, stage in enumerate(stages):
-        axes = {chunk: gradient_axes(model, layout, chunk) for chunk in layout.chunks_of(number)}
+        axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(number)}
         if layout.zero > 1:
             instructions, left = _sums_of_all(stage, axes)
         else:
@@ -108,7 +107,7 @@ def _sums_of_last(
 
 
 def with_gathering(
-    stages: Stages, model: ModelShape, layout: ParallelLayout, *, early: bool = False
+    stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False
 ) -> Stages:
     """Gather every chunk's parameters before they are used: in the first block, with ZeRO 3 in every one.
 
@@ -130,8 +129,8 @@ def with_gathering(
                     Gather(chunk, axis)
                     for chunk in chunks
                     if chunk not in there
-                    for axis in gradient_axes(model, layout, chunk)
-                    if axis in SHARED
+                    for axis in buckets.axes(chunk)
+                    if axis in SHARDED
                 )
                 instruction = replace(instruction, gathers=gathers)
                 there.update(chunks if layout.zero < 3 else ())

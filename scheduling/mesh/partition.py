@@ -163,6 +163,16 @@ class Partition:
         return " ".join(words)
 
     @property
+    def where(self) -> str:
+        """The part whose collective is cut, or the axis whose collectives of a kind are."""
+        return self.what.partition("/")[0]
+
+    @property
+    def collective(self) -> str:
+        """Name of the collective in that part, or the kind."""
+        return self.what.partition("/")[2]
+
+    @property
     def about_own(self) -> bool:
         """Whether a gather brings the own node's, and the own rank's of all nodes, first (figure 5e)."""
         return self.order == ABOUT_OWN

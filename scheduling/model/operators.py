@@ -15,7 +15,7 @@ from functools import cached_property
 
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import Region
-from braid.scheduling.text.pattern import measured_kind
+from braid.scheduling.text.pattern import is_layer, measured_kind
 
 
 class Phase(StrEnum):
@@ -283,6 +283,11 @@ class Part:
         """Of its modules; a head that is tied to the embedding counts its table too."""
         own = [member.parameters for member in self.members] or self.modules.values()
         return sum(own, Parameters())
+
+    @property
+    def has_layers(self) -> bool:
+        """False for the embedding or the head alone, which are too short to be worth a search."""
+        return any(is_layer(member.name) for member in self.members or (self,))
 
     @property
     def evaluation(self) -> Graph:

@@ -39,11 +39,6 @@ def unit_name(members: Sequence[str]) -> str:
     return "+".join(counted(members))
 
 
-def has_layers(unit: str) -> bool:
-    """Whether a unit has layers: without one it is too short to be worth a search."""
-    return any(is_layer(member.rpartition("*")[2]) for member in unit.split("+"))
-
-
 @lru_cache(maxsize=4096)
 def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> tuple[tuple[str, int], ...]:
     """The parts of a chunk in the order of the forward pass: names and numbers of their layers.

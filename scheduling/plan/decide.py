@@ -206,7 +206,7 @@ def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
 
 def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
     """Whether a step with collectives cut is told to be shorter."""
-    of_layers = any(whole_axis(one.what.partition("/")[0]) != "dp" for one in cut.setting.partitions)
+    of_layers = any(whole_axis(one.where) != "dp" for one in cut.setting.partitions)
     by_host = of_layers and any(whole.bench.profile.issue_ns.values())
     gain = ON_THE_HOST if by_host else ALIKE
     return cut.missing_bytes <= whole.missing_bytes and (

@@ -11,10 +11,9 @@ from functools import cached_property, lru_cache
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.lower import Choices
 from braid.scheduling.generate.named import PairMethod
-from braid.scheduling.generate.programs import Order
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.operators import Graph, Part
-from braid.scheduling.model.units import has_layers, unit_parts
+from braid.scheduling.model.units import unit_parts
 from braid.scheduling.plan.beam import beam_order, gives_gradient, possible_ends, unit_order
 from braid.scheduling.plan.list_schedule import (
     IssueOrder,
@@ -29,9 +28,9 @@ from braid.scheduling.plan.pairing import Pairing, pair
 from braid.scheduling.plan.plan import PairingNote
 from braid.scheduling.plan.strands import PairProblem, joint_problem, leaving, pair_problem
 from braid.scheduling.schedule.operations import PassKind
+from braid.scheduling.schedule.order import Issue, Order, OrderSegment
 from braid.scheduling.schedule.rounds import rounds_of_all
 from braid.scheduling.schedule.schedule import Side, Sides
-from braid.scheduling.schedule.text import write_sides, write_step
 from braid.scheduling.text.pattern import UNIFORM
 
 LONG = 40
@@ -91,26 +90,25 @@ def decisions(bench: CostedSetting) -> list[Decision]:
     return found
 
 
-def _of_pairs(choices: Choices) -> dict[str, Order]:
-    return {sides: order for sides, order in choices.orders.items() if "|" in sides}
+def _of_pairs(choices: Choices) -> dict[Sides, Order]:
+    return {sides: order for sides, order in choices.orders.items() if len(sides) > 1}
 
 
 def _decide(bench: CostedSetting, *, whole_ends: bool) -> Decision:
-    setting, pairs, orders = bench.setting, bench.setting.pairs, dict[str, Order]()
+    setting, pairs, orders = bench.setting, bench.setting.pairs, dict[Sides, Order]()
     for name, part in bench.parts.items():
-        if setting.kind.reorders and has_layers(name):
+        if setting.kind.reorders and part.has_layers:
             # A backward pass overlaps best with itself: weight gradients beside collectives.
-            problem = pair_problem(Graph(operators=()), part.backward, bench.profile)
-            orders[write_sides([Side(_B, name)])] = _order_alone(problem)
+            orders[Side(_B, name),] = _order_alone(joint_problem([part.backward], bench.profile))
     for name, part in bench.parts.items():
-        if setting.order.twins and setting.kind.searched and has_layers(name):
+        if setting.order.twins and setting.kind.searched and part.has_layers:
             for kind, graph in ((_F, part.forward), (_B, part.backward)):
                 problem = joint_problem([graph, graph], bench.profile)
-                orders[write_sides([Side(kind, name)] * 2)] = _order_alone(problem)
+                orders[(Side(kind, name),) * 2] = _order_alone(problem)
     if pairs is None or pairs in FIXED:
         return Choices(orders=orders), None
     decided = list(_unit_pairs(bench, whole_ends) if setting.unit_layers else _layer_pairs(bench, pairs))
-    orders |= {write_sides(sides): order for sides, order, _ in decided if order}  # else lowering has it
+    orders |= {sides: order for sides, order, _ in decided if order}  # else lowering has it
     longest = max((note for *_, note in decided), key=lambda note: note.serial_ns, default=None)
     return Choices(orders=orders), longest
 
@@ -121,24 +119,23 @@ def _order_alone(problem: PairProblem) -> Order:
         found = list_schedule(problem)
     else:
         found = improved(problem, beam_order(problem))
-    return tuple(problem.backward.names[op] for op in found.operators)
+    return tuple(problem.backward.issues[op] for op in found.operators)
 
 
 def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
     """The same, with programs of backward passes by themselves that take up what is left."""
     orders = dict(choices.orders)
     left: dict[str, set[frozenset[str]]] = defaultdict(set)
-    for text, order in choices.orders.items():
-        sides = text.split("|")
-        if len(sides) > 1 and sides[0].startswith("F:") and sides[1].startswith("B:"):
-            names = frozenset(step.removeprefix("2:") for step in order if step.startswith("2:"))
-            left[sides[1].removeprefix("B:")].add(names)
+    for sides, order in choices.orders.items():
+        if [side.kind for side in sides[:2]] == [_F, _B]:
+            issues = (step for step in order if isinstance(step, Issue))
+            left[sides[1].unit].add(frozenset(issue.operator for issue in issues if issue.turn == 2))
     for name, sets in left.items():
         if len(sets) == 1 and (names := next(iter(sets))):
             graph = bench.parts[name].backward
             end = Graph(operators=tuple(op for op in graph.operators if op.name in names))
             problem = joint_problem([graph, end], bench.profile, first=1)
-            orders[write_sides([Side(_B, name), Side(_L, name)])] = _order_alone(problem)
+            orders[Side(_B, name), Side(_L, name)] = _order_alone(problem)
     return replace(choices, orders=orders)
 
 
@@ -182,7 +179,7 @@ def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
     """Pairs of units that meet in paired blocks, and whether most are followed by another one like them."""
     setting = bench.setting
     stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
-    units = [name for name in bench.parts if has_layers(name)]
+    units = [name for name, part in bench.parts.items() if part.has_layers]
     followed: dict[Pair, list[bool]] = defaultdict(list)
     of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
     for stage in stages:
@@ -271,15 +268,17 @@ def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
 
 
 def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> Order:
-    """An order of issue as the steps of a decision: ``0:`` forward, ``1:`` backward, ``2:`` what was left."""
-    names = problem.forward.names + problem.backward.names
-    strand = [0] * len(problem.forward) + [2 if end >> op & 1 else 1 for op in range(len(problem.backward))]
-    return tuple(write_step(strand[op], names[op]) for op in order)
+    """An order of issue: pass 0 goes forward, 1 backward, 2 is the end that an earlier block has left."""
+    backward = enumerate(problem.backward.issues)
+    issues = [
+        *problem.forward.issues,
+        *(issue._replace(turn=2) if end >> n & 1 else issue for n, issue in backward),
+    ]
+    return tuple(issues[op] for op in order)
 
 
 def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
     """A pairing as the steps of a decision."""
     return tuple(
-        f"{' '.join(problem.forward.named(f))} | {' '.join(problem.backward.named(b))}".strip()
-        for f, b in pairing.segments
+        OrderSegment((problem.forward.named(f), problem.backward.named(b))) for f, b in pairing.segments
     )

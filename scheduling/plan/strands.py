@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from braid.scheduling.cost.physics import FloatArray
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.model.operators import Graph, Phase
-from braid.scheduling.schedule.text import write_step
+from braid.scheduling.model.operators import Graph, Operator, Phase
+from braid.scheduling.schedule.order import Issue
 from braid.scheduling.text.pattern import is_layer
 
 STREAMS = tuple(Stream)
@@ -22,7 +22,8 @@ STREAMS = tuple(Stream)
 class StrandGraph:
     """Operators of a pass. Sets of operators are bit masks; ``before`` holds, per operator, what it needs."""
 
-    names: tuple[str, ...]
+    issues: tuple[Issue, ...]
+    """Operators, with the number of their pass in the program."""
     streams: tuple[int, ...]
     solo_ns: tuple[float, ...]
     before: tuple[int, ...]
@@ -32,10 +33,10 @@ class StrandGraph:
     """The operators of the layer that the pass comes to last."""
 
     def __post_init__(self) -> None:
-        assert len(self.names) == len(self.streams) == len(self.solo_ns) == len(self.before)
+        assert len(self.issues) == len(self.streams) == len(self.solo_ns) == len(self.before)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.issues)
 
     @property
     def all(self) -> int:
@@ -48,7 +49,7 @@ class StrandGraph:
 
     def named(self, mask: int) -> tuple[str, ...]:
         """Names of some operators, in the order of the graph."""
-        return tuple(self.names[op] for op in bits(mask))
+        return tuple(self.issues[op].operator for op in bits(mask))
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
+def strand_graph(graph: Graph, profile: Profile, turn: int) -> StrandGraph:
     """A pass with the profile's costs; precedence is data alone, so weight gradients may move.
 
     The last piece of a value stands behind the others.
@@ -164,7 +165,7 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
         before.append(mask)
     last = next((op.place for op in reversed(graph.operators) if is_layer(op.part)), None)
     return StrandGraph(
-        names=tuple(op.name for op in graph.operators),
+        issues=tuple(Issue(turn, op.name) for op in graph.operators),
         streams=tuple(STREAMS.index(op.stream) for op in graph.operators),
         solo_ns=tuple(float(profile.solo(op.key)) for op in graph.operators),
         before=tuple(before),
@@ -173,53 +174,51 @@ def strand_graph(graph: Graph, profile: Profile) -> StrandGraph:
     )
 
 
-def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProblem:
-    """A forward pass beside a backward pass."""
-    operators = [*forward.operators, *backward.operators]
+def _slowdowns(operators: Sequence[Operator], profile: Profile) -> FloatArray:
     slowdown = np.zeros((len(operators), len(operators)))
     between = cache(profile.slowdown)
     for i, first in enumerate(operators):
         for j, second in enumerate(operators):
             if first.stream is not second.stream:
                 slowdown[i, j] = between(first.key, second.key)
+    return slowdown
+
+
+def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProblem:
+    """A forward pass (number 0) beside a backward pass (number 1)."""
     return PairProblem(
-        forward=strand_graph(forward, profile),
-        backward=strand_graph(backward, profile),
-        slowdown=slowdown,
+        forward=strand_graph(forward, profile, 0),
+        backward=strand_graph(backward, profile, 1),
+        slowdown=_slowdowns([*forward.operators, *backward.operators], profile),
         barrier_ns=float(profile.barrier_ns),
     )
 
 
 def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> PairProblem:
-    """Several passes as the backward side of a problem without a forward side; operators named ``0:qkv``.
+    """Several passes as the backward side of a problem without a forward side.
 
     What a pass computes stands behind the same operators of pass ``first`` and of earlier passes: so
     gradients are added up in the order of micro-batches.
     """
     turns = sorted(range(len(graphs)), key=lambda turn: (turn != first, turn))
-    everything = Graph(
-        operators=tuple(
-            replace(
-                op,
-                name=write_step(turn, op.name),
-                reads=_of(turn, op.reads),
-                writes=_of(turn, op.writes),
-                piece=op.piece and replace(op.piece, whole=write_step(turn, op.piece.whole)),
-            )
-            for turn in turns
-            for op in graphs[turn].operators
-        )
-    )
-    joint = pair_problem(Graph(operators=()), everything, profile)
-    places = {name: n for n, name in enumerate(joint.backward.names)}
-    before = list(joint.backward.before)
+    strands = [strand_graph(graphs[turn], profile, turn) for turn in turns]
+    begins = [0, *accumulate(map(len, strands))]
+    issues = tuple(issue for strand in strands for issue in strand.issues)
+    before = [mask << begin for strand, begin in zip(strands, begins, strict=False) for mask in strand.before]
+    positions = {issue: n for n, issue in enumerate(issues)}
     for earlier, later in pairwise(turns):
         for op in graphs[later].operators:
-            ahead = places.get(write_step(earlier, op.name))
+            ahead = positions.get(Issue(earlier, op.name))
             if ahead is not None and not op.kind.communicates:
-                before[places[write_step(later, op.name)]] |= 1 << ahead
-    return replace(joint, backward=replace(joint.backward, before=tuple(before)))
-
-
-def _of(turn: int, values: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(write_step(turn, value) for value in values)
+                before[positions[Issue(later, op.name)]] |= 1 << ahead
+    return PairProblem(
+        forward=StrandGraph(issues=(), streams=(), solo_ns=(), before=()),
+        backward=StrandGraph(
+            issues=issues,
+            streams=tuple(stream for strand in strands for stream in strand.streams),
+            solo_ns=tuple(ns for strand in strands for ns in strand.solo_ns),
+            before=tuple(before),
+        ),
+        slowdown=_slowdowns([op for turn in turns for op in graphs[turn].operators], profile),
+        barrier_ns=float(profile.barrier_ns),
+    )

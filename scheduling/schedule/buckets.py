@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.model.operators import Parameters, Part
+from braid.scheduling.model.units import chunk_units, members_of
 
 LEAST_ELEMENTS: Final = 1 << 17
 """A bucket with fewer parameters takes the next modules of its part too: half a MiB of fp32 gradients take
@@ -18,6 +20,12 @@ longer on most links than a collective's latency."""
 
 ALIGNED: Final = 32
 """Elements that a share's length is a multiple of: transfers from odd addresses are slower."""
+
+SUMMED: Final = ("dp", "replica", "edp")
+"""Axes over which replicas sum gradients: of other samples or tokens (cp is a part of dp), of other shards of
+the same parameters, of the same experts."""
+SHARDED: Final = ("dp", "edp")
+"""Axes among these whose ranks hold shards (ZeRO)."""
 
 BucketKey = tuple[int, int]
 """Chunk, and number of the bucket in it."""
@@ -42,6 +50,7 @@ class Buckets:
     """
 
     def __init__(self, members: Mapping[int, Sequence[Part]], layout: ParallelLayout) -> None:
+        self._layout = layout
         self._of: dict[int, tuple[BucketSpec, ...]] = {}
         self._homes: dict[tuple[int, int, str], BucketKey] = {}
         known: dict[tuple[object, ...], tuple[BucketSpec, ...]] = {}
@@ -69,10 +78,46 @@ class Buckets:
         """The bucket that has a module's parameters; None for one that has none."""
         return self._homes.get((chunk, part, module))
 
+    def axes(self, chunk: int) -> tuple[str, ...]:
+        """Axes over which the gradients of a chunk are summed, one after the other.
+
+        ``tp``: parameters that every tensor-parallel rank holds whole, each with its own tokens, and inside
+        it ranks that hold the same of layers with a degree of their own; ``ends``: a table that is held by
+        the first and the last stage; then the axes of replicas (`SUMMED`).
+        """
+        layout = self._layout
+        flat = (flat_elements(layout, bucket.parameters) for bucket in self.of(chunk))
+        axes = {axis for elements in flat for together in elements for axis in together}
+        ordered = ("tp", *(beyond(degree) for degree in layout.own_degrees if degree > 1), "ends", *SUMMED)
+        wanted = {*axes, "replica"} & {*layout.mesh.axes, "ends"}
+        return tuple(axis for axis in ordered if axis in wanted)
+
     @property
     def keys(self) -> tuple[BucketKey, ...]:
         """All of them."""
         return tuple((chunk, number) for chunk, own in self._of.items() for number in range(len(own)))
+
+
+def buckets_of(
+    parts: Mapping[str, Part], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int = 0
+) -> Buckets:
+    """The buckets of all chunks whose units are among ``parts``. ``kinds``: of the model's layers."""
+    return Buckets(
+        {
+            chunk: members_of(parts, layout, kinds, chunk, unit_layers)
+            for chunk in range(layout.chunks)
+            if all(unit.name in parts for unit in chunk_units(layout, kinds, chunk, unit_layers))
+        },
+        layout,
+    )
+
+
+def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
+    """Axes along which gradients differ, over which the squares of their norm are summed, one by one."""
+    sharded = layout.share_ranks > 1
+    experts = layout.ep > 1 and not sharded
+    needed = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": sharded, "ep": experts}
+    return tuple(axis for axis, is_needed in needed.items() if is_needed)
 
 
 def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[BucketSpec]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.operators import Kind, Part
 from braid.scheduling.model.stages import moves_of
-from braid.scheduling.model.units import chunk_units, members_of
-from braid.scheduling.schedule.buckets import Buckets
+from braid.scheduling.model.units import chunk_units
+from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
 from braid.scheduling.schedule.frames import (
     ChunkLayout,
@@ -71,12 +71,7 @@ def link(
     `LinkError` names the instruction.
     """
     linker = _Linker(schedule, layout, kinds, parts)
-    members = {
-        chunk: members_of(parts, layout, kinds, chunk, schedule.unit_layers)
-        for chunk in range(schedule.chunks)
-        if all(unit.name in parts for unit in chunk_units(layout, kinds, chunk, schedule.unit_layers))
-    }  # benchmarks of a stage have no others
-    buckets = Buckets(members, layout)
+    buckets = buckets_of(parts, layout, kinds, schedule.unit_layers)
     sharing = Sharing(schedule, layout, buckets, linker.moves)
     stages = []
     for number in range(len(schedule.stages)):

@@ -79,7 +79,7 @@ def check(code: Code) -> None:
         ):
             for position, cause in faults:
                 _fail(schedule, stage, position, cause)
-    for stage, position, cause in chain(update_faults(schedule, layout), _channels(schedule)):
+    for stage, position, cause in chain(update_faults(schedule, layout, code.buckets), _channels(schedule)):
         _fail(schedule, stage, position, cause)
     stuck = unit_timeline(schedule).stuck
     for stage, position in stuck.items():

@@ -3,10 +3,11 @@
 Nothing of it shows in the data of passes: a sum that is missing gives other gradients on every rank.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
+from braid.scheduling.schedule.buckets import SHARDED, SUMMED, Buckets, norm_axes
 from braid.scheduling.schedule.operations import (
     ENDING,
     Compute,
@@ -18,28 +19,26 @@ from braid.scheduling.schedule.operations import (
     Step,
     Wait,
 )
-from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule, passes_in, sums_in
-from braid.scheduling.schedule.update_axes import SHARED, SUMMED, axes_beyond, norm_axes
+from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule, passes_in
 
 
-def update_faults(schedule: Schedule, layout: ParallelLayout) -> Iterator[tuple[int, int, str]]:
+def update_faults(
+    schedule: Schedule, layout: ParallelLayout, buckets: Buckets
+) -> Iterator[tuple[int, int, str]]:
     """Sums of gradients after the last pass of a chunk (ZeRO 2: every one), gathers before the first (ZeRO 3:
     every one), one step at the end.
 
     Stages, positions in their lists (their length: the end) and causes.
     """
-    everywhere = [i for own in schedule.stages for i in own]
-    shared = {one.axis for i in everywhere for one in sums_in(i)}
-    shared |= {one.axis for i in everywhere if isinstance(i, Block) for one in i.gathers}
     for stage in range(len(schedule.stages)):
-        for position, cause in _of_stage(schedule, stage, layout, shared):
+        for position, cause in _of_stage(schedule, stage, layout, buckets):
             yield stage, position, cause
 
 
 def _of_stage(
-    schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]
+    schedule: Schedule, stage: int, layout: ParallelLayout, buckets: Buckets
 ) -> Iterator[tuple[int, str]]:
-    walk = _Walk(schedule, stage, layout, shared)
+    walk = _Walk(schedule, stage, layout, buckets)
     for position, instruction in enumerate(schedule.stages[stage]):
         if not schedule.trains and isinstance(_transfer(instruction), Reduce | Norm | Step):
             yield position, "the schedule has no backward passes, nothing to reduce and no step to take"
@@ -56,11 +55,11 @@ def _transfer(instruction: Instruction) -> object:
 class _Walk:
     """Goes through a stage's list and keeps what has happened so far."""
 
-    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, shared: Set[str]) -> None:
+    def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, buckets: Buckets) -> None:
         self._layout = layout
         self._instructions = schedule.stages[stage]
         self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
-        self._axes = {chunk: _axes(layout, chunk, shared) for chunk in layout.chunks_of(stage)}
+        self._axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(stage)}
         self._norm_axes = norm_axes(layout)
         self._under_way: list[Reduce] = []
         self._done: set[Reduce] = set()
@@ -105,7 +104,7 @@ class _Walk:
                     return f"{other} is not waited for, and sums of the same come one after the other"
             for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
-                    if (is_tensor(axis) or axis in SHARED) and Reduce(chunk, axis) not in block.sums:
+                    if (is_tensor(axis) or axis in SHARDED) and Reduce(chunk, axis) not in block.sums:
                         return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
         return next(filter(None, (self._start(position, one) for one in block.sums)), None)
 
@@ -196,21 +195,4 @@ class _Walk:
 
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Of the axes that gradients are summed over, those that states are cut over."""
-        return tuple(axis for axis in axes if axis in SHARED) if self._layout.zero else ()
-
-
-def _axes(layout: ParallelLayout, chunk: int, summed: Set[str]) -> tuple[str, ...]:
-    """Axes over which the gradients of a chunk must be summed.
-
-    Some depend on the model (`gradient_axes`), which is not known here: if one chunk is, all are.
-    """
-    at_end = layout.is_first(chunk) or layout.is_last(chunk)
-    wanted = {
-        "tp": layout.tp > 1,
-        **dict.fromkeys(axes_beyond(layout, chunk), True),
-        "ends": "ends" in summed and at_end and layout.ends_apart,
-        "dp": layout.dp * layout.cp > 1,
-        "replica": layout.replicas > 1,
-        "edp": "edp" in summed,
-    }
-    return tuple(axis for axis, needed in wanted.items() if needed)
+        return tuple(axis for axis in axes if axis in SHARDED) if self._layout.zero else ()

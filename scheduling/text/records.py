@@ -63,6 +63,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return {
             _value(arguments[0], k, where): _value(arguments[1], v, f"{where}.{k}") for k, v in value.items()
         }
+    if hasattr(kind, "from_plain"):
+        return kind.from_plain(value, where)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
         return from_mapping(kind, value, where)
@@ -112,6 +114,8 @@ def _expected(kind: Any) -> str:
 
 def to_mapping(record: Any) -> Any:
     """The inverse of `from_mapping`: plain dictionaries, lists and scalars; defaults are written too."""
+    if hasattr(record, "to_plain"):
+        return record.to_plain()
     if dataclasses.is_dataclass(record):
         return {
             field.name: to_mapping(getattr(record, field.name))

@@ -23,8 +23,10 @@ from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
 from braid.scheduling.cost.profile import Profile, parse_profile
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Operator, Part
-from braid.scheduling.schedule.update_axes import gradient_axes, norm_axes
+from braid.scheduling.model.sizes import part_sizes
+from braid.scheduling.schedule.buckets import buckets_of, norm_axes
 
 VOCABULARY = 256
 
@@ -336,5 +338,7 @@ def test_every_sum_has_a_link_that_is_measured() -> None:
     shape = replace(parse_config({}).check(256), family="moe", experts=4, top_k=2)
     layouts = [ParallelLayout(pp=2, tp=2, dp=4, ep=2), ParallelLayout(dp=4, zero=3, shards=2)]
     summed = {axis for layout in layouts for axis in norm_axes(layout)}
-    summed |= {axis for layout in layouts for axis in gradient_axes(shape, layout, 0)}
+    for layout in layouts:
+        parts = built_in_parts(part_sizes(shape, layout, 8))
+        summed |= {*buckets_of(parts, layout, shape.kinds).axes(0)}
     assert {"ep", "edp", "replica"} <= summed - {"ends"} <= {*_ALONG}

@@ -16,7 +16,7 @@ from braid.scheduling.generate.named import (
     ScheduleKind,
     ScheduleName,
 )
-from braid.scheduling.generate.programs import Order, graph_of
+from braid.scheduling.generate.programs import graph_of
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
@@ -25,6 +25,7 @@ from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import unit_parts
 from braid.scheduling.plan.orders import FIXED
+from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.operations import (
     Direction,
@@ -39,6 +40,7 @@ from braid.scheduling.schedule.operations import (
     Strand,
     Wait,
 )
+from braid.scheduling.schedule.order import parse_orders
 from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Schedule
 from braid.scheduling.schedule.text import parse_sides, write_step
 from braid.scheduling.schedule.validate import linked
@@ -171,8 +173,8 @@ def parts_for(setting: Setting) -> dict[str, Part]:
 # -- schedules -----------------------------------------------------------------------------------------------
 
 
-def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str, Order]:
-    """Orders that need no profile, of passes of single layers; of `PairMethod.ORDER` twins' too.
+def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str, tuple[str, ...]]:
+    """Orders as text that need no profile, of passes of single layers; of `PairMethod.ORDER` twins' too.
 
     One pass after the other, or segment by segment, or operator by operator. ``ends``: every paired backward
     pass leaves its weight gradients to the next one, beside whose first operators they run.
@@ -196,7 +198,7 @@ def in_turn(layer: Part, method: PairMethod, *, ends: bool = False) -> dict[str,
     return orders
 
 
-def _serial(layer: Part, sides: str) -> Order:
+def _serial(layer: Part, sides: str) -> tuple[str, ...]:
     """One pass after the other."""
     return tuple(
         write_step(turn, op.name)
@@ -211,7 +213,8 @@ def choices_for(setting: Setting, *, ends: bool = False) -> Choices:
     if method is None:
         return Choices()
     units = [part for name, part in parts.items() if "layer" in name]
-    return Choices(orders={key: o for unit in units for key, o in in_turn(unit, method, ends=ends).items()})
+    texts = {key: o for unit in units for key, o in in_turn(unit, method, ends=ends).items()}
+    return Choices(orders=parse_orders(texts))
 
 
 @cache
@@ -288,10 +291,12 @@ def reduced_early(schedule: Schedule, layout: ParallelLayout) -> Schedule:
     def without(instruction: Instruction) -> Instruction:
         return replace(instruction, sums=()) if isinstance(instruction, Block) else instruction
 
-    behind = prefetches_behind(schedule)
+    behind, kinds = prefetches_behind(schedule), model_for(layout).kinds
+    parts = unit_parts(model_parts(LLAMA, layout.tp), layout, kinds, schedule.unit_layers)
+    buckets = buckets_of(parts, layout, kinds, schedule.unit_layers)
     schedule = prefetched(schedule, behind=False)
     plain = tuple(tuple(without(i) for i in stage if not updates(i)) for stage in schedule.stages)
-    updated = replace(schedule, stages=with_update(plain, model_for(layout), layout, early=True))
+    updated = replace(schedule, stages=with_update(plain, layout, buckets, early=True))
     return prefetched(updated, behind=behind)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from braid.scheduling.plan.pairing import Pairing, may_join, pairing_of, segment_ns
 from braid.scheduling.plan.strands import STREAMS, PairProblem, StrandGraph, bits
+from braid.scheduling.schedule.order import Issue
 
 Segmentation = tuple[int, ...]
 """An order that was cut into segments: the mask of each."""
@@ -37,7 +38,7 @@ def _made_up_graph(draw: random.Random, side: str, count: int) -> StrandGraph:
     """From chains to independent operators, half of them computing."""
     density = draw.choice((0.2, 0.5, 0.8))
     return StrandGraph(
-        names=tuple(f"{side}{n}" for n in range(count)),
+        issues=tuple(Issue(0, f"{side}{n}") for n in range(count)),
         streams=tuple(draw.choice((0, 0, *range(1, len(STREAMS)))) for _ in range(count)),
         solo_ns=tuple(draw.uniform(500.0, 10_000.0) for _ in range(count)),
         before=tuple(sum(1 << m for m in range(n) if draw.random() < density) for n in range(count)),

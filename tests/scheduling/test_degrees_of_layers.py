@@ -11,7 +11,7 @@ from braid.scheduling.mesh.mesh import beyond, tensor_axis
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.sizes import part_sizes
-from braid.scheduling.schedule.update_axes import gradient_axes
+from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.text.pattern import base_kind, own_degree
 from tests.scheduling.cases import LLAMA
 
@@ -48,8 +48,9 @@ def test_layers_are_cut_over_neighbours(layout: ParallelLayout) -> None:
 @given(layouts())
 def test_every_gradient_is_summed_over_the_ranks_that_hold_the_same(layout: ParallelLayout) -> None:
     kinds = layout.kinds(MODEL.kinds)
+    buckets = buckets_of(built_in_parts(part_sizes(MODEL, layout, MICRO_BATCH)), layout, kinds)
     for chunk in range(layout.chunks):
-        axes = gradient_axes(MODEL, layout, chunk)
+        axes = buckets.axes(chunk)
         for layer in layout.layers_of(chunk, 4):
             degree = own_degree(kinds[layer]) or layout.tp
             assert degree == layout.tensor_degrees[layer] if layout.tensor_degrees else layout.tp

@@ -1,6 +1,6 @@
 """What paired blocks leave to the next one: any end of a backward pass, run once, after what it needs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.generate.lower import Choices
-from braid.scheduling.generate.programs import Order
 from braid.scheduling.model.operators import Graph
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import CostedSetting, decisions
 from braid.scheduling.schedule.operations import Start
+from braid.scheduling.schedule.order import Issue, Order, parse_orders, write_orders
 from braid.scheduling.schedule.text import parse, parse_sides, write
 from braid.scheduling.trace.spans import Span
 from tests.scheduling.plans import SMALL, cluster, fastest, lowered, setting
@@ -45,16 +45,17 @@ def choices() -> Choices:
     return decisions(BENCH)[0][0]
 
 
-def with_pairing(steps: Order, **more: Order) -> Choices:
+def with_pairing(steps: Sequence[str], **more: Sequence[str]) -> Choices:
     """These decisions with an order of two units; with ``2:`` in it, it leaves an end."""
-    orders = {sides: order for sides, order in choices().orders.items() if not sides.startswith(PAIR)}
+    written = write_orders(choices().orders)
+    orders = {sides: order for sides, order in written.items() if not sides.startswith(PAIR)}
     leaves = any(step.startswith("2:") for step in steps)
-    return Choices(orders={**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more})
+    return Choices(orders=parse_orders({**orders, f"{PAIR}|L:{RUN}" if leaves else PAIR: steps, **more}))
 
 
-def late_of(order: Iterable[str], turn: int = 2) -> list[str]:
+def late_of(order: Order, turn: int = 2) -> list[str]:
     """The operators of an order that belong to the end of an earlier pass."""
-    return [step.removeprefix(f"{turn}:") for step in order if step.startswith(f"{turn}:")]
+    return [step.operator for step in order if isinstance(step, Issue) and step.turn == turn]
 
 
 def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
@@ -63,7 +64,7 @@ def in_any_order(draw: st.DrawFn, graph: Graph) -> list[str]:
 
 
 @st.composite
-def decided(draw: st.DrawFn) -> Order:
+def decided(draw: st.DrawFn) -> tuple[str, ...]:
     """Any order of both passes that leaves any operators to the end, with all that needs them."""
     forward, backward = in_any_order(draw, PART.forward), in_any_order(draw, PART.backward)
     late = set(draw(st.lists(st.sampled_from(backward), max_size=4)))
@@ -84,7 +85,7 @@ def decided(draw: st.DrawFn) -> Order:
 def ended(draw: st.DrawFn) -> Choices:
     """The same, and any order of the last backward pass with what the one before has left to it."""
     steps = draw(decided())
-    there, order = late_of(steps), list[str]()
+    there, order = [step.removeprefix("2:") for step in steps if step.startswith("2:")], list[str]()
     for name in in_any_order(draw, PART.backward):
         while name in there or (there and draw(st.booleans())):
             order.append(f"1:{there.pop(0)}")
@@ -136,7 +137,7 @@ def starts(one: Choices) -> set[str]:
 
 def taken_up(one: Choices) -> set[str]:
     """What a backward pass by itself does for the one before."""
-    return set(late_of(one.orders.get(ENDING, ()), 1))
+    return set(late_of(one.orders.get(parse_sides(ENDING), ()), 1))
 
 
 def test_ends_of_backward_passes_are_tried_and_taken_where_they_help() -> None:
@@ -169,7 +170,7 @@ def test_a_pass_that_gives_its_gradient_on_keeps_its_end() -> None:
     seen = set()
     for one, _ in decisions(two):
         for sides, order in one.orders.items():
-            if sides.count("|") == 2 and "embedding" not in (unit := sides.rpartition(":")[2]):
+            if len(sides) == 3 and "embedding" not in (unit := sides[-1].unit):
                 late = [two.parts[unit].backward.named(name) for name in late_of(order)]
                 assert late
                 assert all(op.name.endswith(".wgrad") for op in late)
@@ -212,6 +213,6 @@ def test_what_a_pass_has_run_is_not_left_too() -> None:
         *(f"0:{op.name}" for op in layer.forward.operators),
         *(f"1:{op.name}" for op in layer.backward.operators),
     )
-    outcome = lowered(own, Choices(orders={"F:layer|B:layer|L:layer": (*both, "2:qkv.wgrad")}))
+    outcome = lowered(own, Choices(orders=parse_orders({"F:layer|B:layer|L:layer": (*both, "2:qkv.wgrad")})))
     count = sum(span.operator == "qkv.wgrad" for span in outcome.simulation.spans())
     assert count == own.setting.model.layers * own.setting.micro_batches

@@ -15,8 +15,9 @@ from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Kind, Part, Phase
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.schedule.operations import Barrier, Compute, Operation, PassKind, Start, Wait
+from braid.scheduling.schedule.order import Issue, OrderSegment, parse_orders
 from braid.scheduling.schedule.schedule import Program, Side
-from braid.scheduling.schedule.text import parse, parse_sides, write, write_step
+from braid.scheduling.schedule.text import parse, parse_sides, write
 from tests.scheduling.cases import LLAMA, code_of, in_turn, layout_for, model_parts, named_schedule
 
 LAYER = model_parts(tp=2)["layer"]
@@ -95,15 +96,12 @@ def given_values(part: Part, graph: Graph) -> set[str]:
     return {*part.saved(), *part.constants, f"d.{part.output}"}
 
 
-Step = tuple[int, str]
-
-
 @st.composite
-def orders(draw: st.DrawFn, graphs: Graphs, given: Values) -> list[Step]:
+def orders(draw: st.DrawFn, graphs: Graphs, given: Values) -> list[Issue]:
     """Any order of the operators of all graphs together that respects their data."""
     there = {turn: set(names) for turn, names in given.items()}
     left = {turn: list(graph.operators) for turn, graph in graphs.items()}
-    order: list[Step] = []
+    order: list[Issue] = []
     while any(left.values()):
         ready = [
             (turn, op) for turn, operators in left.items() for op in operators if set(op.reads) <= there[turn]
@@ -111,7 +109,7 @@ def orders(draw: st.DrawFn, graphs: Graphs, given: Values) -> list[Step]:
         turn, op = ready[draw(st.integers(0, len(ready) - 1))]
         left[turn].remove(op)
         there[turn] |= set(op.writes)
-        order.append((turn, op.name))
+        order.append(Issue(turn, op.name))
     return order
 
 
@@ -119,9 +117,9 @@ BOTH: Graphs = {0: LAYER.forward, 1: LAYER.backward}
 BOTH_GIVEN: Values = {turn: given_values(LAYER, graph) for turn, graph in BOTH.items()}
 
 
-def paired(order: Iterable[Step]) -> Program:
+def paired(order: Iterable[Issue]) -> Program:
     """The program of both passes of the layer in an order."""
-    return program_of(parse_sides(PAIR), PARTS, tuple(write_step(*step) for step in order))
+    return program_of(parse_sides(PAIR), PARTS, tuple(order))
 
 
 # -- one pass ----------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ def test_ordered_programs_wait_where_they_must(data: st.DataObject) -> None:
     graph = graph_of(part, kind)
     given_here = {0: given_values(part, graph)}
     order = [name for _, name in data.draw(orders({0: graph}, given_here))]
-    program = program_of((Side(kind, part.name),), {part.name: part}, tuple(order))
+    program = program_of((Side(kind, part.name),), {part.name: part}, tuple(Issue(0, name) for name in order))
     replay(program, {0: graph}, given_here)
     assert not needless_waits(program, {0: graph})
     assert [acting(a).what for a in program if not isinstance(a, Wait)] == order
@@ -176,14 +174,14 @@ def test_weight_gradients_may_be_left_to_the_next_layer(data: st.DataObject) -> 
     order = data.draw(orders(BOTH, BOTH_GIVEN))
     weights = sorted(op.name for op in LAYER.backward.operators if op.phase is Phase.WEIGHT_GRADIENT)
     late = data.draw(st.sets(st.sampled_from(weights), min_size=1))
-    steps = [write_step(turn, name) for turn, name in order if name not in late]
+    steps = [Issue(turn, name) for turn, name in order if name not in late]
     for name in sorted(late):
-        steps.insert(data.draw(st.integers(0, len(steps))), f"2:{name}")
+        steps.insert(data.draw(st.integers(0, len(steps))), Issue(2, name))
     sides = parse_sides(LEAVING)
     program = program_of(sides, PARTS, tuple(steps))
     replay(program, BOTH, BOTH_GIVEN, end=2)
     assert {acting(a).what for a in program if acting(a).turn == 2} == late
-    issued = [write_step(acting(a).turn, acting(a).what) for a in program if not isinstance(a, Wait)]
+    issued = [Issue(acting(a).turn, str(acting(a).what)) for a in program if not isinstance(a, Wait)]
     assert issued == steps
     schedule = named_schedule("braid", 2, 4, 2, ends=True)
     changed = replace(schedule, programs={**schedule.programs, sides: program})
@@ -203,19 +201,19 @@ def test_segments_end_with_their_collectives_and_pairs_with_a_barrier(data: st.D
     # Within a segment collectives start first, so it may not hold what they read: one operator a side does.
     if any(not _independent(segment) for segment in segments):
         segments = [([], [name]) if turn else ([name], []) for turn, name in order]
-    steps = tuple(f"{' '.join(f)} | {' '.join(b)}" for f, b in segments)
+    steps = tuple(OrderSegment((tuple(f), tuple(b))) for f, b in segments)
     program = program_of(parse_sides(PAIR), PARTS, steps)
     replay(program, BOTH, BOTH_GIVEN)
     assert program.count(Barrier()) == sum(bool(f and b) for f, b in segments)
-    under_way: set[Step] = set()
+    under_way: set[Issue] = set()
     for action in program:
         match action:
             case Barrier():
                 assert not under_way, "a barrier with something under way"
             case Start():
-                under_way.add((action.turn, str(action.what)))
+                under_way.add(Issue(action.turn, str(action.what)))
             case Wait():
-                under_way.remove((action.turn, str(action.what)))
+                under_way.remove(Issue(action.turn, str(action.what)))
 
 
 def _independent(segment: tuple[list[str], list[str]]) -> bool:
@@ -270,10 +268,10 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
 @pytest.mark.parametrize(("sides", "steps", "cause"), REFUSED)
 def test_wrong_orders_are_refused(sides: str, steps: tuple[str, ...], cause: str) -> None:
     with pytest.raises(ValueError) as error:
-        program_of(parse_sides(sides), PARTS, steps)
-    assert str(error.value).removeprefix(f"order of {sides}: ") == cause
+        program_of(parse_sides(sides), PARTS, parse_orders({sides: steps}, "order of ")[parse_sides(sides)])
+    assert str(error.value).replace("order of .", "order of ").removeprefix(f"order of {sides}: ") == cause
 
 
 def test_an_end_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="'other' is no part of this model and layout; plan anew"):
-        program_of(parse_sides(f"{PAIR}|L:other"), PARTS, ORDER)
+        program_of(parse_sides(f"{PAIR}|L:other"), PARTS, parse_orders({PAIR: ORDER})[parse_sides(PAIR)])

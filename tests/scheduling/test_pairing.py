@@ -27,8 +27,9 @@ from braid.scheduling.plan.list_schedule import (
 from braid.scheduling.plan.orders import CostedSetting, decide_pairing, exact_pairing, layer_pair, order_steps
 from braid.scheduling.plan.pairing import Pairing, pair, segment_ns
 from braid.scheduling.plan.strands import PairProblem, StrandGraph
+from braid.scheduling.schedule.order import Issue, Order
 from braid.scheduling.schedule.schedule import Sides
-from braid.scheduling.schedule.text import parse_sides, write_sides
+from braid.scheduling.schedule.text import parse_sides
 from tests.scheduling.pairing_cases import brute_force, is_segment, made_up_problem, orders, round_robin
 from tests.scheduling.plans import cluster, fastest, lowered, paired_runs, setting
 
@@ -82,9 +83,13 @@ def test_pairing_equals_brute_force_on_random_graphs() -> None:
     assert improved > GRAPHS // 2, f"seed {seed}"
 
 
+def named(*operators: str) -> tuple[Issue, ...]:
+    return tuple(Issue(0, operator) for operator in operators)
+
+
 def test_segment_needs_nothing_of_its_own_on_another_stream_even_through_others() -> None:
     graph = StrandGraph(
-        names=("a", "b", "c"), streams=(1, 0, 1), solo_ns=(1.0, 1.0, 1.0), before=(0, 1, 0b10)
+        issues=named("a", "b", "c"), streams=(1, 0, 1), solo_ns=(1.0, 1.0, 1.0), before=(0, 1, 0b10)
     )
     assert is_segment(graph, 0b100)
     assert is_segment(graph, 0)
@@ -173,10 +178,9 @@ def test_a_layer_is_paired_nearly_as_well_as_can_be(rate: float) -> None:
     *found, note = decide_pairing(problem, PairMethod.ORDER)
     assert best_ns <= note.ns * (1 + 1e-6)
     assert note.ns <= best_ns * 1.03
-    orders = {sides: order for sides, order in fastest(bench).choices.orders.items() if "|" not in sides}
+    orders = {sides: order for sides, order in fastest(bench).choices.orders.items() if len(sides) == 1}
     steps = [
-        lowered(bench, Choices(orders={**orders, write_sides(sides): order})).step_ns
-        for sides, order in (exact, found)
+        lowered(bench, Choices(orders={**orders, sides: order})).step_ns for sides, order in (exact, found)
     ]
     assert steps[0] <= steps[1] * 1.01, "what is best for a pair serves the step"
 
@@ -197,14 +201,18 @@ def test_exact_order_equals_every_order_tried(seed: int | None) -> None:
 
 def _all_orders(problem: PairProblem) -> list[tuple[int, ...]]:
     """Topological orders of both graphs together, the backward pass's operators counted on."""
-    names = problem.forward.names + problem.backward.names
-    both = StrandGraph(names=names, streams=problem.streams, solo_ns=problem.solo_ns, before=problem.before)
+    both = StrandGraph(
+        issues=problem.forward.issues + problem.backward.issues,
+        streams=problem.streams,
+        solo_ns=problem.solo_ns,
+        before=problem.before,
+    )
     return list(orders(both))
 
 
 def test_issue_refuses_what_is_out_of_order() -> None:
-    chain = StrandGraph(names=("a", "b"), streams=(1, 0), solo_ns=(3.0, 2.0), before=(0, 1))
-    other = StrandGraph(names=("c",), streams=(0,), solo_ns=(2.0,), before=(0,))
+    chain = StrandGraph(issues=named("a", "b"), streams=(1, 0), solo_ns=(3.0, 2.0), before=(0, 1))
+    other = StrandGraph(issues=named("c"), streams=(0,), solo_ns=(2.0,), before=(0,))
     problem = PairProblem(forward=chain, backward=other, slowdown=np.zeros((3, 3)))
     assert issue_ns(problem, (0, 2, 1)) == pytest.approx(5.0)
     assert issue_ns(problem, (2, 0, 1)) == pytest.approx(7.0)
@@ -249,7 +257,7 @@ def test_prices_are_those_of_the_simulator(method: PairMethod) -> None:
         assert duration == pytest.approx(expected, rel=1e-6)
 
 
-def _paired_blocks_ns(bench: CostedSetting, sides: Sides, steps: tuple[str, ...]) -> list[float]:
+def _paired_blocks_ns(bench: CostedSetting, sides: Sides, steps: Order) -> list[float]:
     """Times of the last stage's paired blocks, whose chunks hold nothing but one layer."""
-    outcome = lowered(bench, Choices(orders={write_sides(sides): steps}))
+    outcome = lowered(bench, Choices(orders={sides: steps}))
     return [run.course.duration for run in paired_runs(outcome.simulation)[-1]]

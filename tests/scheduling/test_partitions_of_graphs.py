@@ -20,6 +20,7 @@ from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.plan.decide import evaluate, modelled
 from braid.scheduling.plan.strands import joint_problem
+from braid.scheduling.schedule.order import Issue
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.validate import ScheduleError, linked
 from tests.scheduling.cases import (
@@ -291,7 +292,7 @@ def test_passes_of_cut_layers_side_by_side_do_not_wait_for_each_others_pieces(fo
     alone = joint_problem([graph], profile).backward
     both = joint_problem([graph, graph], profile).backward
     count = len(alone)
-    assert both.names[:count] == tuple(f"0:{op.name}" for op in graph.operators)
+    assert both.issues[:count] == tuple(Issue(0, op.name) for op in graph.operators)
     for n, op in enumerate(graph.operators):
         assert both.before[n] == alone.before[n]
         same = 0 if op.kind.communicates else 1 << n

@@ -16,6 +16,7 @@ from braid.scheduling.plan.explain import explain
 from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.plan.plan import Plan, parse_plan
 from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule
+from braid.scheduling.schedule.order import parse_orders, write_orders
 from tests.scheduling.plans import SMALL, cluster, setting
 
 
@@ -77,14 +78,15 @@ def test_an_edited_plan_is_refused_with_key_and_remedy(pattern: str, text: str, 
 
 
 def paired_order(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """What the order of two layers is for, and its steps."""
-    ((sides, steps),) = [(k, v) for k, v in plan.choices.orders.items() if k.startswith("F:layer|B:layer")]
-    return sides, steps
+    """What the order of two layers is for, and its steps, as text."""
+    written = write_orders(plan.choices.orders)
+    ((sides, steps),) = [(k, v) for k, v in written.items() if k.startswith("F:layer|B:layer")]
+    return sides, tuple(steps)
 
 
 def replayed(plan: Plan, sides: str, steps: tuple[str, ...]) -> None:
     """Replay the plan with another order."""
-    choices = replace(plan.choices, orders={**plan.choices.orders, sides: steps})
+    choices = replace(plan.choices, orders={**plan.choices.orders, **parse_orders({sides: steps})})
     replay(plan.setting, choices, cluster(nodes=2, gpus=4))
 
 

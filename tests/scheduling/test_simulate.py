@@ -34,6 +34,7 @@ from braid.scheduling.schedule.operations import (
     Wait,
     name_of,
 )
+from braid.scheduling.schedule.order import parse_orders
 from tests.scheduling.plans import SMALL, cluster, fastest, free_ends, lowered, paired_runs, setting
 from tests.spans import communication_of, merge
 
@@ -260,7 +261,7 @@ def layer_beside(
     order = [op.name for op in bench.members["layer"].backward.operators]
     order.remove("mlp_in.wgrad")
     order.insert(order.index("mlp_gather.grad") + (1 if together else 0), "mlp_in.wgrad")
-    result = lowered(alone, Choices(orders={"B:layer": tuple(order)}))
+    result = lowered(alone, Choices(orders=parse_orders({"B:layer": order})))
     return result.step_ns / own.model.layers
 
 

@@ -5,11 +5,11 @@ from itertools import groupby
 import pytest
 
 from braid.scheduling.generate.fixed_orders import across_passes, within_passes
-from braid.scheduling.generate.programs import BARRIER
 from braid.scheduling.model.operators import Kind, Operator, Part, Phase
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.units import joined
-from braid.scheduling.schedule.text import parse_sides, parse_step
+from braid.scheduling.schedule.order import Issue
+from braid.scheduling.schedule.text import parse_sides
 from tests.scheduling.cases import LLAMA, model_parts
 
 HEAVY = (Kind.GEMM, Kind.ATTENTION)
@@ -26,8 +26,7 @@ def ordered(part: Part, kind: str, *, across: bool) -> list[tuple[int, Operator]
     sides = parse_sides(f"{kind}:{part.name}|{kind}:{part.name}")
     steps = (across_passes if across else within_passes)(sides, {part.name: part})
     graph = part.forward if kind == "F" else part.backward
-    parsed = [None if step == BARRIER else parse_step(step, 2) for step in steps]
-    return [None if one is None else (one[0], graph.named(one[1])) for one in parsed]
+    return [(step.turn, graph.named(step.operator)) if isinstance(step, Issue) else None for step in steps]
 
 
 @POLICIES

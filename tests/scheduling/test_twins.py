@@ -14,6 +14,7 @@ from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.list_schedule import issue_ns
 from braid.scheduling.plan.strands import joint_problem
 from braid.scheduling.schedule.operations import Direction, PassKind
+from braid.scheduling.schedule.order import parse_orders
 from braid.scheduling.schedule.schedule import Block, Schedule, Side
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
@@ -39,7 +40,7 @@ def schedule_of(micro_batches: int) -> Schedule:
     layer = PARTS["layer"]
     names = {"F": layer.forward.operators, "B": layer.backward.operators}
     twins = {f"{key}:layer|{key}:layer": both([op.name for op in ops]) for key, ops in names.items()}
-    choices = Choices(orders={**in_turn(layer, PairMethod.ORDER), **twins})
+    choices = Choices(orders=parse_orders({**in_turn(layer, PairMethod.ORDER), **twins}))
     return training_schedule(setting_for("braid:twins", LAYOUT, micro_batches), PARTS, choices)
 
 
@@ -89,8 +90,8 @@ def test_twins_take_what_the_search_found(intra: float, m: int, recompute: str) 
         graph = bench.parts[name].forward
         if (Side(F, name),) * 2 in found.code.schedule.programs:
             problem = joint_problem([graph, graph], bench.profile)
-            names = problem.backward.names
-            order = [names.index(step) for step in found.choices.orders[f"F:{name}|F:{name}"]]
+            issues = problem.backward.issues
+            order = [issues.index(step) for step in found.choices.orders[(Side(F, name),) * 2]]
             ns = issue_ns(problem, order)
             assert ns <= problem.serial_ns * (1 + 1e-9)
             expected += ns

@@ -10,7 +10,6 @@ from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.model.operators import Kind, Phase
 from braid.scheduling.model.units import (
     chunk_units,
-    has_layers,
     joined,
     measured_key,
     unit_name,
@@ -57,10 +56,9 @@ def test_units_hold_every_part_once_and_in_order(
         for name, layer in zip(unit.members, unit.layers, strict=True)
     ]
     assert members == [("embedding", -1), *((kinds[n], n) for n in range(layers)), ("head", layers)]
-    for name, names in units_in_use(layout, kinds, unit_layers).items():
+    for names in units_in_use(layout, kinds, unit_layers).values():
         assert sum(map(is_layer, names)) <= max(1, unit_layers)
         assert unit_layers or len(names) == 1
-        assert has_layers(name) == any(map(is_layer, names))
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -113,6 +111,8 @@ def test_parts_that_are_not_joined_stay_as_they_are() -> None:
     layout = ParallelLayout(pp=2)
     assert unit_parts(PARTS, layout, ("layer",) * 4, 0) == PARTS
     units = unit_parts(PARTS, layout, ("layer",) * 4, 2)
+    assert [name for name, part in PARTS.items() if part.has_layers] == ["layer"]
+    assert all(unit.has_layers for unit in units.values())
     assert set(units) == {"embedding+2*layer", "2*layer+head"}
     assert len(serial_program(units["2*layer+head"].forward)) > len(serial_program(PARTS["layer"].forward))
 

@@ -50,7 +50,7 @@ class Mesh:
     """What made them."""
 
     def shared(self, axis: str) -> Line:
-        """The line of the ranks that share parameters along an axis (`gradient_axes`)."""
+        """The line of the ranks that share parameters along an axis (`Buckets.axes`)."""
         if axis == "ends":
             assert self.ends is not None
             return self.ends

@@ -306,5 +306,5 @@ def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParamet
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
-    """Axes that a parameter's gradient is summed over, and "ends" if two stages hold it (`gradient_axes`)."""
+    """Axes that a parameter's gradient is summed over, and "ends" if two stages hold it (`Buckets.axes`)."""
     return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)
