@@ -1,18 +1,28 @@
 """The model's section of the configuration: sizes, a preset, or somebody else's weights."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.model.shape import FAMILIES, ModelShape
 from braid.scheduling.text.pattern import UNIFORM, built_in_kinds
 from braid.scheduling.text.records import from_mapping
+from braid.scheduling.text.suggestions import must_be_one_of
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -33,6 +43,17 @@ def as_config_error() -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def one_of(options: Iterable[str]) -> AfterValidator:
+    """A string that must be one of ``options``, which `wording.in_words` reads."""
+    return AfterValidator(partial(_check_choice, tuple(options)))
+
+
+def _check_choice(options: tuple[str, ...], value: str) -> str:
+    if value not in options:
+        raise ValueError(must_be_one_of(value, options))
+    return value
 
 
 class Section(BaseModel):
@@ -82,7 +103,7 @@ class ModelConfig(Section):
 
     preset: str | None = None  # sizes of a known model (`braid presets`); keys that are given change it
     # RMSNorm, SwiGLU, rotary; LayerNorm, GELU, biases, positions; or experts
-    family: Literal["llama", "gpt", "moe"] = "llama"
+    family: Annotated[str, one_of(FAMILIES)] = "llama"
     hidden: Positive = 256  # width of the residual stream
     layers: Positive = 4  # transformer layers
     heads: Positive = 8  # attention heads
@@ -195,6 +216,3 @@ class ModelConfig(Section):
 def _rounded_up(count: int) -> int:
     """To a multiple of 64."""
     return -(-count // 64) * 64
-
-
-assert set(get_args(ModelConfig.model_fields["family"].annotation)) == set(FAMILIES)

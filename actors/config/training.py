@@ -1,36 +1,22 @@
 """How a run trains: steps and optimizer, its layout over ranks, and which schedule they follow."""
 
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section
+from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, one_of
 from braid.scheduling.generate.named import SCHEDULES, ScheduleName
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import CONTEXT_MODES
 from braid.scheduling.schedule.gone import GONE, replacement
 from braid.scheduling.text.pattern import counted
-from braid.scheduling.text.suggestions import must_be_one_of
 
 AUTO: Final = "auto"
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-def one_of(options: Iterable[str]) -> AfterValidator:
-    """A string that must be one of ``options``, which `wording.in_words` reads."""
-    return AfterValidator(partial(_check_choice, tuple(options)))
-
-
-def _check_choice(options: tuple[str, ...], value: str) -> str:
-    if value not in options:
-        raise ValueError(must_be_one_of(value, options))
-    return value
 
 
 def _not_gone(schedule: str) -> str:

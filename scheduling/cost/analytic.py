@@ -39,16 +39,16 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGro
     ``edp`` are the ranks that hold the same experts: those of ``dp`` that differ not along ``ep``. ``dp``
     includes ``cp``: both hold the same parameters.
     """
-    tp, cp, dp = layout.tp, layout.cp, layout.dp
-    inner = dp // layout.replicas
+    tp, data = layout.tp, layout.data_ranks
+    inner = data // layout.replicas
     strides = {
         "tp": (1, tp),
-        "cp": (tp, cp),
+        "cp": (tp, layout.cp),
         "ep": (tp, layout.ep),
-        "dp": (tp, cp * inner),
-        "replica": (tp * cp * inner, layout.replicas),
-        "edp": (tp * layout.ep, dp * cp // layout.ep),
-        "pp": (tp * cp * dp, layout.pp),
+        "dp": (tp, inner),
+        "replica": (tp * inner, layout.replicas),
+        "edp": (tp * layout.ep, layout.expert_replicas),
+        "pp": (tp * data, layout.pp),
     }
     for degree in layout.own_degrees:
         strides |= {tensor_axis(degree): (1, degree), beyond(degree): (degree, tp // degree)}

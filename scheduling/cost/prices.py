@@ -177,7 +177,7 @@ class Prices:
             case "replica":
                 return held.total // layout.share_ranks, layout.replicas
             case _:
-                return held.dense, layout.dp // layout.replicas * layout.cp
+                return held.dense, layout.data_ranks // layout.replicas
 
     def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
         along = "pp" if axis == "ends" else axis  # between stages

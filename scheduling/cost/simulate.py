@@ -130,7 +130,7 @@ class Simulation:
     def numbers(self, micro_batch: int, peak_flops_per_s: float | None = None) -> Numbers:
         """The step's numbers; ``micro_batch`` in samples, as the parts were built with."""
         code, step = self.code, self.step_ns / 1e9
-        samples = code.schedule.micro_batches * micro_batch * code.layout.dp
+        samples = code.schedule.micro_batches * micro_batch * code.layout.sample_ranks
         tokens = samples * self.shape.sequence
         intervals = [_Intervals.of(rank) for rank in self.ranks]
         found = [own.numbers() for own in intervals]

@@ -5,6 +5,7 @@ Each takes what a program is for, and the parts; it gives what `programs.program
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from braid.scheduling.generate.named import PairMethod
 from braid.scheduling.generate.programs import graph_of
@@ -13,6 +14,7 @@ from braid.scheduling.schedule.operations import Barrier
 from braid.scheduling.schedule.order import Issue, Order
 from braid.scheduling.schedule.schedule import Sides
 
+Item = TypeVar("Item")
 _FixedOrder = Callable[[Sides, Mapping[str, Part]], Order]
 
 _HEAVY = frozenset((Kind.GEMM, Kind.ATTENTION, Kind.GROUPED_GEMM, Kind.CROSS_ENTROPY, Kind.CUSTOM))
@@ -25,15 +27,20 @@ def one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
     return tuple(Issue(turn, op.name) for turn, graph in graphs for op in graph)
 
 
-def by_turns(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """One operator of each pass, the last pass first, and so on (Wavelet's round robin)."""
-    graphs = _graphs(sides, parts)
+def round_robin(strands: Sequence[Sequence[Item]]) -> tuple[Item, ...]:
+    """One item of each strand, the last strand first, and so on (Wavelet)."""
     return tuple(
-        Issue(turn, graphs[turn][number].name)
-        for number in range(max(map(len, graphs)))
-        for turn in reversed(range(len(graphs)))
-        if number < len(graphs[turn])
+        strand[number]
+        for number in range(max(map(len, strands)))
+        for strand in reversed(strands)
+        if number < len(strand)
     )
+
+
+def by_turns(sides: Sides, parts: Mapping[str, Part]) -> Order:
+    """One operator of each pass by turns."""
+    graphs = enumerate(_graphs(sides, parts))
+    return round_robin([[Issue(turn, op.name) for op in graph] for turn, graph in graphs])
 
 
 def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:

@@ -146,7 +146,7 @@ class ScheduleKind:
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
             fitting.remove("twins")  # with several stages it is w
-        if layout.dp * layout.cp == 1 or not self.early_sums:
+        if layout.data_ranks == 1 or not self.early_sums:
             fitting = [name for name in fitting if name not in _TOGETHER] or fitting
         return tuple(fitting)
 

@@ -80,7 +80,7 @@ def check_partition(one: Partition, parts: Mapping[str, Part], layout: ParallelL
             raise ValueError(
                 f"partition {one.what}: with parallel.zero={layout.zero} replicas use {used}; give that"
             )
-    ranks = {"dp": layout.share_ranks if layout.zero else layout.dp * layout.cp}.get(axis)
+    ranks = {"dp": layout.share_ranks if layout.zero else layout.data_ranks}.get(axis)
     ranks = ranks or layout.degree(axis)
     if one.mesh and prod(one.mesh) != ranks:
         raise ValueError(

@@ -73,7 +73,7 @@ class ParallelLayout:
                 f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
                 f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
             )
-        if self.dp * self.cp == 1:
+        if self.data_ranks == 1:
             object.__setattr__(self, "zero", 0)
         if {*self.tensor_degrees} == {self.tp}:
             object.__setattr__(self, "tensor_degrees", ())
@@ -104,6 +104,16 @@ class ParallelLayout:
             )
         return self._kinds[kinds]
 
+    @property
+    def sample_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters, experts apart, and see different tokens: of dp and cp."""
+        return self.sample_ranks * self.cp
+
     @cached_property
     def replicas(self) -> int:
         """Groups of ranks of ``dp`` each of which has all states, cut over its ranks; 1: all together."""
@@ -112,17 +122,17 @@ class ParallelLayout:
     @property
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts."""
-        return self.dp * self.cp // self.ep
+        return self.data_ranks // self.ep
 
     @property
     def share_ranks(self) -> int:
         """Ranks over which states are cut (ZeRO)."""
-        return self.dp // self.replicas * self.cp if self.zero else 1
+        return self.data_ranks // self.replicas if self.zero else 1
 
     @property
     def ranks(self) -> int:
         """Number of ranks the layout needs."""
-        return self.dp * self.tp * self.pp * self.cp
+        return self.data_ranks * self.tp * self.pp
 
     @property
     def folded(self) -> bool:

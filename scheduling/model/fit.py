@@ -47,7 +47,7 @@ def _check_experts_fit(shape: ModelShape, layout: ParallelLayout) -> None:
             f"parallel.ep={layout.ep} does not divide model.experts={shape.experts}; "
             f"set parallel.ep to one of {_divisors(shape.experts)}"
         )
-    ranks = layout.dp * layout.cp
+    ranks = layout.data_ranks
     fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and 0 in (ep % layout.cp, layout.cp % ep)]
     if layout.ep not in fitting:
         raise ValueError(
@@ -96,7 +96,7 @@ def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) 
             f"train.micro_batch={workload.micro_batch} x model.sequence={shape.sequence} tokens are not "
             f"divisible by parallel.tp={layout.tp}, as sequence parallelism needs"
         )
-    samples = workload.micro_batch * layout.dp
+    samples = workload.micro_batch * layout.sample_ranks
     if workload.global_batch % samples:
         below = workload.global_batch // samples * samples
         near = " or ".join(str(n) for n in (below, below + samples) if n)

@@ -253,4 +253,4 @@ class Workload:
 
     def micro_batches(self, layout: ParallelLayout) -> int:
         """Micro-batches that each data-parallel replica runs in one step."""
-        return self.global_batch // (self.micro_batch * layout.dp)
+        return self.global_batch // (self.micro_batch * layout.sample_ranks)

@@ -120,7 +120,7 @@ def _shardings(zero: int | None, cluster: ClusterSpec, layout: ParallelLayout) -
     Cutting optimizer states costs nothing. What is gathered and summed again and again stays inside a node
     where its ranks have room for it (hybrid sharding).
     """
-    if layout.dp * layout.cp == 1:
+    if layout.data_ranks == 1:
         return [(0, 0)]
     stages = (1, 2, 3) if zero is None else (zero,)
     inside = cluster.gpus_per_node // (layout.tp * layout.cp)

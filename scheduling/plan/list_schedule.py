@@ -9,10 +9,10 @@ which is exact and for small graphs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from braid.scheduling.cost.physics import EPSILON, Lane, run_compute, run_lanes
+from braid.scheduling.generate.fixed_orders import round_robin
 from braid.scheduling.plan.pairing import Pairing
 from braid.scheduling.plan.strands import PairProblem, bits
 
@@ -242,10 +242,9 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
 
 
 def turns_order(problem: PairProblem) -> tuple[int, ...]:
-    """Wavelet's round robin: the strands take turns, operator by operator, the backward one first."""
+    """The strands take turns, operator by operator, the backward one first."""
     count = len(problem.forward)
-    turns = zip_longest(range(count, len(problem)), range(count))
-    return tuple(op for turn in turns for op in turn if op is not None)
+    return round_robin((range(count), range(count, len(problem))))
 
 
 def switching_order(problem: PairProblem) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # nothing to cut
         if layout.ep == 1 and kind.pairs is PairMethod.EXCHANGES:
             continue  # nothing to exchange
-        if layout.dp * layout.cp == 1 and name == "ddp":
+        if layout.data_ranks == 1 and name == "ddp":
             continue  # nothing to sum over replicas
         more = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
         for named in (ScheduleName(name, pipeline) for pipeline in ("", *more)):

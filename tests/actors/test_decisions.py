@@ -97,7 +97,7 @@ def test_another_planner_decides_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     profile = profile_of(config)
     decided(config, profile)
     assert Path(planning.__file__) in decisions.PLANNER
-    assert any((place / "planner" / "decide.py").is_file() for place in decisions.PLANNER)
+    assert any((place / "plan" / "decide.py").is_file() for place in decisions.PLANNER)
     source = tmp_path / "planner" / "search.py"
     source.parent.mkdir()
     source.write_text("WIDTH = 4", encoding="utf-8")

@@ -64,7 +64,7 @@ def test_ranks_that_are_processes_inherit_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(processes.ProcessGroup, "_start", lambda self, rank: None)
     monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
     group = processes.ProcessGroup(
-        [processes.Place()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
+        [processes.ProcessPlace()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
     )
     assert group._environment["OMP_NUM_THREADS"] == "7"
 
@@ -111,7 +111,7 @@ def test_a_loopback_that_is_down_is_told_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(processes.socket, "create_connection", unreachable)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*\(Network is unreachable\); .*ip link set lo up"):
         ProcessLauncher(config_of(cpus_per_rank=0.1)).check(2)
-    ProcessLauncher(config_of(cpus_per_rank=0.1), [processes.Place(namespace="a")] * 2).check(2)
+    ProcessLauncher(config_of(cpus_per_rank=0.1), [processes.ProcessPlace(namespace="a")] * 2).check(2)
 
 
 def test_a_low_limit_of_open_files_is_raised() -> None:

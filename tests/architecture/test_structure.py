@@ -79,3 +79,9 @@ def test_every_folder_says_what_lies_there(folder: Path) -> None:
     for word in text.split("`")[1::2]:
         if word.endswith(".py"):
             assert (folder / word).exists(), f"{folder}/__init__.py names {word}, which is not there"
+
+
+def test_the_glossary_has_at_most_twenty_words() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    glossary = text.split("## 3. Glossary")[1].split("\n## ")[0]
+    assert 10 < sum(line.startswith("| ") for line in glossary.splitlines()) - 2 <= 20

@@ -42,7 +42,7 @@ class LostError(Exception):
 
 @dataclass(eq=False)
 class Stream:
-    """Of one rank (`braid.actors.stage.run.accelerator.Stream`)."""
+    """Of one rank (`braid.actors.stage.run.accelerator.DeviceStream`)."""
 
     log: "RankLog"
     number: int

@@ -26,7 +26,6 @@ from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule, passes
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 from tests.scheduling.cases import (
     HOPS,
-    LLAMA,
     ORDERS,
     PAIRED,
     PAIRED_W,
@@ -37,6 +36,7 @@ from tests.scheduling.cases import (
     kind_of,
     layout_for,
     linked_schedule,
+    model_for,
     model_parts,
     named_schedule,
     sizes_of,
@@ -180,7 +180,7 @@ def test_first_and_last_passes_go_together_and_1f1b_between(count: int, m: int) 
 def test_forward_only_schedules_are_complete_and_valid(name: str, p: int) -> None:
     for m in range(1, 13):
         layout = layout_for(name, p)
-        schedule = validation_schedule(LLAMA, layout, m, model_parts())
+        schedule = validation_schedule(model_for(layout), layout, m, model_parts())
         assert not schedule.trains
         assert_complete(schedule, layout, [FORWARD])
         code_of(schedule, layout)

@@ -116,12 +116,12 @@ class ReplicaSamples:
     @property
     def validation_micro_batches(self) -> int:
         """Of this replica, as of all others, in one validation; 0 if nothing is held out."""
-        return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.dp))
+        return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.sample_ranks))
 
     def of_validation(self) -> Batches:
         """The samples that every validation takes; samples that only fill up micro-batches do not count."""
         assert self._validation is not None
-        filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.dp
+        filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.sample_ranks
         ids = self._mine(np.resize(self._validated, filled))
         counted = self._mine(np.arange(filled) < len(self._validated))
         return self._batches(ids, self._tokens(self._validation, ids), counted)
@@ -147,7 +147,7 @@ class ReplicaSamples:
         So those that ranks of ep have at once, whose rows an expert takes up in one product, are next to each
         other in the batch, and are the same for any dp.
         """
-        turns = ids.reshape(-1, self._layout.dp, self._config.train.micro_batch)
+        turns = ids.reshape(-1, self._layout.sample_ranks, self._config.train.micro_batch)
         return turns[:, self._replica].flatten()
 
     def _read(self, step: int) -> tuple[np.ndarray, _Own | None]:

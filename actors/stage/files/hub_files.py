@@ -109,7 +109,7 @@ def _llama(shape: ModelShape, stacked: bool) -> Iterator[StoredTensor]:
         if shape.experts and shape.kinds[index] != DENSE:
             yield from _experts(shape, stored, ours, stacked)
             continue
-        for part in ("gate", "up"):
+        for part in ("gate", "up") if shape.gated else ("up",):
             yield from _linear(f"{mlp}.{part}_proj", f"{ours}.mlp_in.{part}", ffn, hidden)
         yield from _linear(f"{mlp}.down_proj", f"{ours}.mlp_out", hidden, ffn)
     yield from _norm(shape, "model.norm", "final_norm")
