@@ -79,7 +79,7 @@ def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
 def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
     for even in (False, True):
         case = OverlapCase(layout="ep2", route_evenly=even)
-        bench = overlap._Bench(case, FakeLink(), "", ExitStack(), lambda text: None)
+        bench = overlap._StartedCase(case, FakeLink(), "", ExitStack(), lambda text: None)
         assert bench.shape.route_evenly == even
 
 
@@ -99,7 +99,7 @@ def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) ->
     """The rate is set so that 4 bytes a parameter, in each direction, take that share of the step."""
     link: Any = FakeLink()
     case = replace(REPLICAS, alpha=0.35)
-    bench = overlap._Bench(case, link, "", ExitStack(), lambda text: None)
+    bench = overlap._StartedCase(case, link, "", ExitStack(), lambda text: None)
     config = case.config("megatron")
     monkeypatch.setattr(bench, "_measure", lambda rounds=5: profile_at(link.mbit, config))
     mbit = bench.set_rate()

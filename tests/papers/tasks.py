@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.schedule import in_order
+from braid.scheduling.schedule import timeline
 from braid.scheduling.trace.spans import Interval
 
 
@@ -30,7 +30,7 @@ def run_in_order(tasks: Iterable[Task]) -> dict[str, Interval]:
         assert task.name not in named, f"two tasks are called {task.name}"
         named[task.name] = task
         queues[task.stream].append(task.name)
-    times, stuck = in_order.run_in_order(queues, lambda name: named[name].after, lambda name: named[name].ns)
+    times, stuck = timeline.run_in_order(queues, lambda name: named[name].after, lambda name: named[name].ns)
     if stuck:
         heads = [named[queues[stream][place]] for stream, place in stuck.items()]
         waits = "; ".join(f"{h.name} for {', '.join(o for o in h.after if o not in times)}" for h in heads)
