@@ -5,7 +5,6 @@ and no other file, and shows the last steps' timelines.
 """
 
 import html
-import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -74,7 +73,7 @@ def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
     for step in traced:
         first = 0
         while (body := data.timeline(step, first)) is not None and first < _MOST_RANKS:
-            timelines[f"{step}:{first}"] = json.loads(body)
+            timelines[f"{step}:{first}"] = body
             first += RANKS_AT_ONCE
     return {
         "news": {**news, "trace": [1, *traced[:1], *traced[-1:]]},
