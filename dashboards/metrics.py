@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from braid.dashboards.run_files import flat
 from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
@@ -123,7 +124,7 @@ class Exporter:
 
     def take(self, source: str, line: Mapping[str, Any]) -> None:
         """The next line of a file of the run; all of its ``predicted.json`` and ``config.yaml``."""
-        kind, tokens, values = line.get("kind"), line.get("tokens"), dict(line)
+        kind, tokens, values = line.get("kind"), line.get("tokens"), flat(line)
         if source == "config.yaml":  # its degrees give ranks their stages
             degrees = [(line.get("parallel") or {}).get(axis) for axis in ("dp", "tp", "cp")]
             self._ranks_of_a_stage = math.prod(degree for degree in degrees if isinstance(degree, int))
@@ -134,11 +135,8 @@ class Exporter:
         for metric in METRICS.values():
             if metric.source != source or metric.event not in ("", kind):
                 continue
-            name, _, inside = metric.field.partition(".")
-            value = values.get(name) if name else 1
-            if inside:
-                value = value.get(inside) if isinstance(value, Mapping) else None
-            if metric.always and value is None and name in line:
+            value = values.get(metric.field) if metric.field else 1
+            if metric.always and value is None and metric.field in line:
                 value = math.nan
             if not metric.per_rank:
                 self._tell(metric, value)

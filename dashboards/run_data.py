@@ -17,7 +17,15 @@ from statistics import fmean
 from typing import Any, Final, TypeVar
 
 from braid.dashboards.plan_view import effectiveness_view, schedule_view
-from braid.dashboards.run_files import GrowingLines, file_facts, numbers_in, read_parsed, shown_config
+from braid.dashboards.run_files import (
+    GrowingLines,
+    file_facts,
+    flat,
+    is_number,
+    numbers_in,
+    read_parsed,
+    shown_config,
+)
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.cost.profile import parse_profile
@@ -194,32 +202,16 @@ def compact_json(content: Any) -> str:
 
 
 def step_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers in a line of ``metrics.jsonl``.
-
-    Those of experts have names as ``experts.entropy``. ``peak_bytes`` is that of the fullest rank,
-    ``exposed_by_axis`` has a number for each axis of the mesh.
-    """
-    row = {name: value for name, value in line.items() if value is None or _is_number(value)}
-    row.pop("experts", None)
-    row["peak_bytes"] = max(numbers_in(line, "peak_bytes"), default=None)
-    axes, experts = (line.get(name) for name in ("exposed_by_axis", "experts"))
-    if isinstance(axes, Mapping):
-        row["exposed_by_axis"] = {axis: value for axis, value in axes.items() if _is_number(value)}
-    if isinstance(experts, Mapping):
-        row |= {f"experts.{name}": value for name, value in experts.items() if _is_number(value)}
-    return row
+    """The numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is that of the fullest rank."""
+    row = {name: value for name, value in flat(line).items() if value is None or is_number(value)}
+    return {**row, "peak_bytes": max(numbers_in(line, "peak_bytes"), default=None)}
 
 
 def visits_of(line: Mapping[str, Any]) -> dict[str, Any] | None:
     """Visits of every expert by layer, where a line of ``metrics.jsonl`` tells them."""
-    experts = line.get("experts")
-    if not isinstance(experts, Mapping) or not experts.get("visits"):
-        return None
-    return {"step": line["step"], "layers": experts.get("layers"), "visits": experts["visits"]}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+    facts = flat(line)
+    visits, layers = facts.get("experts.visits"), facts.get("experts.layers")
+    return {"step": line["step"], "layers": layers, "visits": visits} if visits else None
 
 
 def _describe(directory: Path) -> _Described:

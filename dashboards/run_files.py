@@ -121,7 +121,20 @@ def objects(lines: list[bytes]) -> list[dict[str, Any]]:
     return found
 
 
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line says, by name; what a section of it says beside that, as ``experts.entropy``."""
+    found = dict(line)
+    for name, section in line.items():
+        if isinstance(section, Mapping):
+            found |= {f"{name}.{inner}": value for inner, value in section.items()}
+    return found
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
 def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
     """The numbers in a list of a line; none where it is something else."""
     found = line.get(name)
-    return [value for value in found if isinstance(value, int | float)] if isinstance(found, list) else []
+    return list(filter(is_number, found)) if isinstance(found, list) else []

@@ -19,14 +19,15 @@ export function recent(run) {
     exposed: of("exposed_seconds"),
     slowdown: of("slowdown_seconds"),
     waiting: of("waiting_seconds"),
-    axes: axesOf(run).map((axis) => [axis, mean((columns.exposed_by_axis ?? []).slice(from).map((one) => one?.[axis]))]),
+    axes: axesOf(run).map((axis) => [axis, of(`exposed_by_axis.${axis}`)]),
     compute: mean(steps.map((step) => run.ranks?.compute[step])),
   };
 }
 
 /** Axes of the mesh whose exposed transfers were recorded. */
 export function axesOf(run) {
-  return Object.keys((run.columns.exposed_by_axis ?? []).findLast((one) => one) ?? {});
+  const before = "exposed_by_axis.";
+  return Object.keys(run.columns).filter((name) => name.startsWith(before)).map((name) => name.slice(before.length));
 }
 
 export function drawSummary(run) {

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 16400, "dashboards": 1880, "jobs": 10740, "kernels": 4910, "scheduling": 15480}
+PRODUCT = {"actors": 16400, "dashboards": 1860, "jobs": 10740, "kernels": 4910, "scheduling": 15460}
 TESTS = {
     "actors": 8220,
     "architecture": 330,
     "cuda": 4830,
-    "dashboards": 3110,
+    "dashboards": 3090,
     "end_to_end": 3920,
     "gpu": 1200,
     "jobs": 5120,

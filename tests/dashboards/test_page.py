@@ -244,7 +244,8 @@ async def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> N
         assert await tab.evaluate("document.documentElement.scrollWidth") <= width
         clipped = await tab.evaluate("""(() => {
           const box = document.getElementById('budget').getBoundingClientRect();
-          return [...document.querySelectorAll('#budget :is(span, output)')].map((one) => one.getBoundingClientRect())
+          const parts = [...document.querySelectorAll('#budget :is(span, output)')];
+          return parts.map((one) => one.getBoundingClientRect())
             .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
         })()""")
         assert clipped == 0

@@ -74,7 +74,7 @@ def test_experts_have_columns_and_the_newest_visits(finished: Path, tmp_path: Pa
     assert data.metrics(3, found["epoch"])["visits"] is None, "the page has them"
     without = read(finished).metrics(0, 0)
     assert without["visits"] is None
-    assert not [name for row in without["rows"] for name in row if "expert" in name]
+    assert not [name for row in without["rows"] for name in row if "experts." in name]
 
 
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
