@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from braid.dashboards.run_files import flat
 from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
@@ -123,26 +124,26 @@ class Exporter:
 
     def take(self, source: str, line: Mapping[str, Any]) -> None:
         """The next line of a file of the run; all of its ``predicted.json`` and ``config.yaml``."""
-        kind, tokens = line.get("kind"), line.get("tokens")
+        kind, tokens, values = line.get("kind"), line.get("tokens"), flat(line)
         if source == "config.yaml":  # its degrees give ranks their stages
             degrees = [(line.get("parallel") or {}).get(axis) for axis in ("dp", "tp", "cp")]
             self._ranks_of_a_stage = math.prod(degree for degree in degrees if isinstance(degree, int))
-        elif source == "events.jsonl" and kind in ("started", "finished", "failed"):
-            self._record("braid_running", int(kind == "started"))
+        elif kind in ("started", "finished", "failed"):
+            values["kind"] = int(kind == "started")
         elif _finite(tokens) and (seconds := line.get("wall_seconds") or line.get("seconds")):
-            self._record("braid_tokens_per_second", tokens / seconds)
+            values["tokens / wall_seconds"] = tokens / seconds
         for metric in METRICS.values():
-            if metric.source != source or (metric.event and metric.event != kind):
+            if metric.source != source or metric.event not in ("", kind):
                 continue
-            value = _value_of(line, metric.field) if metric.field else 1
+            value = values.get(metric.field) if metric.field else 1
             if metric.always and value is None and metric.field in line:
                 value = math.nan
             if not metric.per_rank:
-                self._record(metric.name, value)
+                self._tell(metric, value)
             elif isinstance(value, list | tuple):
-                self._take_ranks(metric, value)
+                self._tell_ranks(metric, value)
 
-    def _take_ranks(self, metric: Metric, values: Sequence[Any]) -> None:
+    def _tell_ranks(self, metric: Metric, values: Sequence[Any]) -> None:
         # ranks count through a stage before the next one
         places = [(str(rank // self._ranks_of_a_stage), str(rank)) for rank in range(len(values))]
         if metric.kind == "gauge":
@@ -154,23 +155,13 @@ class Exporter:
                 before = self._sums.get((metric.name, rank), 0.0)
                 self._sums[metric.name, rank] = value
                 value -= before if value >= before else 0  # a rank that began anew counts from 0 again
-            self._record(metric.name, value, place)
+            self._tell(metric, value, place)
 
-    def _record(self, name: str, value: Any, place: tuple[str, ...] = ()) -> None:
+    def _tell(self, metric: Metric, value: Any, place: tuple[str, ...] = ()) -> None:
         """Tell a number; of what is no number only a gauge: a sum would never recover from it."""
-        metric = METRICS[name]
         if _finite(value) or (metric.kind == "gauge" and isinstance(value, float)):
             value = max(value, 0) if metric.kind == "counter" else value
             self._sink.tell(metric, (self._run, *place), value)
-
-
-def _value_of(line: Mapping[str, Any], field: str) -> Any:
-    """The value of a line's field, or of a field inside it: ``experts.entropy``; None if it is missing."""
-    name, _, inside = field.partition(".")
-    value = line.get(name)
-    if not inside:
-        return value
-    return value.get(inside) if isinstance(value, Mapping) else None
 
 
 def _finite(value: object) -> bool:

@@ -6,19 +6,16 @@ import json
 import math
 import threading
 import time
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from braid.dashboards.metrics import Exporter, PrometheusSink, RaySink
-from braid.dashboards.run_files import GrowingLines, file_facts, read_bytes, read_parsed
+from braid.dashboards.run_files import GrowingLines, file_facts, objects, read_parsed
 from braid.scheduling.text.yaml_text import parse_yaml
 
 
@@ -29,12 +26,14 @@ class MetricsFeed:
     """
 
     def __init__(self, run: Path, sink: PrometheusSink | RaySink, since: float = -math.inf) -> None:
-        """Lines with a ``time`` up to ``since`` (Unix time in seconds) are history and not told."""
-        self._run = run
+        """Lines that are there first, with a ``time`` up to ``since`` (Unix time in seconds), are history and
+        not told."""
+        self._run, self._since = run, since
         self._exporter = Exporter(sink, str(_mapping(run / "config.yaml").get("name", run.name)))
         self._facts: dict[str, tuple[int, int, int] | None] = {}
-        files = ("events.jsonl", "metrics.jsonl", "ranks.jsonl")
-        self._files = {name: _NewLines(run / name, newest=since) for name in files}
+        self._files = [GrowingLines(run / f"{name}.jsonl") for name in ("events", "metrics", "ranks")]
+        self._seen: set[int] = set()
+        """Of all lines that were read, by their hashes: a file that was cut is read again."""
 
     def refresh(self) -> None:
         """Pass on what is new; files that are missing or half written are left for later."""
@@ -42,58 +41,25 @@ class MetricsFeed:
             if (facts := file_facts(path)) != self._facts.get(path.name):
                 self._facts[path.name] = facts
                 self._exporter.take(path.name, _mapping(path))
-        for name, lines in self._files.items():
-            for batch in lines.batches():
-                for line in batch:
-                    self._exporter.take(name, line)
+        for file in self._files:
+            for batch in file.batches():
+                for line in objects(self._new(file.path.name, batch)):
+                    self._exporter.take(file.path.name, line)
+        self._since = -math.inf
+
+    def _new(self, name: str, lines: list[bytes]) -> list[bytes]:
+        """Those that were not read before, and are no history; lines stand in order of time."""
+        marks = [hash((name, line)) for line in lines]
+        new = [line for line, mark in zip(lines, marks, strict=True) if mark not in self._seen]
+        self._seen.update(marks)
+        return new if self._since == -math.inf else new[bisect_right(new, self._since, key=_time) :]
 
 
-@dataclass
-class _NewLines(GrowingLines):
-    """Reads every line of a growing file once, also if the file is cut or replaced.
-
-    Lines that were read before are known by their places and checksums. Lines that are no newer than the time
-    ``newest`` were there before reading began: they are left out by their times.
-    """
-
-    newest: float = -math.inf
-    _edges: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Where the lines that were read begin, and where the last one ends."""
-    _marks: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Checksums of the lines that were read."""
-
-    def _took(self, lines: list[bytes]) -> None:
-        if not self._marks:
-            self._edges = array("Q", [self._offset])
-        for line in lines:
-            self._edges.append(self._edges[-1] + len(line) + 1)
-            self._marks.append(crc32(line + b"\n"))
-
-    def _begin(self, inode: int, size: int) -> None:
-        super()._begin(inode, size)
-        standing = bisect_left(range(len(self._marks)), True, key=lambda n: self._line(n) is None)
-        del self._edges[standing + 1 :], self._marks[standing:]
-        if standing:
-            self._offset, self._last = self._edges[-1], self._line(standing - 1) or b""
-        elif self.newest > -math.inf:
-            # ``behind - 1`` is where the last line that is not newer begins
-            behind = bisect_right(range(size), self.newest, key=self._time)
-            if behind:
-                begin, self._last = self.next_line(behind - 1)
-                self._offset = begin + len(self._last)
-
-    def _line(self, number: int) -> bytes | None:
-        """A line that was read, if it stands where it stood."""
-        begin, end = self._edges[number : number + 2]
-        line = read_bytes(self.path, begin, end - begin)
-        return line if crc32(line) == self._marks[number] else None
-
-    def _time(self, offset: int) -> float:
-        """The time of the first line from there on; lines stand in order of time."""
-        try:
-            return float(json.loads(self.next_line(offset)[1])["time"])
-        except (ValueError, KeyError, TypeError):
-            return math.inf
+def _time(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["time"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:

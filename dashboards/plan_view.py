@@ -6,7 +6,7 @@ from typing import Any, Final
 from braid.scheduling.cost.effectiveness import effectiveness
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.model.units import measured_key
-from braid.scheduling.schedule.operations import Compute, PassKind, Start, Wait
+from braid.scheduling.schedule.operations import Compute, Start, Wait
 from braid.scheduling.schedule.schedule import Program, Schedule, Sides
 
 _MOST_ACTIONS: Final = 600
@@ -52,7 +52,6 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
                 "turn": action.turn,
                 "side": side.kind.value,
                 "stream": action.stream.value if isinstance(action, Start) and action.stream else None,
-                "left": side.kind is PassKind.END,
                 "ns": solo.get(measured_key(side.unit, operator)),
             }
         )

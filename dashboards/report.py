@@ -1,13 +1,10 @@
 """One self-contained HTML file of a run: the live page with what its server would answer inside.
 
-The page's own code runs unchanged; its requests are answered from the file. It needs no network, no server
-and no other file, and shows the last steps' timelines.
+The page's own modules run as they are; their requests are answered from the file. It needs no network, no
+server and no other file, and shows the last steps' timelines.
 """
 
 import html
-import json
-import re
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +14,11 @@ from braid.dashboards.run_data import RANKS_AT_ONCE, RunData, compact_json
 _STEPS: Final = 3
 _MOST_RANKS: Final = 64
 """Of so many last steps and first ranks the timelines are in the file."""
-_IMPORT: Final = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', re.MULTILINE)
-_EXPORT: Final = re.compile(r"^export (?:async )?(?:const|let|class|function\*?) (\w+)", re.MULTILINE)
 
-_ANSWERS: Final = """
+_SCRIPT: Final = """
+const { answers, modules } = JSON.parse(document.getElementById("run").textContent);
+
 // Answers the page's requests from this file.
-const answers = JSON.parse(document.getElementById("run").textContent);
 window.EventSource = class {
   constructor() {
     setTimeout(() => {
@@ -42,6 +38,14 @@ window.fetch = async (address) => {
   if (found === undefined) return new Response(null, { status: 204 });
   return new Response(JSON.stringify(found));
 };
+
+// Every module gets an address of its own, after those that it imports.
+const addresses = {};
+function addressOf(name) {
+  const body = modules[name].replace(/from "\\.\\/([^"]+)"/g, (_, other) => `from "${addressOf(other)}"`);
+  return (addresses[name] ??= URL.createObjectURL(new Blob([body], { type: "text/javascript" })));
+}
+import(addressOf("main.js"));
 """
 
 
@@ -55,11 +59,10 @@ def report_html(run: Path) -> str:
     answers = _answers(data, news)
     text = page["index.html"]
     text = text.replace('<link rel="stylesheet" href="style.css">', f"<style>\n{page['style.css']}</style>")
-    modules = {name.removesuffix(".js"): body for name, body in page.items() if name.endswith(".js")}
-    code = bundle(modules, "main")
+    modules = {name: body for name, body in page.items() if name.endswith(".js")}
     inline = (
-        f'<script type="application/json" id="run">{_inside_html(answers)}</script>\n'
-        f'<script type="module">\n{_ANSWERS}\n{code}</script>\n</body>'
+        f'<script type="application/json" id="run">{_inside_html({"answers": answers, "modules": modules})}'
+        f'</script>\n<script type="module">{_SCRIPT}</script>\n</body>'
     )
     text = text.replace('<script type="module" src="main.js"></script>\n', "").replace("</body>", inline)
     name = html.escape(str(answers["state"].get("name", run.name)))
@@ -74,7 +77,7 @@ def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
     for step in traced:
         first = 0
         while (body := data.timeline(step, first)) is not None and first < _MOST_RANKS:
-            timelines[f"{step}:{first}"] = json.loads(body)
+            timelines[f"{step}:{first}"] = body
             first += RANKS_AT_ONCE
     return {
         "news": {**news, "trace": [1, *traced[:1], *traced[-1:]]},
@@ -93,28 +96,3 @@ def _inside_html(content: Any) -> str:
         .replace("\u2028", "\\u2028")
         .replace("\u2029", "\\u2029")
     )
-
-
-def bundle(modules: Mapping[str, str], entry: str) -> str:
-    """ES modules that import each other by name as one script: each a function that returns its exports.
-
-    Understands what the page uses: ``import { names } from "./module.js"`` and exported declarations.
-    """
-    done: dict[str, str] = {}
-
-    def visit(name: str) -> None:
-        if name in done:
-            return
-        body = modules[name]
-        for _, needed in _IMPORT.findall(body):
-            visit(needed)
-
-        def imported(match: re.Match[str]) -> str:
-            return f"const {{{match[1].replace(' as ', ': ')}}} = module_{match[2]};\n"
-
-        exported = _EXPORT.findall(body)
-        body = re.sub(r"^export ", "", _IMPORT.sub(imported, body), flags=re.MULTILINE)
-        done[name] = f"const module_{name} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
-
-    visit(entry)
-    return "".join(done.values())

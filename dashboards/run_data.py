@@ -6,12 +6,12 @@ is named in ``trouble``. Steps count from 1 here, as in ``metrics.jsonl``; in tr
 
 import json
 import secrets
-import threading
 import time
-from bisect import bisect_left
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeVar
@@ -20,11 +20,12 @@ from braid.dashboards.plan_view import effectiveness_view, schedule_view
 from braid.dashboards.run_files import (
     GrowingLines,
     file_facts,
+    flat,
+    is_number,
     numbers_in,
     read_parsed,
     shown_config,
 )
-from braid.dashboards.step_columns import StepColumns
 from braid.dashboards.timeline_view import Durations, predicted_durations, step_columns
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.cost.profile import parse_profile
@@ -45,7 +46,6 @@ RANKS_AT_ONCE: Final = 16
 """Ranks in one answer with a timeline."""
 
 _RANK_LINES: Final = 128
-_CACHED_BYTES: Final = 192 << 20
 _RANKS_TAIL_BYTES: Final = 64 << 20
 _SPAN_STEPS: Final = (4, 32)
 """Fewest and most steps of spans that are kept in memory."""
@@ -62,12 +62,11 @@ class _Described:
 
 
 class RunData:
-    """One run directory. All methods may be called from any thread; `refresh` first."""
+    """One run directory, for one caller at a time; `refresh` first."""
 
     def __init__(self, directory: Path) -> None:
         directory = directory.resolve()  # it may be a link itself; what is in it may not
         self.directory = directory
-        self._lock = threading.Lock()
         self._reader = secrets.token_hex(8)
         """Of no other server: the numbers of versions begin anew with each."""
         self._facts: dict[str, tuple[int, int, int] | None] = {}
@@ -76,14 +75,15 @@ class RunData:
         self._metrics = GrowingLines(directory / "metrics.jsonl")
         self._ranks = GrowingLines(directory / "ranks.jsonl", most=_RANKS_TAIL_BYTES)
         self._events = GrowingLines(directory / "events.jsonl")
-        self._columns = StepColumns()
-        self._means: dict[str, list[Any]] = {"step": [], "compute_seconds": []}
+        self._rows: list[dict[str, Any]] = []
+        """The numbers of every step (`step_row`)."""
+        self._visits: dict[str, Any] | None = None
+        """Of every expert, in the newest step that tells."""
         self._rank_lines: deque[dict[str, Any]] = deque(maxlen=_RANK_LINES)
         self._event_lines: list[dict[str, Any]] = []
         self._trace = TraceFolder(directory / "trace")
         self._trace_due = 0.0
         self._trace_version = 0
-        self._answers: OrderedDict[tuple[int, ...], str] = OrderedDict()
 
     def check(self) -> None:
         if not self.directory.is_dir():
@@ -98,22 +98,18 @@ class RunData:
     def refresh(self) -> dict[str, Any]:
         """Read what is new. Returns small numbers that change when something else does: what a page asks for
         anew."""
-        with self._lock:
-            self._refresh_descriptions()
-            changed = self._refresh_metrics()
-            self._refresh_ranks()
-            anew, lines = self._events.refresh()
-            self._event_lines = lines if anew else [*self._event_lines, *lines]
-            self._refresh_trace(at_once=changed)
-            traced = self._traced()
-            return {
-                "reader": self._reader,
-                "state": self._version,
-                "metrics": [self._metrics.epoch, len(self._columns.steps)],
-                "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
-                "events": [self._events.epoch, len(self._event_lines)],
-                "trace": [self._trace_version, *(traced[:1] + traced[-1:])],
-            }
+        self._refresh_descriptions()
+        changed = self._refresh_steps()
+        self._refresh_trace(at_once=changed)
+        traced = self._traced()
+        return {
+            "reader": self._reader,
+            "state": self._version,
+            "metrics": [self._metrics.epoch, len(self._rows)],
+            "ranks": [self._ranks.epoch, self._rank_lines[-1]["step"] if self._rank_lines else 0],
+            "events": [self._events.epoch, len(self._event_lines)],
+            "trace": [self._trace_version, *(traced[:1] + traced[-1:])],
+        }
 
     def _refresh_descriptions(self) -> None:
         facts = {name: file_facts(self.directory / name) for name in DESCRIPTIONS}
@@ -125,27 +121,23 @@ class RunData:
             self._facts = facts
             self._version += 1
             self._described = _describe(self.directory)
-            self._answers.clear()
 
-    def _refresh_metrics(self) -> bool:
-        anew, lines = self._metrics.refresh()
+    def _refresh_steps(self) -> bool:
+        """Read what steps, ranks and events have told; whether there is a new step."""
+        anew, steps = self._metrics.refresh()
         if anew:
-            self._columns = StepColumns()
-        for line in lines:
-            self._columns.take(line)
-        return bool(lines)
-
-    def _refresh_ranks(self) -> None:
-        anew, lines = self._ranks.refresh()
+            self._rows, self._visits = [], None
+        for line in steps:
+            if isinstance(line.get("step"), int):
+                self._rows.append(step_row(line))
+                self._visits = visits_of(line) or self._visits
+        anew, ranks = self._ranks.refresh()
         if anew:
             self._rank_lines.clear()
-            self._means = {name: [] for name in self._means}
-        for line in lines:
-            if isinstance(line.get("step"), int):
-                self._rank_lines.append(line)
-                known = numbers_in(line, "compute_seconds")
-                self._means["step"].append(line["step"])
-                self._means["compute_seconds"].append(fmean(known) if known else None)
+        self._rank_lines.extend(line for line in ranks if isinstance(line.get("step"), int))
+        anew, events = self._events.refresh()
+        self._event_lines = events if anew else [*self._event_lines, *events]
+        return bool(steps)
 
     def _refresh_trace(self, *, at_once: bool) -> None:
         """Not all the time: the folder is looked through at most a twentieth of it."""
@@ -160,67 +152,66 @@ class RunData:
 
     def _traced(self) -> list[int]:
         """Steps that every rank with a trace has, counted from 1; if there is none, the steps of any rank."""
-        steps = [set(trace.steps) for trace in self._trace.ranks.values() if trace.steps]
+        steps = [set(steps) for steps in self._trace.ranks.values() if steps]
         whole = set.intersection(*steps) if steps else set()
         return [step + 1 for step in sorted(whole or set().union(*steps))]
 
     def state(self) -> dict[str, Any]:
         """All that does not change from step to step."""
-        with self._lock:
-            return {**self._described.content, "version": self._version, "traced": self._traced()}
+        return {**self._described.content, "version": self._version, "traced": self._traced()}
 
     def metrics(self, after: int, epoch: int) -> dict[str, Any]:
-        """Columns of all steps after one; all of them if the file began anew since ``epoch``."""
-        with self._lock:
-            anew = epoch != self._metrics.epoch
-            means = 0 if anew else bisect_left(self._means["step"], after)  # it may come after its step
-            return {
-                "epoch": self._metrics.epoch,
-                "anew": anew,
-                **self._columns.after(0 if anew else after),
-                "ranks": {name: values[means:] for name, values in self._means.items()},
-                "events": self._event_lines[-1000:],
-            }
+        """Numbers of all steps after one; of all steps if the file began anew since ``epoch``."""
+        anew = epoch != self._metrics.epoch
+        after = 0 if anew else after
+        rows = self._rows[bisect_right(self._rows, after, key=itemgetter("step")) :]
+        visits = self._visits if self._visits is not None and self._visits["step"] > after else None
+        events = self._event_lines[-1000:]
+        return {"epoch": self._metrics.epoch, "anew": anew, "rows": rows, "visits": visits, "events": events}
 
     def ranks(self, step: int | None) -> dict[str, Any]:
-        """All ranks' numbers of a step (None: the newest that is known), and which ranks are slow."""
-        with self._lock:
-            lines = list(self._rank_lines)
-            found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
-            layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
-            stages = [0] * ranks
-            if layout is not None and layout.ranks == ranks:
-                stages = [layout.coordinate(rank)["pp"] for rank in range(ranks)]
-            slow = stragglers([numbers_in(line, "compute_seconds") for line in lines], stages)
-            return {
-                "line": found,
-                "stages": stages,
-                "stragglers": [dict(vars(straggler)) for straggler in slow],
-                "rule": {"times": TIMES, "steps": LAST},
-                "kept": [line["step"] for line in lines[:1] + lines[-1:]],
-            }
+        """All ranks' numbers of a step (None: the newest), which ranks are slow, and by step the seconds that
+        ranks computed, a mean."""
+        lines = list(self._rank_lines)
+        found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
+        layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
+        stages = [0] * ranks
+        if layout is not None and layout.ranks == ranks:
+            stages = [layout.coordinate(rank)["pp"] for rank in range(ranks)]
+        computed = [numbers_in(line, "compute_seconds") for line in lines]
+        means = {line["step"]: fmean(row) for line, row in zip(lines, computed, strict=True) if row}
+        return {
+            "line": found,
+            "stages": stages,
+            "stragglers": [dict(vars(straggler)) for straggler in stragglers(computed, stages)],
+            "rule": {"times": TIMES, "steps": LAST},
+            "compute": means,
+        }
 
-    def timeline(self, step: int, first_rank: int) -> str | None:
-        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`) as JSON; None if no rank has it."""
-        with self._lock:
-            batches = self._trace.step(step - 1)
-            begin = begin_of(batches)
-            chosen = [batch for batch in batches if 0 <= batch.rank - first_rank < RANKS_AT_ONCE]
-            if not chosen:
-                return None
-            key = (step, first_rank, begin, len(chosen), max(batch.generation for batch in chosen))
-            if key not in self._answers:
-                damage = {rank: trace.damage for rank, trace in self._trace.ranks.items()}
-                content = step_columns(chosen, begin, self._described.predicted, damage)
-                self._answers[key] = compact_json(content)
-                while len(self._answers) > 1 and sum(map(len, self._answers.values())) > _CACHED_BYTES:
-                    self._answers.popitem(last=False)
-            self._answers.move_to_end(key)
-            return self._answers[key]
+    def timeline(self, step: int, first_rank: int) -> dict[str, Any] | None:
+        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`); None if no rank has it."""
+        batches = self._trace.step(step - 1)
+        chosen = [batch for batch in batches if 0 <= batch.rank - first_rank < RANKS_AT_ONCE]
+        if not chosen:
+            return None
+        return step_columns(chosen, begin_of(batches), self._described.predicted, self._trace.damage)
 
 
 def compact_json(content: Any) -> str:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return json.dumps(content, separators=(",", ":"), allow_nan=False, default=str)
+
+
+def step_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is that of the fullest rank."""
+    row = {name: value for name, value in flat(line).items() if value is None or is_number(value)}
+    return {**row, "peak_bytes": max(numbers_in(line, "peak_bytes"), default=None)}
+
+
+def visits_of(line: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Visits of every expert by layer, where a line of ``metrics.jsonl`` tells them."""
+    facts = flat(line)
+    visits, layers = facts.get("experts.visits"), facts.get("experts.layers")
+    return {"step": line["step"], "layers": layers, "visits": visits} if visits else None
 
 
 def _describe(directory: Path) -> _Described:
@@ -235,7 +226,7 @@ def _describe(directory: Path) -> _Described:
             return None
 
     def mapping(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-        content = tried(read_parsed, name, lambda text: _plain(parse(text)))
+        content = finite(tried(read_parsed, name, parse))
         return content if isinstance(content, dict) else {}
 
     config = shown_config(mapping("config.yaml", lambda text: parse_yaml(text, "config.yaml")))
@@ -248,19 +239,14 @@ def _describe(directory: Path) -> _Described:
     if predicted:
         busy = [length(phases(batch).computing) / 1e9 for batch in spans]
         predicted["compute_seconds"] = fmean(busy) if busy else None
-    train = config.get("train")
     content = {
         "name": str(config.get("name") or directory.name),
-        "directory": str(directory),
         "config": config,
-        "steps": train.get("steps") if isinstance(train, dict) else None,
         "model": model or None,
         "cluster": cluster,
         "layout": None if layout is None else {axis: layout.degree(axis) for axis in (*AXES, "ep")},
         "predicted": predicted or None,
-        "report": {
-            key: report[key] for key in ("complete", "tokens_per_s", "overlap", "layout") if key in report
-        },
+        "complete": report.get("complete"),
         "schedule": None if schedule is None else schedule_view(schedule, profile),
         "effectiveness": None if profile is None else effectiveness_view(profile),
         "trouble": trouble,
@@ -269,27 +255,18 @@ def _describe(directory: Path) -> _Described:
     return _Described(content, layout, ranks, predicted_durations(spans))
 
 
-def _plain(value: Any) -> Any:
-    """Containers of scalars that JSON has."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return finite(value) if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
 def _layout(parallel: Any) -> ParallelLayout | None:
     if not isinstance(parallel, dict):
         return None
     try:
-        pp, dp, cp, tp, ep = (int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp", "ep"))
+        pp, dp, cp, tp, ep = (int(parallel.get(axis, 1)) for axis in (*AXES, "ep"))
         return ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     except (TypeError, ValueError):
         return None
 
 
 def _cluster(content: dict[str, Any], layout: ParallelLayout | None) -> dict[str, Any]:
-    """Where every rank runs and its place in the mesh, from either form of ``cluster.json``."""
+    """Where every rank runs and its place in the mesh; plain processes are listed by address and number."""
     rows = content.get("ranks")
     if not isinstance(rows, list):
         places = zip(content.get("addresses") or (), content.get("processes") or (), strict=False)

@@ -1,13 +1,12 @@
 """Reads the files of a run while they grow: never a symbolic link, never more than a file may hold."""
 
-import contextlib
 import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from braid.scheduling.text.json_text import finite
 
@@ -28,19 +27,12 @@ def file_facts(path: Path) -> tuple[int, int, int] | None:
     return (facts.st_ino, facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else None
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, to be read. `OSError` for what is none, links among them."""
+def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
+    """Up to ``most`` bytes of a regular file. `OSError` for what is none, links among them."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise OSError(f"{path.name} is no regular file")
-        yield file
-
-
-def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
-    """Up to ``most`` bytes of a regular file. `OSError` for what is none, links among them."""
-    with opened(path) as file:
         file.seek(offset)
         return file.read(most)
 
@@ -55,12 +47,6 @@ def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
         raise ValueError(f"{path.name} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(str(error) if path.name in str(error) else f"{path.name}: {error}") from None
-
-
-def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
-    """The numbers in a list of a line; none where it is something else."""
-    found = line.get(name)
-    return [value for value in found if isinstance(value, int | float)] if isinstance(found, list) else []
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,55 +75,40 @@ class GrowingLines:
     """The line before the offset; where it does not stand any more, the file was cut, and has grown since."""
 
     def refresh(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file began anew, and the whole lines that were not read before, with finite numbers."""
+        """Whether the file began anew, and the objects that were not read before, with finite numbers."""
         before = self.epoch
         lines = [line for batch in self.batches() for line in batch]
-        return self.epoch != before, finite(lines)
+        return self.epoch != before, finite(objects(lines))
 
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The new lines as they are, never more at once than a few megabytes hold."""
+    def batches(self) -> Iterator[list[bytes]]:
+        """The new lines that are whole, never more at once than a few megabytes hold."""
         facts = file_facts(self.path)
         if facts is None:
             return
         inode, size, _ = facts
-        unread, rest = self._offset, b""
         try:
             if inode != self._inode or not self._stands(size):
-                self._begin(inode, size)
-                unread = self._offset
+                self.epoch += 1
+                self._inode, self._last, self._offset = inode, b"", 0
+                if self.most is not None and size > self.most:
+                    begin = size - self.most
+                    self._offset = begin + read_bytes(self.path, begin, _CHUNK).find(b"\n") + 1
+            unread, rest = self._offset, b""
             while unread < size and (data := read_bytes(self.path, unread, min(_CHUNK, size - unread))):
                 unread += len(data)
                 *whole, rest = (rest + data).split(b"\n")
                 if whole:
-                    self._took(whole)
                     self._offset, self._last = unread - len(rest), whole[-1] + b"\n"
-                    yield _objects(whole)
+                    yield whole
         except OSError:
             return
-
-    def _took(self, lines: list[bytes]) -> None:
-        """Lines that begin at the offset were read."""
 
     def _stands(self, size: int) -> bool:
         begin = self._offset - len(self._last)
         return size >= self._offset and read_bytes(self.path, begin, len(self._last)) == self._last
 
-    def _begin(self, inode: int, size: int) -> None:
-        self.epoch += 1
-        self._inode, self._last = inode, b""
-        self._offset = 0 if self.most is None else self.next_line(max(0, size - self.most))[0]
 
-    def next_line(self, offset: int) -> tuple[int, bytes]:
-        """The first line that begins there or later, and its place; empty where none is whole. `OSError`."""
-        with opened(self.path) as file:
-            if offset:
-                file.seek(offset - 1)
-                file.readline()
-            begin, line = file.tell(), file.readline()
-        return begin, line if line.endswith(b"\n") else b""
-
-
-def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
+def objects(lines: list[bytes]) -> list[dict[str, Any]]:
     """The lines that are objects; NaN and infinities are what Python's JSON makes of them."""
     found = []
     for line in lines:
@@ -148,3 +119,22 @@ def _objects(lines: list[bytes]) -> list[dict[str, Any]]:
         if isinstance(content, dict):
             found.append(content)
     return found
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line says, by name; what a section of it says beside that, as ``experts.entropy``."""
+    found = dict(line)
+    for name, section in line.items():
+        if isinstance(section, Mapping):
+            found |= {f"{name}.{inner}": value for inner, value in section.items()}
+    return found
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
+    """The numbers in a list of a line; none where it is something else."""
+    found = line.get(name)
+    return list(filter(is_number, found)) if isinstance(found, list) else []

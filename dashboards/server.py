@@ -8,11 +8,9 @@ nothing but states that are old by then, and holds up nobody.
 """
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -58,21 +56,22 @@ class Watcher:
     """Reads the run when somebody asks, at most every `POLL_SECONDS`, whoever asks."""
 
     def __init__(self, data: RunData) -> None:
-        self.data = data
+        self._data = data
         self.news: dict[str, Any] = {}
+        """The newest state (`RunData.refresh`)."""
         self.pages = 0
         """How many pages are looking."""
         self._reading = asyncio.Lock()
         self._due = 0.0
 
-    async def read(self) -> dict[str, Any]:
-        """The newest state (`RunData.refresh`)."""
+    async def ask(self, question: Callable[[RunData], str | None] = lambda data: None) -> str | None:
+        """Read what is new, then answer a question; one at a time, in a thread of its own."""
         async with self._reading:
             if time.monotonic() >= self._due:
-                news = await asyncio.to_thread(self.data.refresh)
+                news = await asyncio.to_thread(self._data.refresh)
                 self._due = time.monotonic() + POLL_SECONDS
                 self.news = self.news if news == self.news else news
-        return self.news
+            return await asyncio.to_thread(question, self._data)
 
 
 WATCHER: Final = web.AppKey("watcher", Watcher)
@@ -93,42 +92,41 @@ def make_app(
     data.check()
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise ValueError(f"the token has {len(token)} characters; give it at least {SHORTEST_TOKEN}")
-    if token is None and not is_loopback(host):
+    if token is None and not _is_loopback(host):
         raise ValueError(
             f"--host {host} lets other machines read the run: guard it with --token-file, "
             f"or leave it at 127.0.0.1 and forward the port (ssh -L)"
         )
     app = web.Application(middlewares=[_guard(host, token)])
     # read once, so that no request ever names a path
-    folder = files("braid.dashboards").joinpath("page")
     pages = {
-        f"/{file.name}": file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in _TYPES
+        f"/{file.name}": (file.read_bytes(), _TYPES[suffix])
+        for file in files("braid.dashboards").joinpath("page").iterdir()
+        if (suffix := Path(file.name).suffix) in _TYPES
     }
+    pages["/"] = pages["/index.html"]
 
     async def page(request: web.Request) -> web.Response:
-        path = "/index.html" if request.path == "/" else request.path
-        return web.Response(body=pages[path], headers={"Content-Type": _TYPES[Path(path).suffix]})
+        body, kind = pages[request.path]
+        return web.Response(body=body, headers={"Content-Type": kind})
 
-    handlers = {
-        **dict.fromkeys(("/", *pages), page),
-        **dict.fromkeys(_ANSWERS, _answer),
-        "/api/events": _events,
-    }
-    routes = [web.get(path, handler, allow_head=False) for path, handler in handlers.items()]
-    app.add_routes([*routes, *extra_routes])
-
+    handlers = {**dict.fromkeys(pages, page), **dict.fromkeys(_ANSWERS, _answer), "/api/events": _events}
+    app.add_routes([web.get(path, handler, allow_head=False) for path, handler in handlers.items()])
+    app.add_routes(extra_routes)
     app[WATCHER] = Watcher(data)
     return app
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host == "localhost" or ((address := _address(host)) is not None and address.is_loopback)
 
 
 def _guard(host: str, token: str | None) -> Any:
@@ -152,8 +150,7 @@ def _guard(host: str, token: str | None) -> Any:
 def _refused(request: web.Request, host: str) -> web.Response | None:
     if request.method != "GET":
         return web.Response(status=405, text="Only GET is answered.", headers={"Allow": "GET"})
-    name = _host_name(request.headers.get("Host", ""))
-    if not _is_ours(name, host):
+    if not _is_ours(request.headers.get("Host", ""), host):
         return web.Response(status=403, text="This name is not one of the page's host.")
     origin = request.headers.get("Origin")
     if origin is not None and origin != f"{request.scheme}://{request.headers['Host']}":
@@ -161,24 +158,16 @@ def _refused(request: web.Request, host: str) -> web.Response | None:
     return None
 
 
-def _host_name(header: str) -> str:
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_ours(name: str, host: str) -> bool:
+def _is_ours(header: str, host: str) -> bool:
     """Names of loopback, and the address that is listened on: no name that somebody else's DNS may give."""
-    if is_loopback(name) or name == host.lower():
-        return True
-    if host not in ("0.0.0.0", "::"):
-        return False
     try:
-        ipaddress.ip_address(name)
+        name = urlsplit(f"//{header}").hostname or ""
     except ValueError:
-        return name == socket.gethostname().lower()
-    return True
+        return False
+    if _is_loopback(name) or name == host.lower():
+        return True
+    everywhere = host in ("0.0.0.0", "::")
+    return everywhere and (_address(name) is not None or name == socket.gethostname().lower())
 
 
 def _entered(request: web.Request, token: str | None, session: str) -> web.Response | None:
@@ -219,16 +208,17 @@ _ANSWERS: Final[dict[str, Callable[[RunData, web.Request], Any]]] = {
     "/api/ranks": lambda data, asked: data.ranks(_number(asked, "step") or None),
     "/api/timeline": lambda data, asked: data.timeline(_number(asked, "step", ""), _number(asked, "ranks")),
 }
-"""By path, what is answered: JSON text, content that becomes JSON, or None where there is nothing."""
+"""By path, what is answered; None where there is nothing."""
 
 
 async def _answer(request: web.Request) -> web.Response:
-    watcher = request.app[WATCHER]
-    await watcher.read()
-    content = await asyncio.to_thread(_ANSWERS[request.path], watcher.data, request)
-    if content is None:
+    def answer(data: RunData) -> str | None:
+        content = _ANSWERS[request.path](data, request)
+        return None if content is None else compact_json(content)
+
+    text = await request.app[WATCHER].ask(answer)
+    if text is None:
         return web.Response(status=204)  # no error: pages ask for steps whose spans have just been removed
-    text = content if isinstance(content, str) else compact_json(content)
     return web.Response(text=text, content_type="application/json")
 
 
@@ -241,25 +231,22 @@ async def _events(request: web.Request) -> web.StreamResponse:
     watcher.pages += 1
     try:
         await response.prepare(request)
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            await _send(response, "retry: 1000\n\n")
-            seen: dict[str, Any] = {}
-            told = time.monotonic()
-            while True:
-                news = await watcher.read()
-                if news != seen or time.monotonic() - told > QUIET_SECONDS:
-                    text = ": still here" if news == seen else f"data: {compact_json(news)}"
-                    await _send(response, f"{text}\n\n")
-                    seen, told = news, time.monotonic()
-                await asyncio.sleep(POLL_SECONDS)
+        await response.write(b"retry: 1000\n\n")
+        seen: dict[str, Any] = {}
+        told = time.monotonic()
+        while True:
+            await watcher.ask()
+            news = watcher.news
+            if news != seen or time.monotonic() - told > QUIET_SECONDS:
+                text = ": still here" if news == seen else f"data: {compact_json(news)}"
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await response.write(f"{text}\n\n".encode())
+                seen, told = news, time.monotonic()
+            await asyncio.sleep(POLL_SECONDS)
+    except (ConnectionError, TimeoutError):
+        return response  # the page is gone
     finally:
         watcher.pages -= 1
-    return response
-
-
-async def _send(response: web.StreamResponse, text: str) -> None:
-    async with asyncio.timeout(WRITE_SECONDS):
-        await response.write(text.encode())
 
 
 def read_token(path: Path) -> str:
@@ -282,25 +269,11 @@ def serve(
     """Serve until SIGINT or SIGTERM; ``announce`` is told the address. `ValueError` for what cannot be."""
     host = "127.0.0.1" if host == "localhost" else host  # one address, so that a free port is one port
     app = make_app(run_directory, token=token, host=host, extra_routes=extra_routes)
-    asyncio.run(_serve(app, host, port, announce))
-
-
-async def _serve(app: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {error}") from None
-        address = runner.addresses[0]
-        shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{address[1]}/")
-        await stop.wait()
-    finally:
-        await runner.cleanup()
+        listening = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error}") from None
+    shown = f"[{host}]" if ":" in host else host
+    announce(f"http://{shown}:{listening.getsockname()[1]}/")
+    web.run_app(app, sock=listening, print=None, access_log=None, shutdown_timeout=0.5)

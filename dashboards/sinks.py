@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.run_files import shown_config
+from braid.dashboards.run_files import flat, is_number, shown_config
 
 _NO_CHARTS: Final = ("step", "time", "samples", "generation")  # numbers of a step's record
 
@@ -19,11 +19,8 @@ _NO_CHARTS: Final = ("step", "time", "samples", "generation")  # numbers of a st
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of ``metrics.jsonl``; in a section as ``SECTION/NAME``, a group of charts."""
     seconds = line.get("wall_seconds") or line["seconds"]
-    found = {**line, "tokens_per_second": line["tokens"] / seconds if seconds else None}
-    for name, section in line.items():
-        if isinstance(section, Mapping):
-            found |= {f"{name}/{inner}": value for inner, value in section.items()}
-    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    found = {**flat(line), "tokens_per_second": line["tokens"] / seconds if seconds else None}
+    numbers = {name.replace(".", "/"): value for name, value in found.items() if is_number(value)}
     return {name: float(value) for name, value in numbers.items() if name not in _NO_CHARTS}
 
 

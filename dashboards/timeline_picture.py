@@ -1,17 +1,31 @@
-"""One step of runs as a picture, for a README or a paper: lanes for compute and both links of every rank."""
+"""A step of runs: as a picture for a README or a paper, and as lines of a terminal.
+
+The picture has a lane for compute and each link of every rank; the lines tell how full compute and links of
+one rank are, and what it waits for.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
+
+import numpy as np
+from rich.text import Text
 
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.trace.arrays import IntArray, length, without
+from braid.scheduling.trace.arrays import IntArray, length, shares, without
 from braid.scheduling.trace.batches import Batch, apart, begin_of
 from braid.scheduling.trace.numbers import Phases, phases, times_of
 from braid.scheduling.trace.spans import DIRECTIONS, STRANDS
 from braid.scheduling.trace.svg import EXPOSED, Row, rows_picture
 
-_LANES: Final = {Stream.COMPUTE: "compute", Stream.INTRA: "in the node", Stream.INTER: "between nodes"}
+Steps = Mapping[str, tuple[TraceFolder, int]]
+"""Steps (from 0) of several runs, by what they are called."""
+_LANES: Final = {
+    Stream.COMPUTE: "rank {} compute",
+    Stream.INTRA: "in the node",
+    Stream.INTER: "between nodes",
+}
 _FILLS: Final = {
     ("alpha", "forward"): "#56b4e9",
     ("alpha", "backward"): "#0072b2",
@@ -21,13 +35,12 @@ _FILLS: Final = {
 """Blues and ambers of the palette by Okabe and Ito, which colour-blind people can tell apart."""
 _OTHER, PEERS = "#9a9a9a", "#303a44"
 _MOST_RANKS: Final = 16
+_LEVELS: Final = " ▁▂▃▄▅▆▇█"
+_STYLES: Final = {"compute": "blue", "hidden": "green", "exposed": "red", "peers": "magenta"}
 
 
-def timeline_svg(steps: Mapping[str, tuple[TraceFolder, int]], ranks: Sequence[int] | None = None) -> str:
-    """Steps (from 0) of several runs below each other on one axis, by what they are called.
-
-    ranks: by default the first ones. `ValueError` where there are no spans.
-    """
+def timeline_svg(steps: Steps, ranks: Sequence[int] | None = None) -> str:
+    """Steps below each other on one axis. ranks: by default the first ones. `ValueError` without spans."""
     rows: list[Row] = []
     longest = 0
     for name, (traces, step) in steps.items():
@@ -40,21 +53,19 @@ def timeline_svg(steps: Mapping[str, tuple[TraceFolder, int]], ranks: Sequence[i
         found = [phases(batch) for batch in batches]
         total, hidden = sum(length(f.moving) for f in found), sum(length(f.hidden) for f in found)
         share = f"{hidden / total:.0%} of communication is hidden behind compute" if total else ""
+        used = {s for batch in batches for s in batch.labels.streams[apart(batch.records)[0]["label"]]}
+        both = list(zip(batches, found, strict=True))
+        first, *others = (
+            _row(batch, when, lane, begin) for batch, when in both for lane in _LANES if lane in used
+        )
         heading = f"{name}: {took / 1e6:.0f} ms; {share or 'no communication'}"
-        used = {
-            stream for batch in batches for stream in batch.labels.streams[apart(batch.records)[0]["label"]]
-        }
-        lanes = [lane for lane in _LANES if lane in used]
-        for batch, when in zip(batches, found, strict=True):
-            for lane in lanes:
-                rows.append(_row(batch, when, lane, begin, heading, first=lane is lanes[0]))
-                heading = ""
+        rows += [replace(first, heading=heading), *others]
     note = "below the lanes, red: exposed, nothing computes; dark: waits for a peer, nothing runs"
     legend = [*((f"strand {s}, {d}", colour) for (s, d), colour in _FILLS.items()), ("update", _OTHER)]
     return rows_picture(rows, longest, "Timeline", note, high=14, legend=legend)
 
 
-def _row(batch: Batch, when: Phases, lane: Stream, begin: int, heading: str, *, first: bool) -> Row:
+def _row(batch: Batch, when: Phases, lane: Stream, begin: int) -> Row:
     operators, _, _ = apart(batch.records)
     shown = operators[batch.labels.streams[operators["label"]] == lane]
     seams = []
@@ -66,5 +77,30 @@ def _row(batch: Batch, when: Phases, lane: Stream, begin: int, heading: str, *, 
     strip: tuple[str, IntArray] = EXPOSED, without(times_of(shown), when.computing) - begin
     if lane is Stream.COMPUTE:
         strip = PEERS, when.waiting - begin
-    name = f"rank {batch.rank} {_LANES[lane]}" if first else _LANES[lane]
-    return Row(name, seams=seams, strips=[strip], heading=heading)
+    return Row(_LANES[lane].format(batch.rank), seams=seams, strips=[strip])
+
+
+def timeline_text(steps: Steps, *, rank: int = 0, width: int = 64) -> Text:
+    """A rank's steps below each other on one axis.
+
+    A column is as full as something goes on in it: the rank computes; a transfer is under way, hidden behind
+    compute or exposed; the rank waits for a peer, where it ever does.
+    """
+    batches = {name: traces.ranks[rank][step] for name, (traces, step) in steps.items()}
+    found = {name: phases(batch) for name, batch in batches.items()}
+    begins = {name: int(batch.records["start_ns"].min()) for name, batch in batches.items()}
+    took = {name: int(batch.records["end_ns"].max()) - begins[name] for name, batch in batches.items()}
+    waits = any(len(when.waiting) for when in found.values())
+    text = Text()
+    for name, when in found.items():
+        edges = begins[name] + max(took.values()) / width * np.arange(width + 1, dtype=np.float64)
+        text.append(f"{name}: {took[name] / 1e6:.0f} ms\n", style="bold")
+        lines = {"compute": when.computing, "hidden": when.hidden, "exposed": when.exposed}
+        for title, times in {**lines, **({"peers": when.waiting} if waits else {})}.items():
+            levels = np.rint(shares(times, edges) * (len(_LEVELS) - 1)).astype(int)
+            text.append(f"  {title:<8}")
+            text.append("".join(_LEVELS[min(level, len(_LEVELS) - 1)] for level in levels), _STYLES[title])
+            text.append("\n")
+    said = "transfers are hidden behind compute or exposed: compute waits for them"
+    text.append(f"  {said}; peers: waits for other ranks" if waits else f"  {said}")
+    return text

@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.trace.arrays import outside
-from braid.scheduling.trace.batches import Batch, Labels, apart
+from braid.scheduling.trace.arrays import IntArray, outside
+from braid.scheduling.trace.batches import Batch, apart
 from braid.scheduling.trace.numbers import numbers_of_records, phases, times_of
 from braid.scheduling.trace.spans import STRANDS, Label
 
-LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
+_LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
+_OF_SPANS: Final = ("micro_batch", "chunk", "strand", "direction")
 Durations = Mapping[tuple[str, int], float]
 """Predicted nanoseconds of an operator in a layer; a backward pass has operators of other names."""
 
@@ -33,74 +34,42 @@ def step_columns(
 ) -> dict[str, Any]:
     """Some ranks' spans of a step, as JSON has them; times are nanoseconds from ``begin_ns``.
 
-    Each rank has the place of its first entry in the columns of its spans, blocks, exposed transfers and
-    waits, and how many there are. damage: what could not be read, by rank.
+    Each rank has columns of its spans, blocks, exposed transfers and waits; labels are those of all ranks,
+    in one table. damage: what could not be read, by rank.
     """
-    table = _LabelTable(predicted)
-    ranks: list[dict[str, Any]] = []
-    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    table: dict[Label, int] = {}
+
+    def columns(times: IntArray, **more: NDArray[Any]) -> dict[str, list[Any]]:
+        start, end = (times - begin_ns).T
+        return {name: values.tolist() for name, values in {"start": start, "end": end, **more}.items()}
+
+    ranks = []
     for batch in batches:
         spans, blocks, waits = apart(batch.records)
-        exposed = phases(batch).exposed
-        whose, idle = outside(times_of(waits), times_of(spans))
-        shared = table.numbers(batch.labels)
-        places: dict[str, list[int]] = {}
-        for name, prefix, times, records in (
-            ("spans", "", times_of(spans), spans),
-            ("blocks", "block_", times_of(blocks), blocks),
-            ("exposed", "exposed_", exposed, spans[:0]),
-            ("waits", "wait_", idle, waits[whose]),
-        ):
-            places[name] = [len(columns[f"{prefix}start"]), len(times)]
-            columns[f"{prefix}start"] += (times[:, 0] - begin_ns).tolist()
-            columns[f"{prefix}end"] += (times[:, 1] - begin_ns).tolist()
-            for field in _FIELDS[prefix]:
-                values = shared[records["label"]] if field == "label" else records[field]
-                columns[prefix + field] += values.tolist()
         numbers = numbers_of_records(batch.records, batch.labels)
+        labels = np.array([table.setdefault(label, len(table)) for label in batch.labels.all], np.int64)
+        whose, idle = outside(times_of(waits), times_of(spans))
+        waits = waits[whose]
+        facts = {name: spans[name] for name in _OF_SPANS}
         ranks.append(
             {
                 "rank": batch.rank,
-                **places,
+                "spans": columns(times_of(spans), label=labels[spans["label"]], **facts),
+                "blocks": columns(times_of(blocks), kind=blocks["kind"]),
+                "exposed": columns(phases(batch).exposed),
+                "waits": columns(idle, label=labels[waits["label"]], peer=waits["peer"]),
                 "dropped": batch.dropped,
                 "damage": damage.get(batch.rank, ""),
                 "numbers": {**asdict(numbers), "exposed_ns": numbers.exposed_ns},
             }
         )
-    return {
-        "step": batches[0].step + 1,
-        "begin_ns": str(begin_ns),
-        "strands": STRANDS,
-        "labels": table.rows,
-        "ranks": ranks,
-        "columns": columns,
-    }
-
-
-_FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "": ("label", "micro_batch", "chunk", "strand", "direction"),
-    "block_": ("kind",),
-    "exposed_": (),
-    "wait_": ("label", "peer"),
-}
-"""Of columns with a prefix, what is told beside start and end."""
-_COLUMNS: Final = [p + name for p, more in _FIELDS.items() for name in ("start", "end", *more)]
-
-
-class _LabelTable:
-    """All ranks' labels as one table: most are the same on all of them."""
-
-    def __init__(self, predicted: Durations) -> None:
-        self._predicted = predicted
-        self._known: dict[Label, int] = {}
-        self.rows: list[dict[str, Any]] = []
-
-    def numbers(self, labels: Labels) -> NDArray[np.int64]:
-        """By a rank's numbers of labels, the numbers in the table."""
-        for label in labels.all:
-            if label not in self._known:
-                self._known[label] = len(self.rows)
-                predicted = self._predicted.get((label.operator, label.layer))
-                lane = LANES.index(label.stream)
-                self.rows.append({**vars(label), "lane": lane, "predicted_ns": predicted})
-        return np.array([self._known[label] for label in labels.all], np.int64)
+    rows = [
+        {
+            **vars(label),
+            "lane": _LANES.index(label.stream),
+            "predicted_ns": predicted.get((label.operator, label.layer)),
+        }
+        for label in table
+    ]
+    step, begin = batches[0].step + 1, str(begin_ns)  # more than a number of JavaScript holds
+    return {"step": step, "begin_ns": begin, "strands": STRANDS, "labels": rows, "ranks": ranks}

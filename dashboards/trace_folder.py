@@ -3,10 +3,8 @@
 ``rank-00003.0007.arrows`` is the eighth file of rank 3. Each can be read alone: the oldest ones may vanish.
 """
 
-import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -19,22 +17,15 @@ _NAME: Final = re.compile(rf"rank-(\d{{5}})\.(\d{{4,}}){re.escape(SUFFIX)}")
 
 
 @dataclass
-class RankTrace:
-    """What was read of one rank."""
-
-    steps: dict[int, Batch] = field(default_factory=dict)
-    """By number, in order; records are sorted by their begin."""
-    damage: str = ""
-    """Why a file was not read to its end."""
-
-
-@dataclass
 class TraceFolder:
     """The traces of a run; `refresh` reads what has been written since. Keeps the last ``keep`` steps."""
 
     path: Path
     keep: int = 64
-    ranks: dict[int, RankTrace] = field(default_factory=lambda: defaultdict(RankTrace))
+    ranks: dict[int, dict[int, Batch]] = field(default_factory=lambda: defaultdict(dict))
+    """By rank and step, in order; a step counts from 0. Records are sorted by their begin."""
+    damage: dict[int, str] = field(default_factory=dict)
+    """By rank, why a file was not read to its end."""
     _read: dict[str, int] = field(default_factory=dict)
     """Bytes of every file that have been read."""
 
@@ -49,7 +40,7 @@ class TraceFolder:
         """Read what is new; False if nothing is."""
         new = False
         for rank, path in self._files():
-            done = self._read.get(path.name, 0)
+            done = end = self._read.get(path.name, 0)
             try:
                 if path.stat().st_size <= done:
                     continue
@@ -58,42 +49,37 @@ class TraceFolder:
                     data = file.read()
             except OSError:
                 continue  # rotated away in this moment
-            trace = self.ranks[rank]
-            end = 0
             try:
                 for batch, place in decode(data):
-                    end = place
-                    self._take(trace, batch)
-                    new = True
+                    self._take(self.ranks[rank], batch)
+                    new, end = True, done + place
             except ValueError as error:
-                trace.damage = f"{path.name}: {error}"
-                end = len(data)
-            self._read[path.name] = done + end
+                self.damage[rank] = f"{path.name}: {error}"
+                end = done + len(data)
+            self._read[path.name] = end
         return new
 
-    def _files(self) -> Iterator[tuple[int, Path]]:
+    def _files(self) -> list[tuple[int, Path]]:
         """By rank, the oldest first: from number 9999 on, names do not stand in order."""
         found = []
-        with contextlib.suppress(OSError):
-            for path in self.path.iterdir():
-                if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
-                    found.append((int(match[1]), int(match[2]), path))
-        for rank, _, path in sorted(found):
-            yield rank, path
+        for path in self.path.glob("rank-*"):
+            if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+                found.append((int(match[1]), int(match[2]), path))
+        return [(rank, path) for rank, _, path in sorted(found)]
 
-    def _take(self, trace: RankTrace, batch: Batch) -> None:
+    def _take(self, steps: dict[int, Batch], batch: Batch) -> None:
         # A generation may begin with an earlier step: earlier records of that step do not count.
-        while trace.steps and next(reversed(trace.steps)) >= batch.step:
-            trace.steps.popitem()
+        while steps and next(reversed(steps)) >= batch.step:
+            steps.popitem()
         order = np.argsort(batch.records["start_ns"], kind="stable")
-        trace.steps[batch.step] = replace(batch, records=batch.records[order])
-        if len(trace.steps) > self.keep:
-            del trace.steps[next(iter(trace.steps))]
+        steps[batch.step] = replace(batch, records=batch.records[order])
+        if len(steps) > self.keep:
+            del steps[next(iter(steps))]
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which some rank has records, in order; a step counts from 0."""
-        return sorted({step for trace in self.ranks.values() for step in trace.steps})
+        """Steps of which some rank has records, in order."""
+        return sorted({step for steps in self.ranks.values() for step in steps})
 
     @property
     def newest(self) -> int:
@@ -104,4 +90,4 @@ class TraceFolder:
 
     def step(self, step: int) -> list[Batch]:
         """A batch of every rank that has recorded a step, by rank."""
-        return [trace.steps[step] for _, trace in sorted(self.ranks.items()) if step in trace.steps]
+        return [steps[step] for _, steps in sorted(self.ranks.items()) if step in steps]

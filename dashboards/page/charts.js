@@ -25,7 +25,7 @@ export function specifications(run) {
     { name: "Share of communication hidden", write: (v) => percent(v, 1), zero: true, top: 1, lines: [["hidden", columns.hidden_fraction, colours.hidden], ["predicted", constant(predicted.hidden_fraction), colours.hidden, "dash"]] },
     { name: "Time of a step", write: seconds, zero: true, lines: [["measured", columns.seconds, colours.lines[0]], ["with what lies between steps", wall, colours.lines[1], "dot"], ["predicted", constant(predicted.step_seconds), colours.lines[0], "dash"], ["one strand, predicted", constant(predicted.serial_seconds), colours.quiet, "dot"]] },
     { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds?.map((one) => (one === null ? null : Math.max(0, one))), colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"], ["waits for peers", columns.waiting_seconds, colours.peer]] },
-    { name: "Exposed, by axis", write: seconds, zero: true, lines: axesOf(run).map((axis, n) => [axis, columns.exposed_by_axis.map((one) => one?.[axis] ?? null), colours.lines[n % colours.lines.length], n ? STYLES[n % STYLES.length] : undefined]), none: "no transfers, or telemetry.spans is off" },
+    { name: "Exposed, by axis", write: seconds, zero: true, lines: axesOf(run).map((axis, n) => [axis, columns[`exposed_by_axis.${axis}`], colours.lines[n % colours.lines.length], n ? STYLES[n % STYLES.length] : undefined]), none: "no transfers, or telemetry.spans is off" },
     { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, nats per token", columns.validation_loss, colours.lines[1], "dots"]] },
     { name: "Validation, bits per byte", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
     { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },
@@ -186,62 +186,45 @@ function newest(values, cursor) {
   return values.findLast((value) => typeof value === "number") ?? null;
 }
 
-/** Steps thinned to what the pixels can show: of every pixel the lowest and the highest value. */
-function* points(frame, steps, values) {
-  let held = null;
-  for (let n = 0; n < steps.length; n += 1) {
-    if (typeof values[n] !== "number") {
-      if (held) yield* held.lows;
-      held = null;
-      yield null;
-      continue;
-    }
-    const x = frame.x(steps[n]);
-    const y = frame.y(values[n]);
-    if (held && Math.floor(x) === held.pixel) {
-      held.lows = [[x, Math.min(held.lows[0][1], y)], [x, Math.max(held.lows.at(-1)[1], y)]];
-    } else {
-      if (held) yield* held.lows;
-      held = { pixel: Math.floor(x), lows: [[x, y]] };
-    }
-  }
-  if (held) yield* held.lows;
-}
-
+/** A line with gaps where there is no number; of every pixel it has the lowest and the highest value. */
 function line(context, frame, steps, values, colour, style) {
-  context.strokeStyle = colour;
-  context.lineWidth = 1.8;
+  Object.assign(context, { strokeStyle: colour, fillStyle: colour, lineWidth: 1.8 });
   context.setLineDash(DASHES[style] ?? []);
   context.beginPath();
-  let [open, last] = [false, null];
-  for (const point of points(frame, steps, values)) {
-    if (point) context[open ? "lineTo" : "moveTo"](...point);
-    open = point !== null;
-    last = point ?? last;
-  }
+  let [open, held, last] = [false, null, null];
+  const put = () => {
+    if (!held) return;
+    const [x, low, high] = held;
+    context[open ? "lineTo" : "moveTo"](x, low);
+    if (high !== low) context.lineTo(x, high);
+    [open, held] = [true, null];
+  };
+  values.forEach((value, n) => {
+    if (typeof value !== "number") {
+      put();
+      open = false;
+      return;
+    }
+    const [x, y] = last = [frame.x(steps[n]), frame.y(value)];
+    if (held && Math.floor(x) === Math.floor(held[0])) held = [held[0], Math.min(held[1], y), Math.max(held[2], y)];
+    else {
+      put();
+      held = [x, y, y];
+    }
+  });
+  put();
   context.stroke();
   context.setLineDash([]);
   context.lineWidth = 1;
   if (last && !style) {
-    context.fillStyle = colour;
     context.beginPath();
-    context.arc(last[0], last[1], 2.4, 0, 7);
+    context.arc(...last, 2.4, 0, 7);
     context.fill();
   }
 }
 
 function dots(context, frame, steps, values, colour) {
-  context.fillStyle = colour;
-  steps.forEach((step, n) => {
-    if (typeof values[n] !== "number") return;
-    const [x, y] = [frame.x(step), frame.y(values[n])];
-    context.beginPath();
-    context.moveTo(x, y - 4);
-    context.lineTo(x + 4, y);
-    context.lineTo(x, y + 4);
-    context.lineTo(x - 4, y);
-    context.fill();
-  });
+  values.forEach((value, n) => typeof value === "number" && write(context, "◆", frame.x(steps[n]), frame.y(value), colour, "center"));
 }
 
 /** A band on top of what lies below; `floor` is raised by it. */
@@ -257,4 +240,3 @@ function area(context, frame, steps, values, floor, colour) {
   floor.set(tops);
   if (steps.length === 1) context.fillRect(frame.x(steps[0]), frame.y(tops[0]), 3, frame.y(0) - frame.y(tops[0]));
 }
-

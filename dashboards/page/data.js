@@ -4,27 +4,19 @@
 export const RANKS_AT_ONCE = 16;
 const MOST_STEPS_OF_RANKS = 96;
 
-/** A step of some ranks as the server tells it (`timeline_view.py`), ranks by number. */
-function prepared(step) {
-  return { ...step, ranks: new Map(step.ranks.map((rank) => [rank.rank, { ...rank, lanes: lanesOf(rank, step) }])) };
-}
-
 const keyOf = (step, rank) => `${step}:${Math.floor(rank / RANKS_AT_ONCE) * RANKS_AT_ONCE}`;
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+const latest = ({ end }) => end.reduce((most, one) => Math.max(most, one), 0);
 
-/** Per lane: the spans in order of their begin, and the latest end so far, for the search of what is in view. */
-function lanesOf(rank, { columns, labels }) {
-  const [first, count] = rank.spans;
-  const found = [[], [], []];
-  for (let span = first; span < first + count; span += 1) found[labels[columns.label[span]].lane].push(span);
-  return found.map((spans) => {
-    const reached = new Float64Array(spans.length);
-    let latest = -Infinity;
-    spans.forEach((span, place) => {
-      latest = Math.max(latest, columns.end[span]);
-      reached[place] = latest;
-    });
-    return { spans: Uint32Array.from(spans), reached };
+/** A step of some ranks as the server tells it (`timeline_view.py`): ranks by number, each with the places of its
+ * spans by lane and with the time at which all is over. */
+function prepared(step) {
+  const ranks = step.ranks.map((own) => {
+    const lanes = [[], [], []];
+    own.spans.label.forEach((label, span) => lanes[step.labels[label].lane].push(span));
+    return [own.rank, { ...own, lanes, over: Math.max(latest(own.spans), latest(own.waits)) }];
   });
+  return { ...step, ranks: new Map(ranks) };
 }
 
 export class Run extends EventTarget {
@@ -32,14 +24,12 @@ export class Run extends EventTarget {
     super();
     this.state = null;
     this.columns = { step: [] };
-    this.compute = new Map(); // step -> mean compute seconds of the ranks
     this.events = [];
     this.ranks = null;
     this.visits = null; // of experts, in the newest step that tells: layers, and a row for each
     this.traced = []; // first and last step with spans
     this.connected = false;
     this.epoch = 0;
-    this.arrived = []; // seconds from a step's end to its numbers being here
     this._have = {};
     this._wanted = null;
     this._busy = false;
@@ -66,7 +56,7 @@ export class Run extends EventTarget {
     if (this._busy) return;
     this._busy = true;
     try {
-      while (this._wanted && JSON.stringify(this._wanted) !== JSON.stringify(this._have)) {
+      while (this._wanted && !same(this._wanted, this._have)) {
         const wanted = this._wanted;
         if (wanted.reader !== this._have.reader) {
           // Another server: its numbers have nothing to do with those before.
@@ -74,12 +64,12 @@ export class Run extends EventTarget {
           this.epoch = 0;
           this._steps.clear();
         }
-        const differs = (name) => JSON.stringify(wanted[name]) !== JSON.stringify(this._have[name]);
+        const differs = (name) => !same(wanted[name], this._have[name]);
         if (differs("state")) {
           this.state = await this._json("api/state");
           this._tell("state");
         }
-        if (differs("metrics") || differs("events") || differs("ranks")) {
+        if (differs("metrics") || differs("events")) {
           await this._takeMetrics();
           this._tell("metrics");
         }
@@ -110,25 +100,19 @@ export class Run extends EventTarget {
   }
 
   async _takeMetrics() {
-    const last = this.columns.step.at(-1) ?? 0;
-    const news = await this._json(`api/metrics?after=${last}&epoch=${this.epoch}`);
+    const news = await this._json(`api/metrics?after=${this.columns.step.at(-1) ?? 0}&epoch=${this.epoch}`);
     if (news.anew) {
-      this.columns = news.columns;
+      this.columns = { step: [] };
       this.visits = null;
-      this.compute.clear();
       this._steps.clear();
-    } else {
+    }
+    for (const row of news.rows) {
       const before = this.columns.step.length;
-      for (const [name, values] of Object.entries(news.columns)) {
-        this.columns[name] ??= new Array(before).fill(null); // a run that knows more since it was resumed
-        for (const value of values) this.columns[name].push(value);
-      }
-      if (news.columns.step.length) this.arrived.push(Date.now() / 1000 - news.columns.time.at(-1));
-      if (this.arrived.length > 500) this.arrived.shift();
+      for (const name of Object.keys(row)) this.columns[name] ??= new Array(before).fill(null);
+      for (const [name, values] of Object.entries(this.columns)) values.push(row[name] ?? null);
     }
     this.visits = news.visits ?? this.visits;
     this.epoch = news.epoch;
-    news.ranks.step.forEach((step, place) => this.compute.set(step, news.ranks.compute_seconds[place]));
     this.events = news.events;
   }
 

@@ -133,3 +133,13 @@ export function showTip(x, y, rows) {
 export function hideTip() {
   tip.hidden = true;
 }
+
+/** Show what `tell` says of a place under the pointer, if it says something. */
+export function hover(node, tell) {
+  node.addEventListener("pointermove", (event) => {
+    const rows = tell(event.offsetX, event.offsetY);
+    if (rows) showTip(event.clientX, event.clientY, rows);
+    else hideTip();
+  });
+  node.addEventListener("pointerleave", hideTip);
+}

@@ -1,6 +1,6 @@
 // Mixtures of experts: how tokens of a step were spread over the experts of every layer, and how that changes.
 
-import { byId, hideTip, mean, percent, showTip, surface, write } from "./dom.js";
+import { byId, hover, mean, percent, surface, write } from "./dom.js";
 import { heatColour } from "./plan.js";
 import { legend, stripes, theme } from "./theme.js";
 
@@ -30,8 +30,7 @@ export const hasExperts = (run) => Array.isArray(run.columns["experts.imbalance"
 export class Experts {
   constructor(canvas, run) {
     Object.assign(this, { canvas, run, cell: null });
-    canvas.addEventListener("pointermove", (event) => this._hover(event));
-    canvas.addEventListener("pointerleave", hideTip);
+    hover(canvas, (x, y) => this._tell(x, y));
   }
 
   draw() {
@@ -104,17 +103,17 @@ export class Experts {
     return `Step ${this.run.columns.step.at(-1)}: ${facts.join("; ")}.`;
   }
 
-  _hover(event) {
+  _tell(x, y) {
     const found = this.run.visits;
     const { wide, tall, count } = this.cell ?? {};
-    const [expert, place] = [Math.floor((event.offsetX - LEFT) / wide), Math.floor((event.offsetY - TOP) / tall)];
+    const [expert, place] = [Math.floor((x - LEFT) / wide), Math.floor((y - TOP) / tall)];
     const visits = expert >= 0 && place >= 0 ? found?.visits[place]?.[expert] : undefined;
-    if (visits === undefined) return hideTip();
+    if (visits === undefined) return null;
     const row = found.visits[place];
     const all = row.reduce((sum, one) => sum + one, 0);
     const rows = [["visits", visits.toLocaleString("en")], ["share of the layer's", percent(visits / all, 2)], ["over the average", times((visits * row.length) / all)]];
     if (this.ranks > 1) rows.push(["rank of ep", String(Math.floor((expert * this.ranks) / count))]);
-    showTip(event.clientX, event.clientY, [`layer ${found.layers[place]}, expert ${expert}, step ${found.step}`, ...rows]);
+    return [`layer ${found.layers[place]}, expert ${expert}, step ${found.step}`, ...rows];
   }
 }
 

@@ -83,22 +83,15 @@ const OF = {
   spans: ["timeline", "controls"],
 };
 
-const braid = { run, timeline, charts, experts, lastRedrawMs: 0, redraws: 0, drawnStep: 0, delays: [], redrawAll: () => redraw(...Object.keys(PARTS)) };
+const braid = { run, timeline, charts, experts, drawnStep: 0 };
 window.braid = braid;
 
 function frame() {
   waiting = false;
   const parts = [...dirty];
   dirty.clear();
-  const begin = performance.now();
   for (const part of parts) PARTS[part]();
-  if (parts.some((part) => part !== "header")) braid.lastRedrawMs = performance.now() - begin;
-  braid.redraws += 1;
-  const newest = run.columns.step.at(-1) ?? 0;
-  if (parts.includes("charts") && newest !== braid.drawnStep) {
-    if (braid.drawnStep) braid.delays.push(Date.now() / 1000 - run.columns.time.at(-1));
-    braid.drawnStep = newest;
-  }
+  if (parts.includes("charts")) braid.drawnStep = run.columns.step.at(-1) ?? 0;
 }
 
 function drawLegends() {
@@ -127,7 +120,7 @@ const actions = {
   flatter: () => timeline.resize(-1),
   theme: () => {
     toggleTheme();
-    braid.redrawAll();
+    redraw(...Object.keys(PARTS));
   },
   ask: () => byId("help").showModal(),
   "help-close": () => byId("help").close(),

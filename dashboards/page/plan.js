@@ -1,6 +1,6 @@
 // What was decided: layout, pairing as two strands with their bonds; what overlaps well; the cluster.
 
-import { byId, bytes, el, hideTip, nanoseconds, percent, showTip, svg, table } from "./dom.js";
+import { byId, bytes, el, hover, nanoseconds, percent, svg, table } from "./dom.js";
 import { theme } from "./theme.js";
 
 const PASSES = { F: "forward pass", B: "backward pass", I: "input gradients", W: "weight gradients", L: "end of a backward pass" };
@@ -112,8 +112,8 @@ function strands({ sides, actions }) {
   return el("div", { class: "strands", tabindex: 0, role: "group", "aria-label": "Pairing; scroll sideways" }, picture);
 }
 
-const endFrame = ({ left }) => (left ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
-const endNote = ({ left }) => (left ? ["an end that the layer or the block before has left"] : []);
+const endFrame = ({ side }) => (side === "L" ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
+const endNote = ({ side }) => (side === "L" ? ["an end that the layer or the block before has left"] : []);
 
 /** Give overlapping rails lanes of their own; returns how many there are. */
 function stack(rails) {
@@ -130,8 +130,7 @@ function stack(rails) {
 const label = (x, y, text, fill, weight = 400) => svg("text", { x, y, fill, text, "font-size": 11, "font-weight": weight });
 
 function named(shape, rows) {
-  shape.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, rows));
-  shape.addEventListener("pointerleave", hideTip);
+  hover(shape, () => rows);
   return shape;
 }
 

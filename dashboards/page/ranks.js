@@ -1,6 +1,6 @@
 // A column per rank: where its time of one step went. 256 columns fit a laptop's screen.
 
-import { byId, hideTip, seconds, showTip, surface, ticks, bytes, write } from "./dom.js";
+import { byId, bytes, hover, seconds, surface, ticks, write } from "./dom.js";
 import { namedNumbers } from "./spans.js";
 import { parts } from "./summary.js";
 import { dotted, stripes, theme } from "./theme.js";
@@ -18,8 +18,7 @@ export class Ranks {
   constructor(canvas, run, { chosen, redraw }) {
     Object.assign(this, { canvas, run, chosen, redraw });
     this.line = null; // of a step that is not the newest
-    canvas.addEventListener("pointermove", (event) => this._hover(event));
-    canvas.addEventListener("pointerleave", hideTip);
+    hover(canvas, (x) => this._tell(x));
     canvas.addEventListener("click", (event) => {
       const rank = this._rank(event.offsetX);
       if (rank !== null) this.chosen(rank);
@@ -82,16 +81,16 @@ export class Ranks {
     }
   }
 
-  _hover(event) {
+  _tell(x) {
     const line = this.shown;
-    const rank = line ? this._rank(event.offsetX) : null;
-    if (rank === null) return hideTip();
+    const rank = line ? this._rank(x) : null;
+    if (rank === null) return null;
     const rows = [["step", seconds(line.seconds[rank])], ...namedNumbers((name) => line[`${name}_seconds`]?.[rank])];
     for (const [peer, operator, waited] of line.waits_for?.[rank] ?? []) rows.push([`for rank ${peer} (${operator})`, seconds(waited)]);
     const place = this.run.state?.cluster.ranks[rank];
     if (place) rows.push(["node", place.node]);
     if (typeof line.peak_bytes?.[rank] === "number") rows.push(["memory", bytes(line.peak_bytes[rank])]);
-    showTip(event.clientX, event.clientY, [`rank ${rank}, step ${line.step}`, ...rows]);
+    return [`rank ${rank}, step ${line.step}`, ...rows];
   }
 }
 

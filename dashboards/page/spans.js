@@ -8,30 +8,10 @@ const DIRECTIONS = ["", "forward", "backward"];
 
 export const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
 
-export function lastEnd(data, rank) {
-  const own = data.ranks.get(rank);
-  if (!own) return 0;
-  const [first, count] = own.waits;
-  return Math.max(0, ...own.lanes.map(({ reached }) => reached.at(-1) ?? 0), ...data.columns.wait_end.slice(first, first + count).slice(-64));
-}
-
-/** The first place whose latest end lies beyond a time: nothing before it is in view. */
-export function firstReaching(reached, time) {
-  let [low, high] = [0, reached.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (reached[middle] < time) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
-/** The shortest span at a time, or else one within a pixel of it. */
-export function spanAt(data, { spans, reached }, time, slack) {
-  const { start, end } = data.columns;
+/** The shortest of some spans (places in order of their begin) at a time, or else one within a pixel of it. */
+export function spanAt({ start, end }, spans, time, slack) {
   let best = null;
-  for (let place = firstReaching(reached, time - slack); place < spans.length; place += 1) {
-    const span = spans[place];
+  for (const span of spans) {
     if (start[span] > time + slack) break;
     if (end[span] < time - slack) continue;
     const score = Math.max(0, start[span] - time, time - end[span]) * 1e6 + (end[span] - start[span]);
@@ -40,42 +20,34 @@ export function spanAt(data, { spans, reached }, time, slack) {
   return best === null ? null : best.span;
 }
 
-/** The place of an interval at a time; `kind`: "exposed" transfers, or "waits" for peers. */
-export function intervalAt(data, own, kind, time, slack) {
-  const [start, end] = intervals(data, kind);
-  for (let place = own[kind][0]; place < own[kind][0] + own[kind][1]; place += 1) {
-    if (start[place] - slack <= time && time <= end[place] + slack) return place;
-  }
-  return null;
+/** The place of an interval at a time; null where there is none. */
+export function intervalAt({ start, end }, time, slack) {
+  const place = start.findIndex((begin, n) => begin - slack <= time && time <= end[n] + slack);
+  return place < 0 ? null : place;
 }
 
-/** Begins and ends of all ranks' intervals of a kind. */
-export function intervals({ columns }, kind) {
-  return kind === "waits" ? [columns.wait_start, columns.wait_end] : [columns.exposed_start, columns.exposed_end];
-}
-
+/** `kind`: "exposed" transfers, or "waits" for peers. */
 export function describeInterval({ rank, data, kind, place }) {
-  const [start, end] = intervals(data, kind);
+  const { start, end, label, peer } = data.ranks.get(rank)[kind];
   const length = nanoseconds(end[place] - start[place]);
   if (kind === "exposed") return [`rank ${rank} waits for a transfer`, `${length} in which it is under way and nothing is computed`];
-  const facts = data.labels[data.columns.wait_label[place]];
-  const layer = facts.layer >= 0 ? `, layer ${facts.layer}` : "";
-  return [`rank ${rank} waits for rank ${data.columns.wait_peer[place]} (${facts.operator}${layer})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
+  const { operator, layer } = data.labels[label[place]];
+  return [`rank ${rank} waits for rank ${peer[place]} (${operator}${layer >= 0 ? `, layer ${layer}` : ""})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
 }
 
 /** Nanoseconds of a span during which its rank waits. */
-function exposedIn(data, { exposed: [first, count] }, from, to) {
-  const ends = data.columns.exposed_end.slice(first, first + count);
-  return ends.reduce((sum, end, n) => sum + Math.max(0, Math.min(end, to) - Math.max(data.columns.exposed_start[first + n], from)), 0);
+function exposedIn({ start, end }, from, to) {
+  return start.reduce((sum, begin, n) => sum + Math.max(0, Math.min(end[n], to) - Math.max(begin, from)), 0);
 }
 
 export function describeSpan({ rank, data, span }) {
-  const { start, end, label, strand, direction, micro_batch: batch, chunk } = data.columns;
-  const facts = data.labels[label[span]];
-  const length = end[span] - start[span];
+  const own = data.ranks.get(rank);
+  const [start, end, label, strand, direction, batch, chunk] = ["start", "end", "label", "strand", "direction", "micro_batch", "chunk"].map((name) => own.spans[name][span]);
+  const facts = data.labels[label];
+  const length = end - start;
   const where = [
-    `rank ${rank}`, LANES[facts.lane], data.strands[strand[span]] && `strand ${data.strands[strand[span]]}`, DIRECTIONS[direction[span]],
-    batch[span] >= 0 && `micro-batch ${batch[span]}`, chunk[span] >= 0 && `chunk ${chunk[span]}`, facts.layer >= 0 && `layer ${facts.layer}`,
+    `rank ${rank}`, LANES[facts.lane], data.strands[strand] && `strand ${data.strands[strand]}`, DIRECTIONS[direction],
+    batch >= 0 && `micro-batch ${batch}`, chunk >= 0 && `chunk ${chunk}`, facts.layer >= 0 && `layer ${facts.layer}`,
   ];
   const rows = [facts.operator, where.filter(Boolean).join(" · "), ["measured", nanoseconds(length)]];
   const beside = (other) => `${nanoseconds(other)} (measured: ${percent(Math.abs(length / other - 1))} ${length >= other ? "longer" : "shorter"})`;
@@ -83,12 +55,12 @@ export function describeSpan({ rank, data, span }) {
   if (facts.solo_ns) rows.push(["alone", beside(facts.solo_ns)]);
   if (facts.shapes) rows.push(["shapes", facts.shapes]);
   if (facts.lane > 0) {
-    const waits = exposedIn(data, data.ranks.get(rank), start[span], end[span]);
+    const waits = exposedIn(own.exposed, start, end);
     rows.push(["hidden", nanoseconds(length - waits)], ["exposed", nanoseconds(waits)]);
   }
   if (facts.bytes) rows.push(["sent", `${bytes(facts.bytes)}, ${amount(facts.bytes / (length / 1e9), "B/s")}`]);
   if (facts.flops) rows.push(["arithmetic", `${amount(facts.flops, "FLOP")}, ${amount(facts.flops / (length / 1e9), "FLOP/s")}`]);
-  rows.push(["begins at", nanoseconds(start[span])]);
+  rows.push(["begins at", nanoseconds(start)]);
   return rows;
 }
 

@@ -1,7 +1,6 @@
 // The first thing to read: what is hidden and what is not, in words and as two bars to one scale.
 
-import { byId, duration, el, lost, mean, percent, seconds, svg } from "./dom.js";
-import { theme } from "./theme.js";
+import { byId, duration, el, lost, mean, percent, seconds } from "./dom.js";
 
 const WINDOW = 10;
 const PACE = 50; // steps that tell how long the rest takes: saves and validations are among them
@@ -20,14 +19,15 @@ export function recent(run) {
     exposed: of("exposed_seconds"),
     slowdown: of("slowdown_seconds"),
     waiting: of("waiting_seconds"),
-    axes: axesOf(run).map((axis) => [axis, mean((columns.exposed_by_axis ?? []).slice(from).map((one) => one?.[axis]))]),
-    compute: mean(steps.map((step) => run.compute.get(step))),
+    axes: axesOf(run).map((axis) => [axis, of(`exposed_by_axis.${axis}`)]),
+    compute: mean(steps.map((step) => run.ranks?.compute[step])),
   };
 }
 
 /** Axes of the mesh whose exposed transfers were recorded. */
 export function axesOf(run) {
-  return Object.keys((run.columns.exposed_by_axis ?? []).findLast((one) => one) ?? {});
+  const before = "exposed_by_axis.";
+  return Object.keys(run.columns).filter((name) => name.startsWith(before)).map((name) => name.slice(before.length));
 }
 
 export function drawSummary(run) {
@@ -91,70 +91,37 @@ export function parts({ name, step, compute, exposed, slowdown, communication, w
   return { name, step, communication, waits, peers, slow, computes: computes - slow, idle: Math.max(0, step - computes - waits - peers), hidden: Math.max(0, (communication ?? 0) - waits) };
 }
 
+/** Of each row a bar of the step's parts, and below it one of communication: hidden under what computes, or not. */
 function budget(run) {
   const box = byId("budget");
   const found = rows(run);
   if (!found.length) return;
-  const colours = theme.colours;
-  const wide = Math.max(280, box.clientWidth);
-  const narrow = wide < 600; // then names stand above their bars
-  const left = narrow ? 2 : 190;
-  const head = narrow ? 18 : 0;
-  const most = Math.max(...found.map((row) => Math.max(row.step, row.communication ?? 0)));
-  const scale = (wide - left - 70) / most;
-  const tall = 50 + head;
-  const height = found.length * tall;
-  const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, height, role: "img", "aria-label": found.map(spoken).join(" ") });
-  picture.append(hatch());
-  found.forEach((row, place) => {
-    const y = place * tall + head;
-    const name = { fill: colours.ink, "font-size": 13, "font-weight": place ? 400 : 600, text: row.name };
-    if (narrow) picture.append(svg("text", { x: left, y: y - 2, ...name }));
-    else {
-      picture.append(svg("text", { x: left - 10, y: y + 17, "text-anchor": "end", ...name }));
-      picture.append(svg("text", { x: left - 10, y: y + 34, "text-anchor": "end", fill: colours.quiet, "font-size": 11, text: "communication" }));
-    }
-    segments(picture, left, y + 4, 20, scale, [
-      [row.computes, colours.compute, "computes", "#ffffff"], [row.slow, colours.slow, "slowdown", "#ffffff"],
-      [row.waits, "url(#hatch)", "waits", "#ffffff"], [row.peers, "url(#dots)", "peers", "#ffffff"], [row.idle, colours.idle, "idle", colours.ink],
-    ]);
-    picture.append(svg("text", { x: left + row.step * scale + 8, y: y + 18, fill: colours.ink, "font-size": 13, text: seconds(row.step) }));
-    const waitsAt = (row.computes + row.slow) * scale;
-    const hiddenAt = Math.max(0, waitsAt - row.hidden * scale);
-    segments(picture, left + hiddenAt, y + 27, 10, scale, [[row.hidden, colours.hidden, "", ""], [row.waits, "url(#hatch)", "", ""]]);
-  });
-  box.replaceChildren(picture);
+  const wide = Math.max(280, box.clientWidth) - (box.clientWidth < 660 ? 70 : 230);
+  const scale = wide / Math.max(...found.map((row) => Math.max(row.step, row.communication ?? 0)));
+  box.replaceChildren(...found.flatMap((row) => {
+    const step = bar(scale, [["computes", row.computes], ["slowdown", row.slow], ["waits", row.waits, "stripes"], ["peers", row.peers, "dotted"], ["idle", row.idle]]);
+    step.append(el("output", { text: seconds(row.step) }));
+    const moving = bar(scale, [["", row.hidden, "hidden"], ["", row.waits, "stripes"]]);
+    moving.style.marginLeft = `${Math.max(0, row.computes + row.slow - row.hidden) * scale}px`;
+    const name = el("div", { class: "name" }, row.name, el("small", { text: "communication" }));
+    return [name, el("div", { role: "img", "aria-label": spoken(row) }, step, moving)];
+  }));
 }
 
 function spoken(row) {
   return `${row.name}: step ${seconds(row.step)}, computes ${seconds(row.computes + row.slow)}, waits ${seconds(row.waits)} for transfers and ${seconds(row.peers)} for peers, idle ${seconds(row.idle)}, hidden communication ${seconds(row.hidden)}.`;
 }
 
-function hatch() {
-  const colours = theme.colours;
-  const pattern = svg("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-  pattern.append(svg("rect", { width: 7, height: 7, fill: colours.hurt }), svg("rect", { width: 2, height: 7, fill: colours.hurtStripe }));
-  const dots = svg("pattern", { id: "dots", width: 5, height: 5, patternUnits: "userSpaceOnUse" });
-  dots.append(svg("rect", { width: 5, height: 5, fill: colours.peer }), svg("rect", { x: 1, y: 1, width: 2, height: 2, fill: colours.peerDot }));
-  return svg("defs", {}, pattern, dots);
-}
-
-function segments(picture, x, y, height, scale, found) {
-  for (const [value, fill, name, ink] of found) {
-    const wide = value * scale;
-    if (wide < 0.3) continue;
-    const box = svg("rect", { x, y, width: Math.max(0.5, wide - 1), height, fill });
-    box.append(svg("title", { text: `${name || "communication"}: ${seconds(value)}` }));
-    picture.append(box);
+/** Parts side by side, [name, seconds, what it looks like]; a name stands where there is room. */
+function bar(scale, found) {
+  const boxes = found.filter(([, value]) => value * scale >= 0.3).map(([name, value, look = name]) => {
     const label = `${name} ${seconds(value)}`;
-    if (name && wide > label.length * 6.6 + 8) {
-      const text = { x: x + 6, y: y + height / 2 + 4, "font-size": 12, fill: ink, text: label };
-      const under = { waits: theme.colours.hurt, peers: theme.dark ? "#16202b" : theme.colours.peer }[name];
-      if (under) Object.assign(text, { stroke: under, "stroke-width": 4, "paint-order": "stroke", "font-weight": 600 });
-      picture.append(svg("text", text));
-    }
-    x += wide;
-  }
+    const fits = name && value * scale > label.length * 6.6 + 8;
+    const box = el("span", { class: look, title: `${name || "communication"}: ${seconds(value)}`, text: fits ? label : "" });
+    box.style.width = `${Math.max(0.5, value * scale - 1)}px`;
+    return box;
+  });
+  return el("div", { class: "bar" }, ...boxes);
 }
 
 /** Running, finished or silent, from what the run wrote last. */
@@ -165,13 +132,15 @@ export function status(run) {
   const age = typeof time === "number" && time > 0 ? Date.now() / 1000 - time : null;
   const slowest = Math.max(...(run.columns.seconds ?? []).slice(-20).filter((one) => typeof one === "number"), 1);
   if (last?.kind === "failed") return { name: "failed", kind: "failed", age };
-  const complete = run.state?.report?.complete;
-  if (last?.kind === "finished" || (!last && complete !== undefined)) {
+  const complete = run.state?.complete ?? null;
+  if (last?.kind === "finished" || (!last && complete !== null)) {
     return { name: complete === false ? "stopped early" : "finished", kind: "finished", age };
   }
   if (age !== null && age > Math.max(60, 8 * slowest)) return { name: "silent", kind: "silent", age };
   return { name: run.columns.step.length ? "running" : "starting", kind: "running", age };
 }
+
+const allSteps = (run) => run.state?.config.train?.steps;
 
 /** How long this start of the run has lasted, and how long it goes on; from what the last steps took. */
 function times(run, kind) {
@@ -181,7 +150,7 @@ function times(run, kind) {
   if (typeof begin?.time === "number" && typeof last === "number") {
     facts.push(`elapsed ${duration((kind === "running" ? Date.now() / 1000 : last) - begin.time)}`);
   }
-  const left = (run.state?.steps ?? 0) - (run.columns.step.at(-1) ?? 0);
+  const left = (allSteps(run) || 0) - (run.columns.step.at(-1) ?? 0);
   const each = mean((run.columns.wall_seconds ?? []).slice(1).slice(-PACE).map((one, n, all) => one || run.columns.seconds?.at(n - all.length)));
   if (kind === "running" && left > 0 && each !== null) facts.push(`about ${duration(left * each)} left`);
   return facts;
@@ -198,7 +167,7 @@ export function drawHeader(run) {
   const done = run.columns.step.at(-1);
   const layout = run.state?.layout;
   const facts = [];
-  if (done) facts.push(`step ${done}${run.state?.steps ? ` of ${run.state.steps}` : ""}`);
+  if (done) facts.push(`step ${done}${allSteps(run) ? ` of ${allSteps(run)}` : ""}`);
   if (age !== null) facts.push(`last step ended ${duration(age)} ago`);
   facts.push(...times(run, kind));
   const ranks = run.state?.cluster.ranks.length;

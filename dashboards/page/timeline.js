@@ -3,7 +3,7 @@
 
 import { RANKS_AT_ONCE } from "./data.js";
 import { hideTip, nanoseconds, percent, showTip, stroke, surface, ticks, write } from "./dom.js";
-import { describeInterval, describeSpan, firstReaching, intervalAt, intervals, LANES, lastEnd, numberRows, SHORT_LANES, spanAt, spoken } from "./spans.js";
+import { describeInterval, describeSpan, intervalAt, LANES, numberRows, SHORT_LANES, spanAt, spoken } from "./spans.js";
 import { dotted, stripes, theme } from "./theme.js";
 
 const [AXIS, STRIP] = [22, 7];
@@ -145,7 +145,7 @@ export class Timeline {
     this._advance(chunksOf(firstRank, lastRank));
     const rows = [];
     for (let rank = firstRank; rank <= lastRank; rank += 1) rows.push({ rank, steps: this.steps(rank) });
-    const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + lastEnd(data, rank)));
+    const ends = rows.flatMap(({ rank, steps }) => steps.map(({ data, at }) => at + (data.ranks.get(rank)?.over ?? 0)));
     if (ends.length) this.whole = [0, Math.max(...ends) * 1.004];
     if (!this.whole) return this._say(context);
     this._paintAxis(context, width, height);
@@ -199,7 +199,7 @@ export class Timeline {
 
   _paintRank(context, rank, steps, paints) {
     const colours = theme.colours;
-    const { lane, row } = this;
+    const { row } = this;
     const top = AXIS + rank * row - this.scroll;
     context.fillStyle = rank % 2 ? colours.card : colours.row;
     context.globalAlpha = 0.7;
@@ -210,10 +210,10 @@ export class Timeline {
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      this._paintWaits(context, data, own, at, top, "exposed", paints);
-      this._paintWaits(context, data, own, at, top, "waits", paints);
-      own.lanes.forEach((spans, number) => this._paintLane(context, data, spans, at, top + 3 + number * lane));
-      if (this.lane >= 8) this._paintBlocks(context, data, own, at, top);
+      this._paintWaits(context, own.exposed, at, top, theme.colours.hurt, paints.exposed, theme.colours.wash);
+      this._paintWaits(context, own.waits, at, top, theme.colours.peer, paints.waits);
+      own.lanes.forEach((lane, number) => this._paintLane(context, data, own, lane, at, top + 3 + number * this.lane));
+      if (this.lane >= 8) this._paintBlocks(context, own.blocks, at, top);
       if (this.count > 1) {
         context.fillStyle = colours.quiet;
         context.fillRect(Math.round(this.x(at)), top, 1, row);
@@ -241,36 +241,31 @@ export class Timeline {
     context.font = font;
   }
 
-  _paintLane(context, data, { spans, reached }, at, top) {
-    const { start, end, strand, direction, label } = data.columns;
-    const height = this.lane - 1;
+  /** Of intervals, in order of their begin, those in view as [place, left, right]; of all that share a pixel, one. */
+  *_inView({ start, end }, at, places = start.keys()) {
     const [from, to] = this.range;
     const scale = (this.width - this.gutter - 10) / (to - from);
-    const colours = theme.colours.strands;
-    const named = this.lane >= 12;
-    let place = firstReaching(reached, from - at);
-    let covered = -Infinity; // pixels up to here have their rectangle
-    for (; place < spans.length; place += 1) {
-      const span = spans[place];
-      const begin = start[span] + at;
-      if (begin > to) break;
-      const left = this.gutter + (begin - from) * scale;
-      const right = this.gutter + (end[span] + at - from) * scale;
-      if (right - left < 1) {
-        const pixel = Math.floor(left);
-        if (pixel <= covered) continue;
-        covered = pixel;
-        context.fillStyle = colours[strand[span]][direction[span]];
-        context.fillRect(pixel, top, 1, height);
-        continue;
-      }
-      const x = Math.max(left, this.gutter - 2);
-      const wide = Math.min(right, this.width) - x;
-      context.fillStyle = colours[strand[span]][direction[span]];
+    let covered = -Infinity; // pixels up to here are drawn
+    for (const place of places) {
+      if (end[place] + at < from || start[place] + at > to) continue;
+      const left = this.gutter + (start[place] + at - from) * scale;
+      const right = this.gutter + (end[place] + at - from) * scale;
+      if (right - left < 1 && Math.floor(left) <= covered) continue;
+      covered = right - left < 1 ? Math.floor(left) : Math.floor(right) - 1;
+      yield [place, left, right];
+    }
+  }
+
+  _paintLane(context, data, { spans }, lane, at, top) {
+    const height = this.lane - 1;
+    for (const [span, left, right] of this._inView(spans, at, lane)) {
+      const [strand, direction] = [spans.strand[span], spans.direction[span]];
+      const x = right - left < 1 ? Math.floor(left) : Math.max(left, this.gutter - 2);
+      const wide = right - left < 1 ? 1 : Math.min(right, this.width) - x;
+      context.fillStyle = theme.colours.strands[strand][direction];
       context.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, height);
-      covered = Math.floor(right) - 1;
-      if (named && wide > 26) this._name(context, data.labels[label[span]].operator, strand[span], direction[span], x, top, wide, height);
-      if (this.picked && this.picked.span === span && this.picked.data === data) {
+      if (this.lane >= 12 && wide > 26) this._name(context, data.labels[spans.label[span]].operator, strand, direction, x, top, wide, height);
+      if (this.picked?.span === span && this.picked.own.spans === spans) {
         context.strokeStyle = theme.colours.select;
         context.lineWidth = 2;
         context.strokeRect(x + 1, top + 1, Math.max(2, wide - 2), height - 2);
@@ -286,37 +281,23 @@ export class Timeline {
     write(context, name.length > most ? `${name.slice(0, most - 1)}…` : name, x + 3, top + height / 2 + 0.5, ink);
   }
 
-  _paintWaits(context, data, own, at, top, kind, paints) {
-    const [start, end] = intervals(data, kind);
-    const plain = kind === "waits" ? theme.colours.peer : theme.colours.hurt;
-    const [from, to] = this.range;
-    const scale = (this.width - this.gutter - 10) / (to - from);
-    const { lane } = this;
-    let covered = -Infinity;
-    for (let place = own[kind][0]; place < own[kind][0] + own[kind][1]; place += 1) {
-      if (end[place] + at < from || start[place] + at > to) continue;
-      const left = this.gutter + (start[place] + at - from) * scale;
-      const right = this.gutter + (end[place] + at - from) * scale;
-      if (right - left < 1 && Math.floor(left) <= covered) continue;
-      covered = Math.floor(right);
+  _paintWaits(context, intervals, at, top, plain, pattern, wash) {
+    for (const [, left, right] of this._inView(intervals, at)) {
       const wide = Math.max(1, right - left);
-      if (kind === "exposed") {
-        context.fillStyle = theme.colours.wash;
-        context.fillRect(left, top + 3, wide, 3 * lane);
+      if (wash) {
+        context.fillStyle = wash;
+        context.fillRect(left, top + 3, wide, 3 * this.lane);
       }
-      context.fillStyle = wide < 4 ? plain : paints[kind];
-      context.fillRect(left, top + 3 + 3 * lane, wide, STRIP);
+      context.fillStyle = wide < 4 ? plain : pattern;
+      context.fillRect(left, top + 3 + 3 * this.lane, wide, STRIP);
     }
   }
 
-  _paintBlocks(context, data, own, at, top) {
-    const { block_start: start, block_end: end, block_kind: kind } = data.columns;
-    for (let place = own.blocks[0]; place < own.blocks[0] + own.blocks[1]; place += 1) {
-      const left = this.x(start[place] + at);
-      const right = this.x(end[place] + at);
-      if (right < this.gutter || left > this.width) continue;
-      context.fillStyle = kind[place] === 2 ? theme.colours.paired : theme.colours.block;
-      context.fillRect(left, top + 0.5, Math.max(1, right - left - 1), kind[place] === 2 ? 2 : 1);
+  _paintBlocks(context, blocks, at, top) {
+    for (const [place, left, right] of this._inView(blocks, at)) {
+      const paired = blocks.kind[place] === 2;
+      context.fillStyle = paired ? theme.colours.paired : theme.colours.block;
+      context.fillRect(left, top + 0.5, Math.max(1, right - left - 1), paired ? 2 : 1);
     }
   }
 
@@ -343,12 +324,10 @@ export class Timeline {
     for (const { data, at } of steps) {
       const own = data.ranks.get(rank);
       if (!own) continue;
-      if (lane >= 0 && lane < 3) {
-        const span = spanAt(data, own.lanes[lane], time - at, slack);
-        if (span !== null) return { rank, data, span, at };
-      }
+      const span = spanAt(own.spans, own.lanes[lane] ?? [], time - at, slack);
+      if (span !== null) return { rank, data, own, span, at };
       for (const kind of ["exposed", "waits"]) {
-        const place = intervalAt(data, own, kind, time - at, slack);
+        const place = intervalAt(own[kind], time - at, slack);
         if (place !== null) return { rank, data, kind, place };
       }
     }
@@ -372,13 +351,14 @@ export class Timeline {
     const steps = this.steps(rank);
     if (!steps.length) return;
     const { data, at, span: before } = this.picked ?? steps.at(-1);
-    const lane = data.ranks.get(rank)?.lanes[before === undefined ? 0 : data.labels[data.columns.label[before]].lane];
-    if (!lane) return;
-    const place = before === undefined ? firstReaching(lane.reached, this.range[0] - at) : lane.spans.indexOf(before) + by;
-    const span = lane.spans[place];
+    const own = data.ranks.get(rank);
+    if (!own) return;
+    const lane = own.lanes[before === undefined ? 0 : data.labels[own.spans.label[before]].lane];
+    const next = before === undefined ? lane.findIndex((one) => own.spans.end[one] + at >= this.range[0]) : lane.indexOf(before) + by;
+    const span = lane[next];
     if (span === undefined) return;
-    this.picked = { rank, data, at, span };
-    const [begin, end] = [data.columns.start[span] + at, data.columns.end[span] + at];
+    this.picked = { rank, data, own, at, span };
+    const [begin, end] = [own.spans.start[span] + at, own.spans.end[span] + at];
     const [from, to] = this.range;
     if (begin < from || end > to) this._look(begin - (to - from) / 2, begin + (to - from) / 2);
     this.read(spoken(this.describe(this.picked)));

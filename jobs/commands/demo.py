@@ -19,8 +19,7 @@ from braid.actors.config import Config, ConfigError, load_config
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.records.run_records import Event, Finished, StepDone
-from braid.dashboards.timeline_picture import timeline_svg
-from braid.dashboards.timeline_text import timeline_text
+from braid.dashboards.timeline_picture import timeline_svg, timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.jobs.training.display import validation_line
 from braid.jobs.training.train import Show, training

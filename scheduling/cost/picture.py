@@ -75,19 +75,17 @@ def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperat
         and isinstance(operation.what, Node)
         and is_layer(operation.what.operator.part)
     ]
+    begun = [task for task in tasks if task[2].kind is not PassKind.END]
     rounds: dict[tuple[bool, int], int] = {}
     """By direction and place of a layer, in which pair it is."""
     for forward in (True, False):
-        places = {
-            node.place for _, node, part in tasks if part.forward is forward and part.kind is not PassKind.END
-        }
+        places = {node.place for _, node, part in begun if part.forward is forward}
         ordered = sorted(places, reverse=not forward)
         rounds |= {(forward, place): number for number, place in enumerate(ordered)}
     starts: dict[int, float] = {}
-    for executed, node, part in tasks:
-        if part.kind is not PassKind.END:
-            pair = rounds[part.forward, node.place]
-            starts[pair] = min(executed.start, starts.get(pair, executed.start))
+    for executed, node, part in begun:
+        pair = rounds[part.forward, node.place]
+        starts[pair] = min(executed.start, starts.get(pair, executed.start))
 
     def pieces(pair: int) -> tuple[list[DrawnOperator], float]:
         begin = starts[pair]

@@ -84,20 +84,15 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
     return numbers[whose], np.stack([begins, lasts], axis=1)
 
 
-def covered_before(disjoint: IntArray, times: IntArray) -> IntArray:
-    """How much of disjoint intervals (n, 2), which are in order, lies before each of some times (m,)."""
-    if not len(disjoint):
-        return np.zeros(len(times), np.int64)
-    lengths = np.concatenate([[0], np.cumsum(disjoint[:, 1] - disjoint[:, 0])])
-    begun = np.searchsorted(disjoint[:, 0], times, side="right")
-    over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - times)
-    covered: IntArray = lengths[begun] - np.where(begun > 0, over, 0)
-    return covered
-
-
 def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
-    """How much of each column between edges (columns + 1,) disjoint intervals (n, 2) fill."""
-    found: FloatArray = np.diff(covered_before(disjoint, edges)) / np.diff(edges)
+    """How much of each column between edges (columns + 1,) disjoint intervals (n, 2), in order, fill."""
+    if not len(disjoint):
+        return np.zeros(len(edges) - 1)
+    lengths = np.concatenate([[0], np.cumsum(disjoint[:, 1] - disjoint[:, 0])])
+    begun = np.searchsorted(disjoint[:, 0], edges, side="right")
+    over = np.maximum(0, disjoint[np.maximum(begun - 1, 0), 1] - edges)
+    covered_before = lengths[begun] - np.where(begun > 0, over, 0)
+    found: FloatArray = np.diff(covered_before) / np.diff(edges)
     return found
 
 

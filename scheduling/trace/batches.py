@@ -48,25 +48,16 @@ class Labels:
 
     def __init__(self, labels: Iterable[Label] = ()) -> None:
         self.all = tuple(labels)
+        self.streams = np.array([label.stream for label in self.all], object)
+        self.axes = np.array([label.along for label in self.all], object)
+        self.solo_ns = np.array([-1 if (ns := label.solo_ns) is None else ns for label in self.all], np.int64)
+        """What operators take alone; -1 where that is not known."""
 
     def __len__(self) -> int:
         return len(self.all)
 
     def __getitem__(self, number: int) -> Label:
         return self.all[number]
-
-    @cached_property
-    def solo_ns(self) -> NDArray[np.int64]:
-        """What operators take alone; -1 where that is not known."""
-        return np.array([-1 if label.solo_ns is None else label.solo_ns for label in self.all], np.int64)
-
-    @cached_property
-    def streams(self) -> NDArray[np.object_]:
-        return np.array([label.stream for label in self.all], object)
-
-    @cached_property
-    def axes(self) -> NDArray[np.object_]:
-        return np.array([label.along for label in self.all], object)
 
     @cached_property
     def column(self) -> Any:

@@ -1,12 +1,13 @@
 """The numbers of overlap of one rank and step, from its records (docs/design.md, Numbers of overlap)."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.trace.arrays import IntArray, covered_before, overlap_numbers, union, without
+from braid.scheduling.trace.arrays import IntArray, outside, overlap_numbers, union, without
 from braid.scheduling.trace.batches import Batch, Labels, Records, apart
 from braid.scheduling.trace.spans import KINDS, OverlapNumbers, PeerWait
 
@@ -54,7 +55,7 @@ def numbers_of_records(records: Records, labels: Labels) -> OverlapNumbers:
         times_of(waits),
         {axis: times_of(operators[axes == axis]) for axis in sorted({*axes} - {""})},
     )
-    return replace(numbers, peer_waits=_peer_waits(union(times_of(operators)), waits, labels))
+    return replace(numbers, peer_waits=_peer_waits(operators, waits, labels))
 
 
 def times_of(records: Records) -> IntArray:
@@ -62,15 +63,12 @@ def times_of(records: Records) -> IntArray:
     return np.stack([records["start_ns"], records["end_ns"]], axis=1)
 
 
-def _peer_waits(busy: IntArray, waits: Records, labels: Labels) -> tuple[PeerWait, ...]:
-    """The longest waits by peer and operator, of time in which nothing ran (busy: disjoint, in order)."""
-    if not len(waits):
-        return ()
-    begins, ends = waits["start_ns"], waits["end_ns"]
-    idle = ends - begins - (covered_before(busy, ends) - covered_before(busy, begins))
-    sums: dict[tuple[int, str], int] = {}
-    for peer, label, ns in zip(waits["peer"].tolist(), waits["label"].tolist(), idle.tolist(), strict=True):
-        key = peer, labels[label].operator
-        sums[key] = sums.get(key, 0) + ns
-    longest = sorted(sums.items(), key=lambda item: -item[1])[:_WAITS_TOLD]
-    return tuple(PeerWait(peer=peer, operator=name, ns=ns) for (peer, name), ns in longest if ns > 0)
+def _peer_waits(operators: Records, waits: Records, labels: Labels) -> tuple[PeerWait, ...]:
+    """The longest waits by peer and operator, of time in which nothing ran."""
+    whose, idle = outside(times_of(waits), times_of(operators))
+    sums: Counter[tuple[int, str]] = Counter()
+    for wait, ns in zip(waits[whose], (idle[:, 1] - idle[:, 0]).tolist(), strict=True):
+        sums[int(wait["peer"]), labels[wait["label"]].operator] += ns
+    return tuple(
+        PeerWait(peer=peer, operator=name, ns=ns) for (peer, name), ns in sums.most_common(_WAITS_TOLD)
+    )

@@ -152,6 +152,6 @@ def test_the_page_shows_no_line_of_before_a_cut(tmp_path: Path) -> None:
     run.back_to(3)
     run.steps(range(4, 12))
     data.refresh()
-    columns = data.metrics(0, 0)["columns"]
-    assert columns["step"] == list(range(1, 12))
-    assert columns["time"] == [line["time"] for line in lines_of(run.path / "metrics.jsonl")]
+    rows = data.metrics(0, 0)["rows"]
+    assert [row["step"] for row in rows] == list(range(1, 12))
+    assert [row["time"] for row in rows] == [line["time"] for line in lines_of(run.path / "metrics.jsonl")]

@@ -28,10 +28,10 @@ pytestmark = [
 ]
 DRAWN = "window.braid && braid.drawnStep >= {step} && braid.timeline.whole && !document.hidden"
 LONGEST = """(() => {
-  const t = braid.timeline, {data, at} = t.steps(0).at(-1), own = data.ranks.get(0).lanes[LANE].spans;
-  const {start, end, label} = data.columns;
-  let best = own[0];
-  for (const span of own) if (end[span] - start[span] > end[best] - start[best]) best = span;
+  const t = braid.timeline, {data, at} = t.steps(0).at(-1), own = data.ranks.get(0);
+  const {start, end, label} = own.spans;
+  let best = own.lanes[LANE][0];
+  for (const span of own.lanes[LANE]) if (end[span] - start[span] > end[best] - start[best]) best = span;
   const box = t.canvas.getBoundingClientRect();
   return {x: box.x + t.x((start[best] + end[best]) / 2 + at),
           y: box.y + 22 + 3 + (LANE + 0.5) * t.lane - t.scroll,
@@ -175,7 +175,7 @@ async def test_waiting_for_a_peer_and_for_transfers_are_told_apart(tmp_path: Pat
     async with looked_at(run.path, 3) as tab:
         await tab.until("braid.timeline.drawn === 3 && braid.run.ranks")
         place = """(() => {
-          const t = braid.timeline, {data, at} = t.steps(0)[0], {wait_start: a, wait_end: b} = data.columns;
+          const t = braid.timeline, {data, at} = t.steps(0)[0], {start: a, end: b} = data.ranks.get(0).waits;
           const box = t.canvas.getBoundingClientRect();
           return [box.x + t.x((a[0] + b[0]) / 2 + at), box.y + 22 + 3 + 3 * t.lane + 2];
         })()"""
@@ -244,7 +244,8 @@ async def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> N
         assert await tab.evaluate("document.documentElement.scrollWidth") <= width
         clipped = await tab.evaluate("""(() => {
           const box = document.getElementById('budget').getBoundingClientRect();
-          return [...document.querySelectorAll('#budget text')].map((one) => one.getBoundingClientRect())
+          const parts = [...document.querySelectorAll('#budget :is(span, output)')];
+          return parts.map((one) => one.getBoundingClientRect())
             .filter((one) => one.left < box.left - 1 || one.right > box.right + 1).length;
         })()""")
         assert clipped == 0

@@ -5,12 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from braid.dashboards.plan_view import schedule_view
-from braid.dashboards.run_data import RunData
+from braid.dashboards.run_data import RunData, compact_json
 from braid.scheduling.schedule.operations import Barrier, PassKind
 from braid.scheduling.schedule.text import parse
 from braid.scheduling.trace.stragglers import LAST
@@ -19,12 +17,16 @@ from tests.dashboards.made_up_runs import LATE, MIXTURE, MadeUpRun, made_up
 from tests.spans import communication_of, read_folder, spans_of
 
 
-def told(data: RunData, step: int) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """The timeline of a step's first ranks, and its columns as arrays."""
-    text = data.timeline(step, 0)
-    assert text is not None
-    content = json.loads(text)
-    return content, {name: np.array(column) for name, column in content["columns"].items()}
+def told(data: RunData, step: int) -> dict[str, Any]:
+    """The timeline of a step's first ranks, as a page gets it."""
+    content = data.timeline(step, 0)
+    assert content is not None
+    return dict(json.loads(compact_json(content)))
+
+
+def column(data: RunData, name: str, after: int = 0, epoch: int = 0) -> list[Any]:
+    """A number of all steps after one; of all steps if the file began anew since the epoch."""
+    return [row.get(name) for row in data.metrics(after, epoch)["rows"]]
 
 
 def read(directory: Path) -> RunData:
@@ -66,12 +68,13 @@ def test_experts_have_columns_and_the_newest_visits(finished: Path, tmp_path: Pa
     found = data.metrics(0, 0)
     lines = lines_of(run.path / "metrics.jsonl")
     for name in ("imbalance", "worst_entropy", "dropped"):
-        assert found["columns"][f"experts.{name}"] == [line["experts"][name] for line in lines]
+        assert column(data, f"experts.{name}") == [line["experts"][name] for line in lines]
     newest = lines[-1]["experts"]
     assert found["visits"] == {"step": 3, "layers": newest["layers"], "visits": newest["visits"]}
-    assert "visits" not in data.metrics(3, found["epoch"]), "the page has them"
+    assert data.metrics(3, found["epoch"])["visits"] is None, "the page has them"
     without = read(finished).metrics(0, 0)
-    assert not [name for name in (*without, *without["columns"]) if "expert" in name or name == "visits"]
+    assert without["visits"] is None
+    assert not [name for row in without["rows"] for name in row if "experts." in name]
 
 
 def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
@@ -79,36 +82,33 @@ def test_timeline_numbers_are_those_of_the_trace(finished: Path) -> None:
     lines = lines_of(finished / "ranks.jsonl")
     folder = read_folder(finished)
     for step in (1, 4):
-        content, columns = told(data, step)
+        content = told(data, step)
         spans = spans_of(folder.step(step - 1))
-        assert len(columns["start"]) == len(spans)
         for row in content["ranks"]:
             own = [span for span in spans if span.rank == row["rank"]]
             moving_ns, exposed_ns = communication_of(own)
-            first, count = row["exposed"]
-            waits = columns["exposed_end"][first:][:count] - columns["exposed_start"][first:][:count]
-            assert waits.sum() == exposed_ns == row["numbers"]["exposed_ns"]
+            waits = sum(row["exposed"]["end"]) - sum(row["exposed"]["start"])
+            assert waits == exposed_ns == row["numbers"]["exposed_ns"]
             assert row["numbers"]["communication_ns"] == moving_ns
             line = lines[step - 1]
             assert row["numbers"]["hidden_ns"] == round(line["hidden_seconds"][row["rank"]] * 1e9)
-            begin, length = row["spans"]
-            names = [content["labels"][label]["operator"] for label in columns["label"][begin:][:length]]
-            times = (columns[name][begin:][:length] for name in ("start", "end"))
-            shown = sorted(zip(names, *times, strict=True))
-            assert shown == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
+            names = [content["labels"][label]["operator"] for label in row["spans"]["label"]]
+            shown = zip(names, row["spans"]["start"], row["spans"]["end"], strict=True)
+            assert sorted(shown) == sorted((s.operator, s.start_ns, s.end_ns) for s in own)
 
 
 def test_time_in_which_a_peer_is_waited_for_is_told_apart(tmp_path: Path) -> None:
     """It is shown where nothing runs, with the peer and the operator."""
     run = made_up(tmp_path / "run", 2, 2, late=1)
-    header, columns = told(read(run.path), 2)
-    assert [row["waits"] for row in header["ranks"]] == [[0, 1], [1, 0]]
-    assert columns["wait_peer"].tolist() == [1]
-    assert header["labels"][columns["wait_label"][0]]["stream"] == "intra"
+    content = told(read(run.path), 2)
+    waits, none = (row["waits"] for row in content["ranks"])
+    assert (waits["peer"], none["peer"]) == ([1], [])
+    assert content["labels"][waits["label"][0]]["stream"] == "intra"
     line = lines_of(run.path / "ranks.jsonl")[-1]
-    waited = columns["wait_end"] - columns["wait_start"]
-    assert waited.sum() == pytest.approx(line["waiting_seconds"][0] * 1e9)
-    assert waited.sum() == pytest.approx(columns["end"].max() * LATE, rel=0.05)
+    waited = waits["end"][0] - waits["start"][0]
+    assert waited == pytest.approx(line["waiting_seconds"][0] * 1e9)
+    ends = (end for row in content["ranks"] for end in row["spans"]["end"])
+    assert waited == pytest.approx(max(ends) * LATE, rel=0.05)
 
 
 def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
@@ -120,13 +120,12 @@ def test_ends_are_marked_in_the_pairing(finished: Path) -> None:
     (pair,) = read(finished).state()["schedule"]["pairs"]
     assert pair["sides"] == ["F:layer", "B:layer", "L:layer"]
     assert [action.get("side") for action in pair["actions"]] == wanted
-    assert [action.get("left", False) for action in pair["actions"]] == [one == "L" for one in wanted]
 
 
 def test_growth(tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path / "run", 2)
     data = read(run.path)
-    assert data.metrics(0, 0)["columns"]["step"] == []
+    assert column(data, "step") == []
     assert data.timeline(1, 0) is None
     versions = data.refresh()
     assert data.refresh() == versions, "nothing new, nothing to tell"
@@ -137,56 +136,48 @@ def test_growth(tmp_path: Path) -> None:
         assert after["trace"][1:] == [1, step]
         assert after["state"] == versions["state"]
     epoch = after["metrics"][0]
-    assert data.metrics(1, epoch)["columns"]["step"] == [2]
-    assert data.metrics(2, epoch)["columns"]["step"] == []
-    assert data.metrics(2, epoch - 1)["columns"]["step"] == [1, 2], "of another epoch: everything"
+    assert column(data, "step", 1, epoch) == [2]
+    assert column(data, "step", 2, epoch) == []
+    assert column(data, "step", 2, epoch - 1) == [1, 2], "of another epoch: everything"
 
 
 def test_files_of_old_names_are_read_anew_and_lines_when_they_are_whole(tmp_path: Path) -> None:
     """As of a run that is resumed from an earlier step, and of one that replaces another."""
     run = made_up(tmp_path / "run", 2, 3, seed=1)
     data, metrics = read(run.path), run.path / "metrics.jsonl"
-    epoch, before = data.metrics(0, 0)["epoch"], told(data, 1)[0]["ranks"]
+    epoch, before = data.metrics(0, 0)["epoch"], told(data, 1)["ranks"]
     first = metrics.read_bytes().splitlines(keepends=True)[0]
     (run.path / "other").write_bytes(first[:40])
     (run.path / "other").rename(metrics)
     data.refresh()
     answer = data.metrics(3, epoch)
-    assert (answer["anew"], answer["columns"]["step"]) == (True, [])
+    assert (answer["anew"], answer["rows"]) == (True, [])
     with metrics.open("ab") as file:
         file.write(first[40:])
     data.refresh()
-    assert data.metrics(0, 0)["columns"]["step"] == [1]
+    assert column(data, "step") == [1]
     shutil.rmtree(run.path)
     made_up(run.path, 2, 1, seed=2)
     data.refresh()
     assert data.state()["traced"] == [1]
-    assert told(data, 1)[0]["ranks"] != before
-
-
-def test_the_layout_is_told_axis_by_axis(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("parallel: {pp: 2, dp: 4, tp: 3, ep: 4}\n")
-    (tmp_path / "cluster.json").write_text(json.dumps({"ranks": [{}] * 24}))
-    state = read(tmp_path).state()
-    assert state["layout"] == {"pp": 2, "dp": 4, "cp": 1, "tp": 3, "ep": 4}
-    assert state["cluster"]["ranks"][17]["place"] == {"pp": 1, "dp": 1, "cp": 0, "tp": 2}
+    assert told(data, 1)["ranks"] != before
 
 
 def test_damage_is_told_beside_what_is_there(tmp_path: Path) -> None:
     run = made_up(tmp_path / "run", 2, 2)
     path = run.path / "trace" / "rank-00001.0000.arrows"
     path.write_bytes(path.read_bytes() + bytes(100))
-    header, _ = told(read(run.path), 2)
-    assert ["is not the begin of a batch" in row["damage"] for row in header["ranks"]] == [False, True]
+    ranks = told(read(run.path), 2)["ranks"]
+    assert ["is not the begin of a batch" in row["damage"] for row in ranks] == [False, True]
 
 
 def test_not_a_number_becomes_nothing(one: MadeUpRun) -> None:
     metrics = one.path / "metrics.jsonl"
     (line,) = lines_of(metrics)
     metrics.write_text("\n".join(json.dumps({**line, "loss": loss}) for loss in (None, float("nan"))) + "\n")
-    answer = read(one.path).metrics(0, 0)
-    assert answer["columns"]["loss"] == [None, None]
-    json.dumps(answer, allow_nan=False)
+    data = read(one.path)
+    assert column(data, "loss") == [None, None]
+    json.dumps(data.metrics(0, 0), allow_nan=False)
 
 
 def test_variables_are_shown_by_name(one: MadeUpRun) -> None:
@@ -220,14 +211,14 @@ def test_damaged_descriptions_are_named(one: MadeUpRun, name: str, content: str)
 def test_odd_lines_do_no_harm(tmp_path: Path, line: str) -> None:
     run = made_up(tmp_path / "run", 2, 2)
     clean = read(run.path)
-    losses = clean.metrics(0, 0)["columns"]["loss"]
+    losses = column(clean, "loss")
     newest = clean.ranks(None)["line"]
     assert len(losses) == 2
     for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
         path = run.path / name
         path.write_text(f"{line}\n{path.read_text()}")
     data = read(run.path)
-    assert data.metrics(0, 0)["columns"]["loss"][-2:] == losses
+    assert column(data, "loss")[-2:] == losses
     assert data.ranks(None)["line"] == newest
     json.dumps([data.metrics(0, 0), data.ranks(None), data.state()], allow_nan=False)
 
@@ -245,15 +236,21 @@ def test_links_are_not_followed(one: MadeUpRun, tmp_path: Path) -> None:
     linked(traces, tmp_path / "elsewhere")
     assert read(one.path).state()["traced"] == []
     (tmp_path / "link").symlink_to(one.path)
-    assert read(tmp_path / "link").metrics(0, 0)["columns"]["step"] == [1], "a run may be named by a link"
+    assert column(read(tmp_path / "link"), "step") == [1], "a run may be named by a link"
     linked(one.path / "predicted.json", tmp_path / "predicted.json")
     linked(one.path / "metrics.jsonl", tmp_path / "metrics.jsonl")
     data = read(one.path)
     assert data.state()["predicted"] is None
-    assert data.metrics(0, 0)["columns"]["step"] == []
+    assert column(data, "step") == []
 
 
-def test_other_form_of_the_cluster(tmp_path: Path) -> None:
+def test_the_layout_is_told_axis_by_axis_and_the_cluster_rank_by_rank(tmp_path: Path) -> None:
+    """On Ray, and of plain processes."""
+    (tmp_path / "config.yaml").write_text("name: x\nparallel: {pp: 2, dp: 4, tp: 3, ep: 4}\n")
+    (tmp_path / "cluster.json").write_text(json.dumps({"ranks": [{}] * 24}))
+    state = read(tmp_path).state()
+    assert state["layout"] == {"pp": 2, "dp": 4, "cp": 1, "tp": 3, "ep": 4}
+    assert state["cluster"]["ranks"][17]["place"] == {"pp": 1, "dp": 1, "cp": 0, "tp": 2}
     (tmp_path / "config.yaml").write_text("name: x\nparallel: {pp: 2}\n")
     (tmp_path / "cluster.json").write_text('{"addresses": ["a", "b"], "processes": [5, 6]}')
     ranks = read(tmp_path).state()["cluster"]["ranks"]

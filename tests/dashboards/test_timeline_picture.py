@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from braid.dashboards.timeline_picture import PEERS, timeline_svg
-from braid.dashboards.timeline_text import timeline_text
+from braid.dashboards.timeline_picture import PEERS, timeline_svg, timeline_text
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.batches import RECORD, Batch, Labels

@@ -45,11 +45,11 @@ def traces(run: Run) -> TraceFolder:
 def test_no_span_is_lost(run: Run, traces: TraceFolder) -> None:
     assert sorted(traces.ranks) == [0, 1, 2, 3]
     assert traces.steps == list(range(STEPS))
-    for trace in traces.ranks.values():
-        counts = {len(apart(batch.records)[0]) for batch in trace.steps.values()}
+    assert not traces.damage
+    for steps in traces.ranks.values():
+        counts = {len(apart(batch.records)[0]) for batch in steps.values()}
         assert len(counts) == 1, "every step runs the same schedule"
-        assert not trace.damage
-        batch = trace.steps[0]
+        batch = steps[0]
         assert batch.dropped == 0
         labels = [batch.labels[n] for n in batch.records["label"]]
         assert {label.stream for label in labels} == {Stream.COMPUTE, Stream.INTRA}  # they share a host
