@@ -24,33 +24,16 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
 ) -> None:
     """Show what the ranks of a run wrote: warnings, traces, errors of NCCL and gloo."""
-    chosen = _ranks(run, rank)
-    try:
-        for number in chosen:
-            newest = log_file(run, number)
-            for log in (put_aside(newest), newest):
-                if log.exists() and not (follow and log == newest):
-                    with log.open("rb") as file:
-                        _show(number, file, whole=False)
-        if follow:
-            _follow(run, rank)
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _ranks(run: Path, rank: int | None) -> list[int]:
-    """The ranks to be shown; `ConfigError` where they have no logs."""
     if not (run / "config.yaml").is_file() and not (run / FOLDER).is_dir():
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
-    known = _known(run)
-    if not known:
+    if not (known := _known(run)):
         raise ConfigError(f"{run / FOLDER} holds no logs: no rank of this run could write any there")
-    if rank is None:
-        return known
-    if rank not in known:
+    if rank is not None and rank not in known:
         raise ConfigError(f"--rank {rank}: {run} has logs of ranks {', '.join(map(str, known))}")
-    return [rank]
+    try:
+        _show_all(run, rank, follow)
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _known(run: Path) -> list[int]:
@@ -58,14 +41,18 @@ def _known(run: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def _follow(run: Path, rank: int | None) -> None:
-    """Show lines as they are written, until the run has ended and all is shown."""
-    files: dict[int, BinaryIO] = {}
+def _show_all(run: Path, rank: int | None, follow: bool) -> None:
+    """Show what is there; ``follow``: also lines as they are written, until the run has ended."""
+    begun, files = set[int](), dict[int, BinaryIO]()
     while True:
-        over = not _goes_on(run)
+        over = not follow or not _goes_on(run)
         for number in _known(run) if rank is None else [rank]:
             with contextlib.suppress(FileNotFoundError):  # it is being put aside
                 log = log_file(run, number)
+                if number not in begun and (aside := put_aside(log)).exists():
+                    with aside.open("rb") as old:
+                        _show(number, old, whole=False)
+                begun.add(number)
                 if number not in files:
                     files[number] = log.open("rb")
                 file = files[number]
