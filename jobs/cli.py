@@ -15,8 +15,7 @@ from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
-from braid.jobs.commands.logs import logs
-from braid.jobs.commands.viewing import dashboard, grafana, report, trace
+from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.drill.cli import drill
 from braid.jobs.output import ExitCode, background, check_outputs, complain, say, surviving
 from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
