@@ -1,7 +1,6 @@
 """The command line. Errors that the user can mend are one message on standard error and exit code 2."""
 
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,50 +10,36 @@ import typer
 from rich.console import Console
 
 from braid import __version__
-from braid.actors.config import Config, ConfigError, load_config
+from braid.actors.config import Config, ConfigError
 from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
+from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
-from braid.jobs.commands.grafana import grafana
-from braid.jobs.commands.logs import logs
-from braid.jobs.commands.submission import jobs, submit
-from braid.jobs.commands.viewing import dashboard, report, trace
+from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.drill.cli import drill
-from braid.jobs.output import ExitCode, background, check_output, complain, surviving
-from braid.jobs.planning.cli import register
-from braid.jobs.planning.profiling import known_schedule, profile
-from braid.jobs.usage import Commands, ConfigFile, Launcher, Overrides, Overwrite, Resume, example, told
+from braid.jobs.output import ExitCode, background, check_outputs, complain, say, surviving
+from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
+from braid.jobs.usage import (
+    ConfigFile,
+    Launcher,
+    Overrides,
+    Overwrite,
+    Resume,
+    example,
+    group,
+    read_config,
+    told,
+)
 from braid.scheduling.text.json_text import json_text
 
-app = typer.Typer(
-    cls=Commands,
-    epilog=f"{example('train first.yaml --launcher processes')}. Each command has a --help of its own.",
+app = group(
+    "Train transformer language models and hide communication behind computation.",
+    "train first.yaml --launcher processes. Each command has a --help of its own.",
     rich_markup_mode="markdown",
-    help="Train transformer language models and hide communication behind computation.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def _config(
-    path: Path,
-    overrides: list[str] | None,
-    launcher: str | None = None,
-    address: str | None = None,
-    plan: Path | None = None,
-) -> Config:
-    extra = [f"cluster.launcher={launcher}"] if launcher else []
-    extra += [f"cluster.address={json.dumps(address)}"] if address else []
-    config = load_config(path, [*(overrides or []), *extra])
-    if (file := plan or config.overlap.plan) is None:
-        return config
-    from braid.jobs.planning.work import with_plan
-
-    return with_plan(config, file)
-
-
-@app.command(epilog=example("train first.yaml --set train.steps=30 --launcher processes"))
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -76,13 +61,15 @@ def train(
     ] = False,
 ) -> None:
     """Train a model."""
-    resolved = _config(config, overrides, launcher, address, plan)
+    from braid.jobs.planning.work import with_plan
+
+    resolved = with_plan(read_config(config, overrides, launcher, address), plan)
     if dry_run:
         _dry_run(Console(), resolved, resume=resume or resume_if_begun)
         return
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
-    check_output("--report", report)
+    check_outputs(report=report)
     from braid.actors.controller.controller import RunOptions
     from braid.jobs.training.display import Display
     from braid.jobs.training.stopping import SecondSignalError
@@ -109,96 +96,65 @@ def train(
 
 
 def _dry_run(console: Console, config: Config, *, resume: bool) -> None:
-    from braid.jobs.planning.drawing import show_dry_run
+    from braid.jobs.planning.view import show_dry_run
     from braid.jobs.training.refusals import check_inputs
     from braid.jobs.training.remarks import on_learning_rate
 
     show_dry_run(console, config, check_inputs(config))
     for text in on_learning_rate(config, resume=resume):
-        console.print(f"warning {text}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"warning {text}")
 
 
-@app.command(epilog=example("demo --set train.steps=40"))
 def demo(overrides: Overrides = None) -> None:
     """See what hiding communication is worth: two ranks over an emulated slow link, without and with it."""
     from braid.jobs.commands.demo import run, show_demo
-    from braid.jobs.training.display import Display
 
     console = Console()
-    found = run(
-        lambda text: console.print(text, highlight=False, soft_wrap=True),
-        lambda config: Display(console, live=False).show,
-        overrides or [],
-    )
+    found = run(console, overrides or [])
     show_demo(console, found)
     if found.alike != found.compared:
         raise typer.Exit(ExitCode.FAILURE)
 
 
-@app.command(epilog=example("prepare first.yaml"))
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
+    from braid.jobs.cluster.session import launcher_of
     from braid.jobs.data.data_sets import prepare_data
-    from braid.jobs.data.executors import local_map
     from braid.jobs.data.identity import DataRequest
+    from braid.jobs.planning.work import with_plan
     from braid.jobs.training.display import Display
 
-    resolved = _config(config, overrides)
+    resolved = with_plan(read_config(config, overrides))
     DataRequest.of(resolved)  # what is missing is told before a cluster starts
-    with Display(Console(), live=resolved.telemetry.progress).running() as display:
-        if resolved.cluster.launcher == "processes":
-            prepare_data(resolved, local_map, display.show, renew=True)
-            return
-        from braid.jobs.cluster.session import ray_session
-
-        with ray_session(resolved):
-            from braid.jobs.data.prepare_ray import ray_map
-
-            prepare_data(resolved, ray_map, display.show, renew=True)
+    with (
+        Display(Console(), live=resolved.telemetry.progress).running() as display,
+        launcher_of(resolved) as (_, executor),
+    ):
+        prepare_data(resolved, executor, display.show, renew=True)
 
 
-@app.command(epilog=example("schedule first.yaml --set overlap.schedule=ddp --show"))
-def schedule(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    show: Annotated[bool, typer.Option("--show", help="Draw the grid instead of printing the text.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the text to this file.")] = None,
-) -> None:
-    """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
-    from braid.jobs.data.tokenizer import tokenizer_of
-    from braid.jobs.planning.drawing import show_schedule
-    from braid.scheduling.schedule.text import write
-
-    resolved = _config(config, overrides)
-    check_output("--output", output)
-    made = known_schedule(resolved, resolved.check(tokenizer_of(resolved).vocabulary))
-    text = write(made)
-    if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output {output}: {error.strerror}") from None
-    if show:
-        show_schedule(Console(), made)
-    elif output is None:
-        typer.echo(text, nl=False)
-
-
-app.add_typer(bench, name="bench")
-register(app)
-app.command(epilog=example("profile first.yaml --launcher processes --svg heat.svg"))(profile)
-app.command(epilog=example("trace runs/first --steps 5-8"))(trace)
-app.command(epilog=example("report runs/first --output first.html"))(report)
-app.command(epilog=example("logs runs/first --rank 0"))(logs)
-app.add_typer(grafana, name="grafana")
-app.command(epilog=example("dashboard runs/first --port 8080"))(dashboard)
-app.add_typer(checkpoint, name="checkpoint")
-app.command(epilog=example("drill first.yaml --faults kill-forward,nan --launcher processes"))(drill)
-app.command(epilog=example("submit first.yaml --address http://10.0.0.1:8265 --follow"))(submit)
-app.add_typer(jobs, name="jobs")
-app.command(epilog=example("kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"))(
-    kubernetes
-)
+for command, call in (
+    (train, "train first.yaml --set train.steps=30 --launcher processes"),
+    (demo, "demo --set train.steps=40"),
+    (prepare, "prepare first.yaml"),
+    (schedule, "schedule first.yaml --set overlap.schedule=ddp --show"),
+    (plan, "plan llama-3.1-8b --cluster h100 --nodes 8 --output plan.yaml"),
+    (simulate, "simulate plan.yaml --schedule megatron"),
+    (explain, "explain plan.yaml"),
+    (compare, "compare plan.yaml other.yaml"),
+    (presets, "presets"),
+    (profile, "profile first.yaml --launcher processes --svg heat.svg"),
+    (trace, "trace runs/first --steps 5-8"),
+    (report, "report runs/first --output first.html"),
+    (logs, "logs runs/first --rank 0"),
+    (dashboard, "dashboard runs/first --port 8080"),
+    (drill, "drill first.yaml --faults kill-forward,nan --launcher processes"),
+    (submit, "submit first.yaml --address http://10.0.0.1:8265 --follow"),
+    (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
+):
+    app.command(epilog=example(call))(command)
+for name, commands in (("bench", bench), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)):
+    app.add_typer(commands, name=name)
 
 
 def _version(value: bool) -> None:
@@ -254,7 +210,6 @@ def _report(error: Exception) -> int:
         complain(str(error))
         return ExitCode.MISTAKE
     from braid.actors.controller.ranks.group import StoppedError, WorkerError
-    from braid.jobs.cluster.submission import JobError
 
     match error:
         case StoppedError():

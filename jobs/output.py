@@ -1,5 +1,5 @@
-"""What commands write: mistakes on standard error, and standard output by a thread, so that a reader that
-does not read cannot hold training up."""
+"""What commands write: mistakes, answers as tables or JSON, files; and the output of training by a thread, so
+that a reader that does not read cannot hold it up."""
 
 import contextlib
 import io
@@ -7,12 +7,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from braid.actors.config import ConfigError
+from braid.scheduling.text.json_text import json_text
 
 _MOST_BYTES = 1 << 20
 """Output that waits for its reader; what comes beyond that is left out."""
@@ -35,16 +40,72 @@ def complain(text: str) -> None:
         print(f"braid: {text}", file=sys.stderr, flush=True)
 
 
-def check_output(option: str, file: Path | None) -> None:
-    """`ConfigError` where a file that an option names cannot be written: before there is work to lose."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise ConfigError(f"{option} {file}: that is a folder; name a file in it")
-    if not file.parent.is_dir():
-        raise ConfigError(
-            f"{option} {file}: the folder {file.parent} does not exist; make it, or name another"
-        )
+def check_outputs(**files: Path | None) -> None:
+    """`ConfigError` where a file that an option (``output``: ``--output``) names cannot be written: before
+    there is work to lose."""
+    for option, file in files.items():
+        if file is None:
+            continue
+        if file.is_dir():
+            raise ConfigError(f"--{option} {file}: that is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise ConfigError(
+                f"--{option} {file}: the folder {file.parent} does not exist; make it, or name another"
+            )
+
+
+def write_output(option: str, file: Path, content: str | bytes) -> None:
+    """Write a file that an option names; `ConfigError`."""
+    try:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(f"--{option} {file}: {error.strerror}") from None
+
+
+def on_disk(path: Path) -> None:
+    """Return when a file's content, or a folder's entries, will survive a crash."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def answer(as_json: bool, content: Callable[[], Any], show: Callable[[], object]) -> None:
+    """Print what a command has found: its content as JSON, or as ``show`` does for people."""
+    if as_json:
+        print(json_text(content()))
+    else:
+        show()
+
+
+def say(console: Console, text: str) -> None:
+    """A line as it is: whole, without colours and markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def table_of(title: str, texts: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
+    """A table whose cells are never broken: columns of texts, then of numbers, which stand to the right."""
+    columns = [Column(name, no_wrap=True) for name in texts]
+    columns += [Column(name, no_wrap=True, justify="right") for name in numbers]
+    return Table(*columns, title=title, title_justify="left", **look)
+
+
+def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: Any) -> Table:
+    """Names and what is said of each, a row each."""
+    columns = Column(style="dim"), Column(overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", show_header=False, **look)
+    for row in facts.items():
+        table.add_row(*row)
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds; of more than four days, the days: 0:01:23, 12 d."""
+    whole = round(seconds)
+    if whole >= 100 * 3600:
+        return f"{whole / 86400:.0f} d"
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 class BackgroundOutput(io.TextIOBase):

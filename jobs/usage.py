@@ -1,5 +1,6 @@
 """How commands are called: what all of them share, an example in every help, one line for a wrong call."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from braid.actors.config import Config, load_config
 from braid.scheduling.text.suggestions import hint, must_be_one_of, nearest
 
 ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.", metavar="CONFIG")]
@@ -26,9 +28,23 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run of t
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
+def read_config(
+    path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
+) -> Config:
+    """A configuration with what the options of a command change in it."""
+    extra = {"cluster.launcher": launcher, "cluster.address": address and json.dumps(address)}
+    return load_config(path, [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)])
+
+
 def example(command: str) -> str:
     """The end of a command's help."""
     return f"Example: braid {command}"
+
+
+def group(text: str, call: str, **more: Any) -> typer.Typer:
+    """A group of commands, with what its help says and an example."""
+    more = {"epilog": example(call), "help": text, "no_args_is_help": True, "add_completion": False, **more}
+    return typer.Typer(cls=Commands, **more)
 
 
 class Commands(TyperGroup):

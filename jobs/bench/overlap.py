@@ -37,7 +37,7 @@ from braid.jobs.bench.overlap_rows import Contender, OverlapResult, Ranks, row_o
 from braid.jobs.bench.peer_rank import PeerRank
 from braid.jobs.bench.peers import PeerPlan
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
-from braid.jobs.training.layers import layers_chosen
+from braid.jobs.training.layouts import layers_chosen
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.lower import Choices
 from braid.scheduling.model.shape import ModelShape

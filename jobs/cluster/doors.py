@@ -5,11 +5,11 @@ authentication proves nothing about the other side. Whoever reaches an open Ray 
 """
 
 import ipaddress
-import sys
 import urllib.error
 import urllib.request
 
 from braid.actors.config import ConfigError
+from braid.jobs.output import complain
 
 _SECONDS = 10.0
 _CLIENT = "ray://"
@@ -57,10 +57,9 @@ def _complain(what: str, allowed: bool) -> None:
             f"RAY_AUTH_MODE=token there (before ray start) and here; or, on a network that nobody else can "
             f"reach, set cluster.allow_unauthenticated=true"
         )
-    print(
-        f"braid: warning: {what} takes orders without a token from whoever reaches it "
-        f"(cluster.allow_unauthenticated=true)",
-        file=sys.stderr,
+    complain(
+        f"warning: {what} takes orders without a token from whoever reaches it "
+        f"(cluster.allow_unauthenticated=true)"
     )
 
 

@@ -11,7 +11,8 @@ import typer
 
 from braid.actors.config import ConfigError, parse_config, read_content
 from braid.actors.config.paths import anchored
-from braid.jobs.output import check_output
+from braid.jobs.cluster.submission import STOP_SECONDS
+from braid.jobs.output import check_outputs, write_output
 from braid.jobs.usage import ConfigFile, Overrides
 
 _NODE_SECONDS: Final = 1800.0  # so long a run waits for nodes that the autoscaler has yet to find
@@ -44,9 +45,7 @@ def kubernetes(
     output: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
-    from braid.jobs.cluster.submission import STOP_SECONDS
-
-    check_output("--output", output)
+    check_outputs(output=output)
     # not `load_config`, which gives paths of this machine
     run = parse_config(read_content(config), overrides or (), source=str(config))
     all_ranks = run.layout().ranks
@@ -97,7 +96,7 @@ def kubernetes(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        write_output("output", output, text)
 
 
 def _filled(kind: str, **values: object) -> str:

@@ -9,19 +9,20 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import braid
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.ranks.cpus import whole_cpus
-from braid.actors.controller.ranks.group import StoppedError
+from braid.actors.controller.ranks.group import Launcher, StoppedError
 from braid.actors.controller.ranks.parent import signals_held
 from braid.actors.controller.ranks.private_folders import private_folder
-from braid.actors.controller.ranks.processes import LOOPBACK, check_loopback
+from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher, ProcessPlace, check_loopback
 from braid.jobs.cluster.doors import check_cluster, head_is_silent
 from braid.jobs.cluster.guardian import MARK, guarded
+from braid.jobs.data.executors import Executor, local_map, ray_map
 
 _CONNECT_SECONDS = 20.0
 _FOUND_BY_RAY = ("auto", "local")
@@ -82,7 +83,13 @@ def ray_session(config: Config) -> Iterator[None]:
             directory = stack.enter_context(session_folder())
             if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
                 stack.enter_context(own_token(directory))
-            stack.enter_context(_loopback_kept())
+            import ray._private.services
+
+            # Ray turns 127.0.0.1 into an address that others reach, and its servers listen on all then
+            services: Any = ray._private.services
+            kept = services.resolve_ip_for_localhost
+            stack.callback(setattr, services, "resolve_ip_for_localhost", kept)
+            services.resolve_ip_for_localhost = lambda host: host
             quiet = signals_held()
             options = {
                 "address": "local",
@@ -105,6 +112,21 @@ def ray_session(config: Config) -> Iterator[None]:
         if address in _FOUND_BY_RAY:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
         yield
+
+
+@contextlib.contextmanager
+def launcher_of(
+    config: Config, places: Sequence[ProcessPlace] | None = None
+) -> Iterator[tuple[Launcher, Executor]]:
+    """What starts a run's ranks, and what prepares its data; within the block the command has the run's Ray
+    cluster, if it is to run on Ray. ``places``: of plain processes, if not all on this host."""
+    if config.cluster.launcher == "processes":
+        yield ProcessLauncher(config, places), local_map
+        return
+    with ray_session(config):
+        from braid.actors.controller.ranks.placement import RayLauncher
+
+        yield RayLauncher(config), ray_map
 
 
 @contextlib.contextmanager
@@ -169,20 +191,6 @@ def _read_again() -> None:
     raylet: Any = ray._raylet  # compiled, without types
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-@contextlib.contextmanager
-def _loopback_kept() -> Iterator[None]:
-    """Let Ray's servers listen where they are told to: Ray turns 127.0.0.1 into an address that others reach,
-    and listens on all of them then."""
-    import ray._private.services
-
-    services: Any = ray._private.services
-    before, services.resolve_ip_for_localhost = services.resolve_ip_for_localhost, lambda host: host
-    try:
-        yield
-    finally:
-        services.resolve_ip_for_localhost = before
 
 
 @contextlib.contextmanager

@@ -1,30 +1,37 @@
-"""Runs as Ray jobs: shipped to a cluster's job server, found again by the run's name, followed, stopped.
+"""``braid submit``, ``braid jobs``: runs as Ray jobs, shipped to a cluster's job server, found again by name.
 
 A job carries the package and a folder with the resolved configuration. Data and run directories are not
 shipped: relative paths are made absolute here, and must mean the same on all nodes.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
 import re
 import shlex
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from braid.actors.config import NAME_PATTERN, Config, ConfigError
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from braid.actors.config import NAME_PATTERN, Config, ConfigError, load_config
 from braid.actors.config.paths import BYTES, anchored, expanded
 from braid.actors.config.variables import looks_secret
 from braid.jobs.cluster.doors import check_job_server, is_loopback
-from braid.jobs.cluster.session import environment, package
-from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.output import ExitCode, answer, complain, duration, facts_of
+from braid.jobs.usage import AsJson, ConfigFile, Overrides, Overwrite, Resume, example, group
 
 STOP_SECONDS = 120
 """Time for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
@@ -32,6 +39,18 @@ STOP_SECONDS = 120
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
 _CONNECT_SECONDS, _READ_SECONDS = 20.0, 60.0
+_HERE = "http://127.0.0.1:8265"
+_SUBMITTED = ("layout", "directory", "submitted by")
+"""What `braid submit` notes of a job."""
+_LISTED = ("run", "job", "status", "layout", "started", "took", "submitted by")
+
+jobs = group("List, show, follow and stop the jobs of a Ray cluster.", "jobs list")
+
+Address = Annotated[
+    str, typer.Option(help="The cluster's job server, http://HOST:8265.", envvar="RAY_API_SERVER_ADDRESS")
+]
+Name = Annotated[str, typer.Argument(help="A run's name (its newest job), or a job's id.", metavar="NAME")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show what the job prints, to its end.")]
 
 
 class JobError(RuntimeError):
@@ -65,6 +84,164 @@ class Job:
         given = self.metadata.get("braid_stop_seconds", "")
         return float(given) if given.isdecimal() else STOP_SECONDS
 
+    @property
+    def cells(self) -> dict[str, Text]:
+        """What tables tell, by column; as `Text`, since names of others are not rich's markup."""
+        started = took = None
+        if self.started is not None:
+            started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+            took = duration((self.ended or time.time()) - self.started)
+        words = {"run": self.run, "job": self.id, "status": self.status, "message": self.message}
+        words |= {name: self.metadata.get(f"braid_{name.replace(' ', '_')}") for name in _SUBMITTED}
+        words |= {"started": started, "took": took, "command": self.entrypoint}
+        return {name: Text(word or "-") for name, word in words.items()}
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def submit(
+    config: ConfigFile,
+    address: Address = _HERE,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    follow: Follow = False,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="A variable for the job; no secrets; may be repeated.", metavar="NAME=VALUE"),
+    ] = None,
+    python: Annotated[str, typer.Option(help="Python on the cluster's nodes.")] = "python",
+    stop_seconds: Annotated[
+        int, typer.Option(help="Seconds to save a checkpoint when it is stopped.", min=1)
+    ] = STOP_SECONDS,
+) -> None:
+    """Train on a Ray cluster: send configuration and package to its job server.
+
+    Relative paths are taken from here (of model.layer, model.initial and checkpoint.mirror from CONFIG's
+    folder) and must mean the same on all nodes.
+    """
+    from braid.jobs.cluster.session import package  # here: no help needs it
+
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    resolved = load_config(config, overrides or ())
+    server = JobServer(address)
+    variables = _variables(env or [])
+    resolved = _checked(resolved)
+    check_job_server(server.address, server.host, resolved.cluster.allow_unauthenticated)
+    known = server.jobs()
+    _check_new(resolved.name, known, resume or overwrite)
+    taken = {job.id for job in known}  # Ray never takes an id twice
+    ids = (resolved.name if number == 1 else f"{resolved.name}-{number}" for number in count(1))
+    new = next(id for id in ids if id not in taken)
+    facts = {
+        "run": resolved.name,
+        "layout": "auto" if resolved.parallel.auto else resolved.layout().describe(),
+        "directory": str(resolved.run_directory),
+        "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
+        "stop_seconds": str(stop_seconds),
+    }
+    words = ["--resume"] * resume + ["--overwrite"] * overwrite
+    with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
+        (Path(folder) / "run.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
+        with _answers():
+            server.client.submit_job(
+                entrypoint=shlex.join([python, "-m", "braid", "train", "run.yaml", *words]),
+                submission_id=new,
+                runtime_env={
+                    "working_dir": folder,
+                    "py_modules": [package()],
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **variables},
+                },
+                metadata={f"braid_{key}": value for key, value in facts.items()},
+            )
+    job = server.find(new, by_run=False)
+    typer.echo(f"run {job.run} is job {job.id} at {address}; records in {job.metadata['braid_directory']}")
+    if follow:
+        _follow(server, job)
+    else:
+        typer.echo(f"follow it with: braid jobs logs {job.run} -f --address {address}")
+
+
+@jobs.command("list", epilog=example("jobs list --address http://10.0.0.1:8265"))
+def list_jobs(address: Address = _HERE, as_json: AsJson = False) -> None:
+    """Show all submitted jobs, the newest first."""
+    known = JobServer(address).jobs()
+    table = Table(*(Column(name, overflow="fold") for name in _LISTED), box=None, pad_edge=False)
+    for job in known:
+        table.add_row(*map(job.cells.__getitem__, _LISTED))
+    answer(as_json, lambda: [*map(asdict, known)], lambda: Console().print(table, highlight=False))
+
+
+@jobs.command(epilog=example("jobs status first"))
+def status(name: Name, address: Address = _HERE, as_json: AsJson = False) -> None:
+    """Show a job: what became of it, where its records are."""
+    job = JobServer(address).find(name)
+    table = facts_of(job.cells, box=None, pad_edge=False)
+    answer(as_json, lambda: asdict(job), lambda: Console().print(table, highlight=False))
+
+
+@jobs.command(epilog=example("jobs logs first --follow"))
+def logs(name: Name, address: Address = _HERE, follow: Follow = False) -> None:
+    """Show what a job has printed."""
+    server = JobServer(address)
+    job = server.find(name)
+    if follow:
+        _follow(server, job)
+        return
+    with _answers():
+        typer.echo(str(server.client.get_job_logs(job.id)), nl=False)
+
+
+@jobs.command(epilog=example("jobs stop first"))
+def stop(
+    name: Name,
+    address: Address = _HERE,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait; default: what the job was given, and 10.", min=0)
+    ] = None,
+) -> None:
+    """Stop a job and wait for it: the run saves a checkpoint first, and --resume goes on from there."""
+    server = JobServer(address)
+    job = server.find(name)
+    if not job.active:
+        typer.echo(f"job {job.id} is {job.status} already")
+        return
+    with _answers():
+        server.client.stop_job(job.id)
+    seconds = job.stop_seconds + 10 if timeout is None else timeout
+    stopped = server.ended(job, seconds)
+    if stopped.active:
+        raise JobError(
+            f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
+            f"it is killed {job.stop_seconds:g} s after it was told"
+        )
+    typer.echo(f"job {stopped.id} is {stopped.status}")
+
+
+def _follow(server: "JobServer", job: Job) -> None:
+    """Print a job's log to its end; the exit code is the job's: 0, 1 if it failed, 130 if it was stopped."""
+
+    async def show() -> None:
+        with _answers():
+            async for text in server.client.tail_job_logs(job.id):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+
+    try:
+        asyncio.run(show())
+    except KeyboardInterrupt:
+        complain(f"job {job.id} goes on; stop it with: braid jobs stop {job.id}")
+        raise
+    ended = server.ended(job)
+    typer.echo(f"job {ended.id} is {ended.status}")
+    if ended.status != "SUCCEEDED":
+        raise typer.Exit(ExitCode.INTERRUPTED if ended.status == "STOPPED" else ExitCode.FAILURE)
+
+
+# -- the job server ------------------------------------------------------------------------------------------
+
 
 class JobServer:
     """A cluster's job server, ``http://HOST:8265``, which also serves Ray's dashboard."""
@@ -73,91 +250,23 @@ class JobServer:
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--address {address!r} must be a job server such as http://10.0.0.1:8265")
-        self._address, self._host = address.rstrip("/"), parts.hostname
-        self._client = _client(self._address, is_loopback(self._host))
-
-    def submit(
-        self,
-        config: Config,
-        options: list[str],
-        environment: Mapping[str, str],
-        python: str,
-        stop_seconds: int,
-    ) -> Job:
-        """Start a run as a job. `ConfigError` if the run has an active job, or, without ``options``, any job.
-
-        options       of ``braid train``: ``--resume`` or ``--overwrite``
-        environment   variables of the driver and all ranks; kept by Ray for everybody to read
-        python        the interpreter's name on the nodes
-        stop_seconds  between SIGTERM and SIGKILL, for the last checkpoint
-        """
-        config = _prepared(config)
-        name = config.name
-        check_job_server(self._address, self._host, config.cluster.allow_unauthenticated)
-        jobs = self.jobs()
-        _check_new(name, jobs, bool(options))
-        taken = {job.id for job in jobs}  # Ray never takes an id twice
-        ids = (name if number == 1 else f"{name}-{number}" for number in count(1))
-        new = next(id for id in ids if id not in taken)
-        facts = {
-            "run": name,
-            "layout": "auto" if config.parallel.auto else config.layout().describe(),
-            "directory": str(config.run_directory),
-            "submitted_by": f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}",
-            "stop_seconds": str(stop_seconds),
-        }
-        with tempfile.TemporaryDirectory(prefix="braid-job-") as folder:
-            (Path(folder) / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
-            with _answers():
-                self._client.submit_job(
-                    entrypoint=shlex.join([python, "-m", "braid", "train", "run.yaml", *options]),
-                    submission_id=new,
-                    runtime_env={
-                        "working_dir": folder,
-                        "py_modules": [package()],
-                        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **environment},
-                    },
-                    metadata={f"braid_{key}": value for key, value in facts.items()},
-                )
-        return self.find(new, by_run=False)
+        self.address, self.host = address.rstrip("/"), parts.hostname
+        self.client = _client(self.address, is_loopback(self.host))
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first."""
         with _answers():
-            found = [_job(job) for job in self._client.list_jobs() if job.type.value == "SUBMISSION"]
+            found = [_job(job) for job in self.client.list_jobs() if job.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def find(self, name: str, *, by_run: bool = True) -> Job:
         """The job of a run (the active one, else the newest), or the job with this id."""
-        jobs = self.jobs()
-        found = _of_run(name, jobs) if by_run else []
-        if found := found or [job for job in jobs if job.id == name]:
+        known = self.jobs()
+        found = _of_run(name, known) if by_run else []
+        if found := found or [job for job in known if job.id == name]:
             return found[0]
-        known = ", ".join(dict.fromkeys(job.run or job.id for job in jobs)) or "none"
-        raise ConfigError(f"there is no run or job named {name!r} at {self._address}; there are: {known}")
-
-    def logs(self, job: Job) -> str:
-        """All that the job has printed so far."""
-        with _answers():
-            return str(self._client.get_job_logs(job.id))
-
-    async def follow(self, job: Job) -> AsyncIterator[str]:
-        """What the job prints, as it comes, to its end."""
-        with _answers():
-            async for text in self._client.tail_job_logs(job.id):
-                yield text
-
-    def stop(self, job: Job, seconds: float) -> Job:
-        """Tell a job to stop, and wait until it has; `JobError` after ``seconds``."""
-        with _answers():
-            self._client.stop_job(job.id)
-        stopped = self.ended(job, seconds)
-        if stopped.active:
-            raise JobError(
-                f"job {job.id} is still {stopped.status} {seconds:g} s after it was told to stop; "
-                f"it is killed {job.stop_seconds:g} s after it was told"
-            )
-        return stopped
+        names = ", ".join(dict.fromkeys(job.run or job.id for job in known)) or "none"
+        raise ConfigError(f"there is no run or job named {name!r} at {self.address}; there are: {names}")
 
     def ended(self, job: Job, seconds: float = _STATUS_SECONDS) -> Job:
         """The job when it has ended, or as it is after ``seconds``; its log may end a little earlier."""
@@ -167,11 +276,13 @@ class JobServer:
         return now
 
 
-def _prepared(config: Config) -> Config:
+def _checked(config: Config) -> Config:
     """A configuration for a job: checked as far as that can be done here, with absolute paths.
 
     The job joins the cluster that it is submitted to, so no address is left in it.
     """
+    from braid.jobs.data.tokenizer import tokenizer_of
+
     if config.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={config.cluster.launcher!r} cannot be submitted; set it to ray")
     config = anchored(expanded(config), Path.cwd())
@@ -182,7 +293,7 @@ def _prepared(config: Config) -> Config:
     return config.changed(cluster={"address": None})
 
 
-def environment_of(settings: list[str]) -> dict[str, str]:
+def _variables(settings: list[str]) -> dict[str, str]:
     """``NAME=VALUE`` words as a mapping; `ConfigError` for secrets, which Ray would show to everybody."""
     variables = {}
     for setting in settings:
@@ -198,9 +309,9 @@ def environment_of(settings: list[str]) -> dict[str, str]:
     return variables
 
 
-def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
+def _check_new(name: str, known: list[Job], goes_on: bool) -> None:
     """Refuse a run that is active, or that ended and is neither to go on nor to be replaced."""
-    for job in _of_run(name, jobs)[:1]:
+    for job in _of_run(name, known)[:1]:
         if job.active:
             raise ConfigError(
                 f"run {name!r} is active: job {job.id} is {job.status}; wait for it, stop it with "
@@ -213,9 +324,9 @@ def _check_new(name: str, jobs: list[Job], goes_on: bool) -> None:
             )
 
 
-def _of_run(name: str, jobs: list[Job]) -> list[Job]:
+def _of_run(name: str, known: list[Job]) -> list[Job]:
     """The jobs of a run, active ones first, then the newest."""
-    return sorted((job for job in jobs if job.run == name), key=lambda job: not job.active)
+    return sorted((job for job in known if job.run == name), key=lambda job: not job.active)
 
 
 def _job(details: Any) -> Job:
@@ -235,6 +346,8 @@ def _job(details: Any) -> Job:
 
 def _client(address: str, local: bool) -> Any:
     """Ray's client for exactly this address, whatever the environment says. ``local``: on this machine."""
+    from braid.jobs.cluster.session import environment
+
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:

@@ -1,1 +1,1 @@
-"""Smaller commands, a module each: checkpoints, logs, viewing runs, Grafana, submission of jobs, the demo."""
+"""Smaller commands: `checkpoint.py`, `demo.py`; `viewing.py` shows runs, also in Grafana."""

@@ -1,26 +1,29 @@
 """``braid checkpoint``: list, verify and export what runs have saved."""
 
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from braid.actors.config import ConfigError
-from braid.jobs.output import ExitCode, complain
-from braid.jobs.usage import AsJson, Commands, RunFolder, example
-from braid.scheduling.text.json_text import json_text
+from braid.actors.config import ConfigError, read_content
+from braid.actors.controller.state.manifest import MANIFEST, CheckpointError, CheckpointStore, verify
+from braid.jobs.output import ExitCode, answer, complain, on_disk
+from braid.jobs.usage import AsJson, RunFolder, example, group
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.text.records import from_mapping
 
-checkpoint = typer.Typer(
-    cls=Commands,
-    epilog=example("checkpoint list runs/first"),
-    help="List, verify and export the checkpoints of a run.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+checkpoint = group("List, verify and export the checkpoints of a run.", "checkpoint list runs/first")
 
 RunOrCheckpoint = Annotated[
     Path,
@@ -28,47 +31,39 @@ RunOrCheckpoint = Annotated[
         help="A run, or one checkpoint such as runs/first/checkpoints/step-20.", metavar="RUN|CHECKPOINT"
     ),
 ]
+_STEP = re.compile(r"step-(\d+)")
 
 
 @checkpoint.command("list", epilog=example("checkpoint list runs/first"))
 def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, size, layout, and whether every file is what was saved."""
-    from braid.jobs.commands.checkpoints import checkpoints_at, examine
-
-    rows = []
-    table = Table(box=None, pad_edge=False)
-    for name in ("step", "size"):
-        table.add_column(name, justify="right")
-    table.add_column("layout")
-    table.add_column("state", overflow="fold")
-    for path in checkpoints_at(run):
-        saved = examine(path)
-        rows.append(
-            {
-                "step": saved.step,
-                "path": str(path),
-                "size_bytes": saved.size_bytes,
-                "layout": saved.layout,
-                "verified": not saved.problem,
-                "problem": saved.problem or None,
-            }
-        )
+    all_saved = [_examined(path) for path in _checkpoints_at(run)]
+    columns = [Column(name, justify="right") for name in ("step", "size")]
+    columns += [Column(name, overflow="fold") for name in ("layout", "state")]
+    table = Table(*columns, box=None, pad_edge=False)
+    for saved in all_saved:
         state = Text(saved.problem or "verified")  # names of files are not rich's markup
         table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", state)
-    if as_json:
-        typer.echo(json_text(rows))
-    else:
-        Console().print(table, highlight=False)
+    rows = [
+        {
+            "step": saved.step,
+            "path": str(saved.path),
+            "size_bytes": saved.size_bytes,
+            "layout": saved.layout,
+            "verified": not saved.problem,
+            "problem": saved.problem or None,
+        }
+        for saved in all_saved
+    ]
+    answer(as_json, lambda: rows, lambda: Console().print(table, highlight=False))
 
 
 @checkpoint.command("verify", epilog=example("checkpoint verify runs/first"))
 def verify_checkpoints(source: RunOrCheckpoint) -> None:
     """Compare every file with its checksum; exit code 2, and the file's name, if one differs."""
-    from braid.jobs.commands.checkpoints import checkpoints_at, examine
-
     code = 0
-    for path in checkpoints_at(source):
-        saved = examine(path)
+    for path in _checkpoints_at(source):
+        saved = _examined(path)
         if saved.problem:
             complain(saved.problem)
             code = ExitCode.MISTAKE
@@ -90,14 +85,19 @@ def export_checkpoint(
 
     Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
     """
-    from braid.jobs.commands.checkpoints import best_checkpoint, check_built_in, new_directory
     from braid.jobs.training.beside_weights import copy_kept
 
     if not max_file_gb > 0:
         raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
-    found, problems = best_checkpoint(source)
-    assert found.shape is not None
-    check_built_in(found.path)
+    problems: list[str] = []
+    for candidate in reversed(_checkpoints_at(source)):
+        found = _examined(candidate)
+        if found.shape is not None:
+            break
+        problems.append(found.problem)
+    else:
+        raise CheckpointError("; ".join(problems))
+    _check_built_in(found.path)
     for problem in problems:
         complain(f"{problem}; falling back to step {found.step}")
     if found.shape.capacity_factor:
@@ -115,3 +115,96 @@ def export_checkpoint(
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A checkpoint that was read from end to end."""
+
+    path: Path
+    step: int | None
+    """As the directory's name says, else the manifest."""
+    size_bytes: int = 0
+    problem: str = ""
+    """What is wrong, with the name of the file; empty if every file is what the manifest says."""
+    layout: str | None = None
+    """The layout that wrote it, such as ``tp 2 x pp 2``; None where there is a problem."""
+    shape: ModelShape | None = None
+    """The model's; None where there is a problem."""
+
+
+def _examined(path: Path) -> Examined:
+    """Every file of a checkpoint, checked against its manifest."""
+    named = _STEP.fullmatch(path.name)
+    found = Examined(path=path, step=int(named[1]) if named else None)
+    try:
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        found = replace(found, size_bytes=size)
+        manifest = verify(path)
+        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more
+        layout = {key: value for key, value in manifest.layout.items() if key in known}
+        return replace(
+            found,
+            step=manifest.step if found.step is None else found.step,
+            layout=from_mapping(ParallelLayout, layout, f"{path / MANIFEST}: layout").describe(),
+            shape=from_mapping(ModelShape, manifest.shape, f"{path / MANIFEST}: shape"),
+        )
+    except OSError as error:  # the run that it belongs to may remove it while it is read
+        problem = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
+        return replace(found, problem=problem)
+    except ValueError as error:
+        return replace(found, problem=str(error))
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first, or the one checkpoint that ``path`` is.
+
+    `ConfigError` if it is neither, or the run has none.
+    """
+    if (path / MANIFEST).is_file() or (path.is_dir() and _STEP.fullmatch(path.name)):
+        return [path]
+    store = CheckpointStore(path / "checkpoints")
+    if not store.directory.is_dir():
+        raise ConfigError(
+            f"{path} is neither a run nor a checkpoint; give runs/NAME or a step-N in its checkpoints"
+        )
+    found = [store.directory / f"step-{step}" for step in store.steps()]
+    if not found:
+        raise ConfigError(f"there is no checkpoint in {store.directory} yet")
+    return found
+
+
+def _check_built_in(checkpoint: Path) -> None:
+    """`ConfigError` if the run that wrote a checkpoint has layers of the user's own."""
+    written = checkpoint.resolve().parent.parent / "config.yaml"
+    model = read_content(written).get("model") if written.is_file() else None
+    layer = model.get("layer") if isinstance(model, dict) else None
+    if layer is not None:
+        raise ConfigError(
+            f"checkpoint {checkpoint} has layers of model.layer={layer!r}; only built-in ones have a "
+            f"Hugging Face form"
+        )
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to fill, which gets its name ``target`` once all is written; nothing is left otherwise.
+
+    `ConfigError` if there is something of that name, or no place for it.
+    """
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists already; give the name of a new directory")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist")
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir()
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            on_disk(path)
+        os.rename(partial, target)
+        on_disk(target.parent)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -5,26 +5,26 @@ beginning a short stretch without it. In that stretch both make their steps by t
 the machine slows both alike. Both compute the same, so their losses must agree to the last bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from braid.actors.config import Config, ConfigError, load_config
+from braid.actors.config import ConfigError, load_config
 from braid.actors.controller.controller import RunOptions
 from braid.actors.controller.ranks.group import StoppedError
-from braid.actors.controller.records.run_records import Event, Finished, StepDone
+from braid.actors.controller.records.run_records import Event, StepDone
 from braid.dashboards.timeline_picture import timeline_svg, timeline_text
 from braid.dashboards.trace_folder import TraceFolder
-from braid.jobs.training.display import validation_line
-from braid.jobs.training.train import Show, training
+from braid.jobs.output import say
+from braid.jobs.training.display import Display, validation_line
+from braid.jobs.training.train import report_of, training
 
-RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
+RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 STRETCH = 12
 """Steps that are made by turns."""
 _SETTLING = 2
@@ -70,8 +70,8 @@ class Demo:
         return f"{self.faster:.2f}x faster: {hid}; {same}"
 
 
-def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides: list[str]) -> Demo:
-    """Train both; ``events`` makes what takes the events of a run of a configuration."""
+def run(console: Console, overrides: list[str]) -> Demo:
+    """Train both, and show how they go on."""
     config = load_config(RECIPE, overrides)
     if config.train.steps <= _SETTLING:
         raise ConfigError(
@@ -80,32 +80,31 @@ def run(show: Callable[[str], None], events: Callable[[Config], Show], overrides
     telemetry = config.telemetry.model_copy(update={"page": False})
     changed = {"name": f"{config.name}-without-overlap", "telemetry": telemetry}
     serial = config.with_schedule("megatron").model_copy(update=changed)
-    mbit = config.cluster.emulated_link_mbit or 0.0
-    show(
-        f"two ranks of this machine, each on CPUs of its own, as if joined by a link of {mbit:g} Mbit/s "
-        f"(emulated: the kernel paces their connections)"
-    )
-    show(
-        f"\n1. {STRETCH} steps with overlap and {STRETCH} without (schedule megatron), by turns, from one "
-        f"beginning\n"
+    say(
+        console,
+        f"two ranks of this machine, each on CPUs of its own, as if joined by a link of "
+        f"{config.cluster.emulated_link_mbit or 0.0:g} Mbit/s (emulated: the kernel paces their "
+        f"connections)\n\n1. {STRETCH} steps with overlap and {STRETCH} without (schedule megatron), by "
+        f"turns, from one beginning\n",
     )
     options, stretch = RunOptions(overwrite=True), min(STRETCH, config.train.steps)
+    first, second = (Display(console, live=False).show for _ in range(2))
     with (
-        closing(training(config, options, events(config))) as overlapped,
-        closing(training(serial, replace(options, until=STRETCH), events(serial))) as one_after_another,
+        closing(training(config, options, first)) as overlapped,
+        closing(training(serial, replace(options, until=STRETCH), second)) as one_after_another,
     ):
         for _ in range(stretch):
             if not (_next_step(overlapped) and _next_step(one_after_another)):
                 break  # stopped by a signal
-        without = _rest(one_after_another)
+        without = report_of(one_after_another)
         if len(without["steps"]) < stretch:
             raise StoppedError("the demo was stopped")
-        show(f"\n2. the rest of the {config.train.steps} steps, with overlap\n")
-        with_ = _rest(overlapped)
+        say(console, f"\n2. the rest of the {config.train.steps} steps, with overlap\n")
+        with_ = report_of(overlapped)
     both = list(zip(without["steps"], with_["steps"], strict=False))
-    first, second = (tuple(step["seconds"] for step in own[_SETTLING:]) for own in zip(*both, strict=True))
+    times = [tuple(step["seconds"] for step in own[_SETTLING:]) for own in zip(*both, strict=True)]
     return Demo(
-        seconds=(first, second),
+        seconds=(times[0], times[1]),
         hidden=(without["overlap"]["hidden_fraction"], with_["overlap"]["hidden_fraction"]),
         compared=len(both),
         alike=sum(all(one[key] == other[key] for key in ("loss", "grad_norm")) for one, other in both),
@@ -119,29 +118,18 @@ def _next_step(events: Iterator[Event]) -> bool:
     return any(isinstance(event, StepDone) for event in events)
 
 
-def _rest(events: Iterator[Event]) -> dict[str, Any]:
-    """Let a run go on to its end; its report."""
-    report: dict[str, Any] = {}
-    for event in events:
-        if isinstance(event, Finished):
-            report = event.report
-    return report
-
-
 def show_demo(console: Console, demo: Demo) -> None:
     """Print timelines and the point; write the picture beside the second run."""
     traces = [TraceFolder.of_run(run, keep=_KEPT) for run in demo.runs]
     names = "without overlap", "with overlap"
     steps = {name: (folder, step) for name, folder, step in zip(names, traces, demo.typical, strict=True)}
-    console.print()
-    console.print(timeline_text(steps))
-    console.print()
+    console.print("", timeline_text(steps), "", sep="\n")
     picture = demo.runs[1] / PICTURE
     picture.write_text(timeline_svg(steps, ranks=[0]), encoding="utf-8")
-    console.print(f"the same as a picture: {picture}", highlight=False, soft_wrap=True)
-    console.print(
-        f"every operator of the run: braid dashboard {demo.runs[1]}", highlight=False, soft_wrap=True
+    say(
+        console,
+        f"the same as a picture: {picture}\nevery operator of the run: braid dashboard {demo.runs[1]}\n"
+        f"validation: {validation_line(demo.validation)}",
     )
-    console.print(f"validation: {validation_line(demo.validation)}", highlight=False)
     style = "bold green" if demo.alike == demo.compared else "bold red"
     console.print(Text(demo.sentence, style=style), soft_wrap=True)

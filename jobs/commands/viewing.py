@@ -1,17 +1,27 @@
-"""Commands that show a run, on a page, as a trace or as a report; also while it goes on."""
+"""Commands that show a run, also while it goes on: a page, a trace, a report, logs of its ranks; and `braid
+grafana`, which brings the dashboards Overlap and Training into Grafana."""
 
+import contextlib
+import fcntl
+import os
+import re
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
 from braid.actors.config import ConfigError
-from braid.actors.controller.state.manifest import write_durably
-from braid.jobs.output import check_output
-from braid.jobs.usage import RunFolder
+from braid.actors.stage.rank.log import FOLDER, log_file, put_aside
+from braid.jobs.output import check_outputs, write_output
+from braid.jobs.usage import RunFolder, example, group
 
-if TYPE_CHECKING:
-    from braid.dashboards.trace_folder import TraceFolder
+Folder = Annotated[str, typer.Option("--folder", help="Title of the folder in Grafana.")]
+
+_LOOK_SECONDS = 0.3
+
+grafana = group("Bring the dashboards Overlap and Training into Grafana.", "grafana export dashboards")
 
 
 def dashboard(
@@ -44,13 +54,20 @@ def trace(
     from braid.dashboards.perfetto import perfetto_trace
     from braid.dashboards.trace_folder import TraceFolder
 
-    check_output("--output", output)
+    check_outputs(output=output)
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
     traces = TraceFolder.of_run(run, keep=1 << 30)
-    chosen = _steps(steps, traces)
+    known, newest = [step + 1 for step in traces.steps], traces.newest + 1
+    first, _, last = (steps or str(newest)).partition("-")
+    try:
+        wanted = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ConfigError(f"--steps {steps!r} must be a step or a range, such as 5 or 5-8") from None
+    if not (chosen := [step for step in known if step in wanted]):
+        raise ConfigError(f"--steps {steps}: spans are kept of steps {known[0]} to {newest}")
     text = perfetto_trace([batch for step in chosen for batch in traces.step(step - 1)])
-    _write({output: text})
+    write_output("output", output, text)
     shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
     typer.echo(f"{shown} of {run}, {len(traces.ranks)} ranks: {output} (open it at https://ui.perfetto.dev)")
 
@@ -67,35 +84,110 @@ def report(
     from braid.dashboards.timeline_picture import timeline_svg
     from braid.dashboards.trace_folder import TraceFolder
 
-    check_output("--output", output)
-    check_output("--svg", svg)
-    files = {output: report_html(run)}
+    check_outputs(output=output, svg=svg)
+    html = report_html(run)
     if svg is not None:
         traces = TraceFolder.of_run(run, keep=1)
-        files[svg] = timeline_svg({f"step {traces.newest + 1}": (traces, traces.newest)})
-    _write(files)
-    typer.echo(f"report of {run}: {', '.join(map(str, files))}")
+        write_output("svg", svg, timeline_svg({f"step {traces.newest + 1}": (traces, traces.newest)}))
+    write_output("output", output, html)
+    typer.echo(f"report of {run}: {output}" + (f", {svg}" if svg else ""))
 
 
-def _write(files: dict[Path, str]) -> None:
-    for path, text in files.items():
-        try:
-            write_durably(path, text)
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
-
-
-def _steps(text: str | None, traces: "TraceFolder") -> list[int]:
-    """The steps that ``--steps`` names and that have spans (numbers from 1)."""
-    if text is None:
-        return [traces.newest + 1]
-    first, _, last = text.partition("-")
+def logs(
+    run: RunFolder,
+    rank: Annotated[int | None, typer.Option(help="Of this rank only.", min=0)] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+) -> None:
+    """Show what the ranks of a run wrote: warnings, traces, errors of NCCL and gloo."""
+    if not (run / "config.yaml").is_file() and not (run / FOLDER).is_dir():
+        raise ConfigError(f"{run} holds no run; give a directory such as runs/NAME")
+    if not (known := _known(run)):
+        raise ConfigError(f"{run / FOLDER} holds no logs: no rank of this run could write any there")
+    if rank is not None and rank not in known:
+        raise ConfigError(f"--rank {rank}: {run} has logs of ranks {', '.join(map(str, known))}")
     try:
-        wanted = range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise ConfigError(f"--steps {text!r} must be a step or a range, such as 5 or 5-8") from None
-    newest, known = traces.newest + 1, [step + 1 for step in traces.steps]
-    chosen = [step for step in known if step in wanted]
-    if not chosen:
-        raise ConfigError(f"--steps {text}: spans are kept of steps {known[0]} to {newest}")
-    return chosen
+        _show_all(run, rank, follow)
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _known(run: Path) -> list[int]:
+    names = [re.fullmatch(r"rank-(\d+)\.log", path.name) for path in (run / FOLDER).glob("*")]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _show_all(run: Path, rank: int | None, follow: bool) -> None:
+    """Show what is there; ``follow``: also lines as they are written, until the run has ended."""
+    begun, files = set[int](), dict[int, BinaryIO]()
+    while True:
+        over = not follow or not _goes_on(run)
+        for number in _known(run) if rank is None else [rank]:
+            with contextlib.suppress(FileNotFoundError):  # it is being put aside
+                log = log_file(run, number)
+                if number not in begun and (aside := put_aside(log)).exists():
+                    with aside.open("rb") as old:
+                        _show(number, old, whole=False)
+                begun.add(number)
+                if number not in files:
+                    files[number] = log.open("rb")
+                file = files[number]
+                _show(number, file, whole=not over)
+                now, read = log.stat(), os.fstat(file.fileno())
+                if now.st_ino != read.st_ino or now.st_size < file.tell():  # or has begun anew
+                    files.pop(number).close()
+        sys.stdout.flush()
+        if over:
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
+    """The lines from where the file was left; ``whole``: an unfinished last line waits for its end."""
+    for line in file:
+        if whole and not line.endswith(b"\n"):
+            file.seek(-len(line), os.SEEK_CUR)
+            return
+        print(f"rank {rank} | {line.decode(errors='replace').rstrip()}")
+
+
+def _goes_on(run: Path) -> bool:
+    """Whether a command holds the run's lock."""
+    try:
+        with (run / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+@grafana.command(epilog=example("grafana push --url http://127.0.0.1:3000"))
+def push(
+    url: Annotated[str, typer.Option(help="Grafana's address, such as http://127.0.0.1:3000.")],
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a service account's token (default: GRAFANA_TOKEN).")
+    ] = None,
+    folder: Folder = "Braid",
+    prometheus_url: Annotated[
+        str | None, typer.Option(help="Prometheus as Grafana reaches it; default: leave data sources alone.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.1)] = 10.0,
+) -> None:
+    """Create or update folder, data source and dashboards on a Grafana server; again changes nothing."""
+    from braid.dashboards.grafana.push import Server, read_token
+
+    Server(url, read_token(token_file), timeout_seconds=timeout).push(folder, prometheus_url, typer.echo)
+
+
+@grafana.command(epilog=example("grafana export dashboards"))
+def export(
+    directory: Annotated[Path, typer.Argument(help="Folder for the files.", metavar="DIR")],
+    folder: Folder = "Braid",
+    prometheus_url: Annotated[
+        str, typer.Option(help="Prometheus as Grafana reaches it.")
+    ] = "http://127.0.0.1:9090",
+) -> None:
+    """Write dashboards, data source and rules as files that Grafana and Prometheus read."""
+    from braid.dashboards.grafana import export as write
+
+    for path in write(directory, prometheus_url, folder):
+        typer.echo(path)

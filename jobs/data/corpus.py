@@ -1,28 +1,52 @@
 """A corpus (section ``data`` of a configuration): its files, and how they are cut into work of equal size.
 
-Three formats: text (one document a file), JSON-lines (one object a line) and Parquet (one row a document);
-the first two also compressed. Whatever is wrong with a user's files is a `ValueError` of one line that names
-the key, the value and a remedy.
+Files lie on this machine's file systems or at any fsspec URL, as they are or compressed. Three formats: text
+(one document a file), JSON-lines (one object a line) and Parquet (one row a document), the last one never
+compressed as a whole. Whatever is wrong with a user's files is a `ValueError` of one line that names the key,
+the value and a remedy.
 """
 
+import bz2
 import codecs
+import contextlib
+import gzip
+import hashlib
+import io
+import lzma
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from glob import glob, has_magic
 from pathlib import Path
 from shlex import quote
-from typing import assert_never
+from typing import Any, BinaryIO, Literal, assert_never
 
-from braid.actors.config import DataConfig
+from braid.actors.config import ConfigError, DataConfig
 from braid.actors.config.paths import PYTHON_STDLIB
-from braid.actors.config.urls import is_url
-from braid.jobs.data.files import Format, Source, endings, find, local, opened
-from braid.jobs.data.parquet import open_parquet
+from braid.actors.config.urls import file_system, is_url
 
+KEY = "data.files"
+Format = Literal["text", "jsonl", "parquet"]
+
+
+def _zstd(file: BinaryIO) -> Any:
+    import pyarrow as pa  # here: it takes a while to load
+
+    return io.BufferedReader(pa.CompressedInputStream(file, "zstd"))
+
+
+_DECOMPRESSED: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": _zstd,
+}
+"""By ending. Several compressed streams in a row are one file."""
 _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), "jsonl"),
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -32,6 +56,13 @@ _UNREADABLE = {
     **dict.fromkeys((".lz4", ".zip", ".tar", ".tgz", ".tbz2", ".txz", ".7z"), "unpack it first"),
     **dict.fromkeys((".arrow", ".feather"), "save it as Parquet"),
 }
+_TEXTS = {"string", "large_string", "string_view", "binary", "large_binary", "null"}
+"""Arrow's types that hold text."""
+_VERSIONS = (
+    *("etag", "last_modified", "lastmodified", "last-modified"),
+    *("updated", "mtime", "created", "md5hash"),
+)
+"""Names under which object stores and web servers tell a file's version."""
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 _ARRAY = re.compile(rb"\s*\[\s*\{")
 
@@ -39,6 +70,29 @@ _ARRAY = re.compile(rb"\s*\[\s*\{")
 _ITEMS = 256
 _SMALLEST_ITEM_BYTES = 1 << 20
 _LARGEST_ITEM_BYTES = 1 << 28
+
+
+class MissingSourcesError(ValueError):
+    """The corpus is not there; tokens that were made of it may be."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file as it was found."""
+
+    path: str
+    """Absolute, or a URL."""
+    size_bytes: int
+    modified_ns: int
+    """Of a file at a URL: a number that changes with the file's version."""
+    whole: bool
+    """The file can only be read from its beginning: it is compressed, or its server sends no parts."""
+    format: Format = "text"
+
+    @property
+    def facts(self) -> tuple[str, int, int]:
+        """Path, size and time."""
+        return self.path, self.size_bytes, self.modified_ns
 
 
 @dataclass(frozen=True)
@@ -60,43 +114,107 @@ class WorkItem:
     ranges: tuple[FileRange, ...]
 
 
+# Which files there are.
+
+
 def find_sources(data: DataConfig) -> tuple[Source, ...]:
     """The corpus's files, each once, sorted by path. `ValueError` for an entry that finds nothing."""
     if not data.files:
-        raise ValueError(f"data.files: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
+        raise ValueError(f"{KEY}: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
     sources: dict[str, Source] = {}
     for entry in data.files:
-        for source in _standard_library() if entry == PYTHON_STDLIB else find(entry):
-            if not _excluded(source.path, data.exclude):
-                kind: Format = "text" if entry == PYTHON_STDLIB else _format(source.path, data.format)
-                sources[source.path] = replace(source, format=kind)
+        for source in _standard_library() if entry == PYTHON_STDLIB else _find(entry):
+            path = source.path
+            # a pattern without a slash is compared with the file's name, else with the whole path
+            names = {pattern: path if "/" in pattern else os.path.basename(path) for pattern in data.exclude}
+            if not any(fnmatch(name, pattern) for pattern, name in names.items()):
+                kind: Format = "text" if entry == PYTHON_STDLIB else _format(path, data.format)
+                sources[path] = replace(source, format=kind)
     if not sources:
-        raise ValueError(f"data.exclude: {list(data.exclude)!r} leaves no file of data.files; drop a pattern")
+        raise ValueError(f"data.exclude: {list(data.exclude)!r} leaves no file of {KEY}; drop a pattern")
     return tuple(sources[path] for path in sorted(sources))
 
 
 def _standard_library() -> list[Source]:
     """Sources of the running Python's standard library, without its tests and what is not UTF-8."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in root.rglob("*.py") if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts)]
-    found = [local(str(path)) for path in paths if _is_utf8(path.read_bytes())]
+    found = []
+    for path in root.rglob("*.py"):
+        if not _STDLIB_LEFT_OUT & set(path.relative_to(root).parts):
+            with contextlib.suppress(UnicodeDecodeError):
+                path.read_bytes().decode()
+                found.append(_local(str(path)))
     if not found:
-        raise ValueError(f"data.files: {PYTHON_STDLIB!r} finds no *.py in {root}; give files of your own")
+        raise ValueError(f"{KEY}: {PYTHON_STDLIB!r} finds no *.py in {root}; give files of your own")
     return found
 
 
-def _is_utf8(content: bytes) -> bool:
+def _find(entry: str) -> list[Source]:
+    """The files that a path, a glob or a URL names. `ValueError` if there are none."""
+    entry = re.sub("^(file|local):(//)?", "", entry)
+    if is_url(entry):
+        return _find_url(entry)
+    name = os.path.abspath(entry)
+    if os.path.isdir(name):
+        raise _is_folder(entry)
+    # a file before a glob: its name may hold brackets
+    paths = [name] if os.path.isfile(name) else filter(os.path.isfile, glob(name, recursive=True))
+    if found := [_local(path) for path in paths]:
+        return found
+    raise MissingSourcesError(
+        f"{KEY}: {entry!r} finds no file (in {os.getcwd()}); correct the path or the glob"
+    )
+
+
+def _local(path: str) -> Source:
+    status = os.stat(path)
+    return Source(path, status.st_size, status.st_mtime_ns, bool(endings(path)[1]))
+
+
+def _is_folder(entry: str) -> ValueError:
+    return ValueError(f"{KEY}: {entry!r} is a folder; write {entry.rstrip('/') + '/**/*.txt'!r} or alike")
+
+
+def _find_url(entry: str) -> list[Source]:
+    files, place = file_system(KEY, entry)
     try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        found = files.glob(place, detail=True)
+        for path, facts in found.items():
+            if facts.get("type", "file") == "file" and facts.get("size") is None:  # a listing of the web
+                found[path] = files.info(path)
+    except Exception as fault:  # file systems raise what they like
+        raise MissingSourcesError(
+            f"{KEY}: {entry!r} cannot be looked up ({_reason(fault)}); correct the URL, or see to the access"
+        ) from None
+    if not has_magic(place) and any(facts.get("type") == "directory" for facts in found.values()):
+        raise _is_folder(entry)
+    if "::" in entry and list(found) not in ([], [place]):
+        raise ValueError(f"{KEY}: {entry!r} is a chain of file systems with a glob; name its files")
+    sources = []
+    for path, facts in found.items():
+        if facts.get("type", "file") == "file":
+            url = entry if path == place else files.unstrip_protocol(path)
+            whole = bool(endings(url)[1]) or (_is_web(files) and not facts.get("partial"))
+            sources.append(Source(url, int(facts.get("size") or 0), _version(facts), whole))
+    if not sources:
+        raise MissingSourcesError(f"{KEY}: {entry!r} finds no file; correct the URL or the glob")
+    return sources
 
 
-def _excluded(path: str, patterns: Sequence[str]) -> bool:
-    """A pattern without a slash is compared with the file's name, else with the whole path."""
-    name = os.path.basename(path)
-    return any(fnmatch(path if "/" in pattern else name, pattern) for pattern in patterns)
+def _is_web(files: Any) -> bool:
+    """A file system whose servers may send whole files only, and of unknown size."""
+    return "http" in files.protocol
+
+
+def _version(facts: Mapping[str, Any]) -> int:
+    told = sorted((key.lower(), str(value)) for key, value in facts.items() if key.lower() in _VERSIONS)
+    return int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:7], "big")
+
+
+def endings(path: str) -> tuple[str, str]:
+    """The name's ending before that of a compression, and the compression's: ``.jsonl`` and ``.gz``."""
+    stem, ending = os.path.splitext(path.lower())
+    return (os.path.splitext(stem)[1], ending) if ending in _DECOMPRESSED else (ending, "")
 
 
 def _format(path: str, wanted: str) -> Format:
@@ -106,12 +224,49 @@ def _format(path: str, wanted: str) -> Format:
     elif remedy := _UNREADABLE.get(ending):
         if ending == ".json":
             refuse_array(path)
-        raise ValueError(f"data.files: {path!r} ends in {ending + packed!r}; {remedy}")
+        raise ValueError(f"{KEY}: {path!r} ends in {ending + packed!r}; {remedy}")
     else:
         kind = _FORMATS.get(ending, "text")
     if kind == "parquet" and packed:
-        raise ValueError(f"data.files: {path!r} is Parquet in {packed!r}; unpack it first")
+        raise ValueError(f"{KEY}: {path!r} is Parquet in {packed!r}; unpack it first")
     return kind
+
+
+# What is in a file.
+
+
+@contextlib.contextmanager
+def opened(path: str, *, parts: bool = False) -> Iterator[Any]:
+    """The decompressed content of a file, to be read in the block; `ValueError` if reading fails there.
+
+    parts: the file is not read from its beginning to its end; not for a `Source` that is ``whole``.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            if is_url(path):
+                files, place = file_system(KEY, path)
+                stream = {"block_size": 0} if _is_web(files) and not parts else {}
+                file = io.BufferedReader(stack.enter_context(files.open(place, "rb", **stream)))
+            else:
+                file = stack.enter_context(open(path, "rb"))
+            if wrapped := _DECOMPRESSED.get(endings(path)[1]):
+                file = stack.enter_context(wrapped(file))
+            yield file
+    except Exception as fault:  # file systems at URLs raise what they like
+        of_file = isinstance(fault, OSError | EOFError | zlib.error | lzma.LZMAError)
+        if of_file or (is_url(path) and not isinstance(fault, ValueError)):
+            raise unreadable(path, fault) from None
+        raise
+
+
+def unreadable(path: str, fault: Exception) -> ValueError:
+    """What to tell of a file that is there and cannot be read."""
+    return ValueError(f"{KEY}: cannot read {path!r} ({_reason(fault)}); repair or exclude it")
+
+
+def _reason(fault: Exception) -> str:
+    said = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+    return str(said).splitlines()[0]
 
 
 def refuse_array(path: str) -> None:
@@ -120,7 +275,7 @@ def refuse_array(path: str) -> None:
         begin = file.read(1 << 12)
     if _ARRAY.match(begin.removeprefix(codecs.BOM_UTF8)):
         remedy = as_lines("jq -c '.[]'", path)
-        raise ValueError(f"data.files: {path!r} is one JSON array, not JSON lines; {remedy}")
+        raise ValueError(f"{KEY}: {path!r} is one JSON array, not JSON lines; {remedy}")
 
 
 def as_lines(command: str, path: str) -> str:
@@ -129,6 +284,45 @@ def as_lines(command: str, path: str) -> str:
     name = (os.path.basename(path) if is_url(path) else path).removesuffix(path[len(path) - len(packing) :])
     unpack = "unpack it, and " if packing else ""
     return f"{unpack}make lines of it: {command} < {quote(name)} > {quote(f'{name}.jsonl')}"
+
+
+def open_parquet(path: str, text_field: str) -> Any:
+    """A `pyarrow.parquet.ParquetFile`; `ValueError` if it cannot be read or has no text of that name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # a small buffer streams a column chunk instead of reading it whole
+        files, place = file_system(KEY, path) if is_url(path) else (None, path)
+        file = pq.ParquetFile(place, filesystem=files, buffer_size=1 << 20, pre_buffer=False)
+    except ConfigError:
+        raise
+    except (OSError, pa.ArrowException) as fault:
+        raise broken_parquet(path, fault) from None
+    schema = file.schema_arrow
+    if text_field not in schema.names:
+        raise ValueError(f"data.text_field: {text_field!r} is not in {path!r}, {choices(schema.names)}")
+    kind = schema.field(text_field).type
+    if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXTS:
+        raise ValueError(
+            f"data.text_field: {text_field!r} has type {kind} in {path!r}; name a column of text"
+        )
+    return file
+
+
+def broken_parquet(path: str, fault: Exception) -> ValueError:
+    return ValueError(f"{KEY}: {path!r} is not readable Parquet ({_reason(fault)}); repair or exclude it")
+
+
+def choices(names: list[str]) -> str:
+    """The end of a message on a field that is not there."""
+    if not names:
+        return "which has no field at all; exclude the file"
+    listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"which has {listed}; set data.text_field to the one that holds the text"
+
+
+# Work.
 
 
 def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
@@ -147,23 +341,21 @@ def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
 
 
 def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]:
-    path, size = source.path, source.size_bytes
-    match source.format:
-        case "text":
-            yield FileRange(path, "text", 0, size, size)
-        case "jsonl" if source.whole:
-            yield FileRange(path, "jsonl", 0, sys.maxsize, size)
-        case "jsonl":
+    path, kind, size = source.path, source.format, source.size_bytes
+    match kind:
+        case "text" | "jsonl" if kind == "text" or source.whole:
+            yield FileRange(path, kind, 0, sys.maxsize, size)
+        case "text" | "jsonl":
             for start in range(0, size, target):
                 stop = min(start + target, size)
-                yield FileRange(path, "jsonl", start, stop, stop - start)
+                yield FileRange(path, kind, start, stop, stop - start)
         case "parquet":
             start = size = 0
             with open_parquet(path, text_field) as file:
                 for group in range(file.num_row_groups):
                     size += file.metadata.row_group(group).total_byte_size
                     if size >= target or group == file.num_row_groups - 1:
-                        yield FileRange(path, "parquet", start, group + 1, size)
+                        yield FileRange(path, kind, start, group + 1, size)
                         start, size = group + 1, 0
         case _:
-            assert_never(source.format)
+            assert_never(kind)

@@ -14,9 +14,9 @@ from braid.actors.config import Config
 from braid.actors.controller.records.run_records import Incident
 from braid.actors.stage.data.token_files import read_index
 from braid.actors.stage.files.reading import UnreadableError
+from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
-from braid.jobs.data.files import MissingSourcesError
-from braid.jobs.data.identity import DataRequest, made_with
+from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.training.remarks import on_data
@@ -51,15 +51,21 @@ def prepare_data(
     resume: go on with the tokens that the run has. renew: replace what is in ``data.directory``, if its files
     changed. `ValueError` for what the user can mend.
     """
-    prepared = _prepared(config, executor, show, resume=resume, renew=renew)
+
+    def warn(text: str) -> None:
+        show(Incident(kind="data", text=text, step=0))
+
+    prepared = _prepared(config, executor, show, warn, resume=resume, renew=renew)
     prepared = replace(prepared, output=prepared.output.resolve())
     show(prepared)
     for text in on_data(config, prepared):
-        _warn(show, text)
+        warn(text)
     return prepared
 
 
-def _prepared(config: Config, executor: Executor, show: Show, *, resume: bool, renew: bool) -> Prepared:
+def _prepared(
+    config: Config, executor: Executor, show: Show, warn: Callable[[str], None], *, resume: bool, renew: bool
+) -> Prepared:
     known = _known(config)
     try:
         request = DataRequest.of(config)
@@ -67,24 +73,38 @@ def _prepared(config: Config, executor: Executor, show: Show, *, resume: bool, r
         if known is None or renew:
             raise
         what = str(missing).partition(";")[0]
-        _warn(show, f"{what}; the run has the tokens that were made before, in {known.output}")
+        warn(f"{what}; the run has the tokens that were made before, in {known.output}")
         return known
+    output, others = config.data.directory, iter(list[Prepared]())
     if known is not None and resume:
-        if request.fits(known.index, executor):
-            return prepare(request, known.output, executor, show)
-        there = f"the run goes on with the tokens that it began with, in {known.output}"
-        _warn(show, f"data.files changed ({_changed(request, known)}); {there}")
-        return known
-    directory = config.data.directory
-    if directory is None:
-        directory = _place(config.runs / "data", request, executor, show)
+        output = known.output
+        if not request.fits(known.index, executor):
+            there = f"the run goes on with the tokens that it began with, in {output}"
+            warn(f"data.files changed ({_changed(request, known)}); {there}")
+            return known
+    elif output is None:
+        output = config.runs / "data" / request.digest[:16]
+        others = _whole([output, *_folders(output.parent)])
     elif not renew:
-        _check_unchanged(directory, request, executor)
-    return prepare(request, directory, executor, show)
-
-
-def _warn(show: Show, text: str) -> None:
-    show(Incident(kind="data", text=text, step=0))
+        others = _whole([output])
+    before: Prepared | None = None
+    paths = {source.path for source in request.sources}
+    for other in others:
+        if request.fits(other.index, executor):  # made of the same files, or of copies
+            return prepare(request, other.output, executor, show)
+        shared = paths & {path for path, *_ in other.index.sources}
+        if config.data.directory is not None or (shared and request.suits(other.index)):
+            before = other
+    if before is not None:
+        changed = _changed(request, before)
+        if config.data.directory is not None:  # a run may be training on them
+            why = f"data.files changed since ({changed})" if changed else "with other settings in data"
+            raise ValueError(
+                f"data.directory={str(output)!r} holds tokens that were made before: {why}; replace them "
+                f"with `braid prepare`, or name another data.directory"
+            )
+        warn(f"data.files changed ({changed}); tokens of before stay in {before.output}")
+    return prepare(request, output, executor, show)
 
 
 def _changed(request: DataRequest, data_set: Prepared) -> str:
@@ -96,7 +116,7 @@ def _changed(request: DataRequest, data_set: Prepared) -> str:
 
 def _known(config: Config) -> Prepared | None:
     """What ``data.directory`` holds, or else what the run's own record names."""
-    tokenizer, fingerprint = tokenizer_of(config), None
+    request, fingerprint = DataRequest(config.data, (), tokenizer_of(config)), None
     if config.data.directory is not None:
         folders = [config.data.directory]
     else:
@@ -106,10 +126,8 @@ def _known(config: Config) -> Prepared | None:
         except (OSError, ValueError, TypeError, KeyError):
             return None
         folders = [first, *_folders(config.runs / "data")]  # they may have been moved together
-    for found in _whole(folders):
-        if fingerprint in (None, found.index.fingerprint) and made_with(found.index, tokenizer, config.data):
-            return found
-    return None
+    whole = (found for found in _whole(folders) if fingerprint in (None, found.index.fingerprint))
+    return next((found for found in whole if request.suits(found.index)), None)
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -121,32 +139,3 @@ def _whole(folders: Iterable[Path]) -> Iterator[Prepared]:
     for folder in folders:
         with contextlib.suppress(ValueError, UnreadableError):
             yield Prepared(folder, read_index(folder))
-
-
-def _check_unchanged(directory: Path, request: DataRequest, executor: Executor) -> None:
-    """Refuse to replace tokens of something else: a run may be training on them."""
-    for found in _whole([directory]):
-        if not request.fits(found.index, executor):
-            changed = _changed(request, found)
-            why = f"data.files changed since ({changed})" if changed else "with other settings in data"
-            raise ValueError(
-                f"data.directory={str(directory)!r} holds tokens that were made before: {why}; replace them "
-                f"with `braid prepare`, or name another data.directory"
-            )
-
-
-def _place(parent: Path, request: DataRequest, executor: Executor, show: Show) -> Path:
-    """The folder of tokens that were made of the same files or of copies, else a folder of a new name."""
-    new = parent / request.digest[:16]
-    changed: Prepared | None = None
-    paths = {source.path for source in request.sources}
-    for found in _whole([new, *_folders(parent)]):
-        if request.fits(found.index, executor):
-            return found.output
-        shared = paths & {path for path, *_ in found.index.sources}
-        if shared and made_with(found.index, request.tokenizer, request.data):
-            changed = found
-    if changed is not None:
-        names = _changed(request, changed)
-        _warn(show, f"data.files changed ({names}); tokens of before stay in {changed.output}")
-    return new

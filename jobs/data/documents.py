@@ -8,15 +8,23 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, assert_never
 
 from braid.actors.config import DataConfig
-from braid.jobs.data.corpus import FileRange, as_lines, refuse_array
-from braid.jobs.data.files import opened
-from braid.jobs.data.parquet import broken_parquet, choices, open_parquet
+from braid.jobs.data.corpus import (
+    KEY,
+    FileRange,
+    as_lines,
+    broken_parquet,
+    choices,
+    open_parquet,
+    opened,
+    refuse_array,
+)
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 
 
 def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
@@ -26,49 +34,34 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
     """
     match part.format:
         case "text":
-            yield _read_text(part.path, data)
+            with opened(part.path) as file:
+                text = _decoded(file.read(), data, part.path, 0)
+            if text and "\r" in text and "\n" not in text:  # lines as old Macs ended them
+                text = text.replace("\r", "\n")
+            yield text and text.removeprefix("\ufeff")  # a byte order mark is no text
         case "jsonl":
-            yield from _read_lines(part, data)
+            yield from _lines(part, data)
         case "parquet":
-            yield from _read_rows(part, data)
+            yield from _rows(part, data)
         case _:
             assert_never(part.format)
 
 
-def _read_text(path: str, data: DataConfig) -> str | None:
-    with opened(path) as file:
-        content = file.read()
-    text = _decode(content, data, path, 0)
-    if text and "\r" in text and "\n" not in text:  # lines as old Macs ended them
-        text = text.replace("\r", "\n")
-    return text and text.removeprefix("\ufeff")  # a byte order mark is no text
-
-
-def _decode(content: bytes, data: DataConfig, place: str, offset: int) -> str | None:
+def _decoded(content: bytes, data: DataConfig, place: str, offset: int) -> str | None:
     try:
         return content.decode()
     except UnicodeDecodeError as fault:
         byte = f"byte {offset + fault.start} (0x{content[fault.start]:02x})"
-        told = f"{place} is not UTF-8 at {byte}; convert it"
-        return _not_utf8(data, lambda: told, lambda: content.decode(errors="replace"))
+        _refuse_if_strict(data, f"{place} is not UTF-8 at {byte}; convert it")
+        return content.decode(errors="replace") if data.encoding_errors == "replace" else None
 
 
-def _not_utf8(data: DataConfig, told: Callable[[], str], repaired: Callable[[], str]) -> str | None:
-    """The document as ``data.encoding_errors`` wants it. told: what is wrong where, and a remedy."""
-    match data.encoding_errors:
-        case "strict":
-            raise ValueError(
-                f"data.files: {told()}, or set data.encoding_errors to replace or skip"
-            ) from None
-        case "replace":
-            return repaired()
-        case "skip":
-            return None
-        case _:
-            assert_never(data.encoding_errors)
+def _refuse_if_strict(data: DataConfig, told: str) -> None:
+    if data.encoding_errors == "strict":
+        raise ValueError(f"{KEY}: {told}, or set data.encoding_errors to replace or skip") from None
 
 
-def _read_lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
+def _lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
     """Documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
     with opened(part.path, parts=part.stop < sys.maxsize) as file:
         offset = 0
@@ -76,34 +69,33 @@ def _read_lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
             file.seek(part.start - 1)
             offset = part.start - 1 + len(file.readline())
         while offset < part.stop and (line := file.readline()):
-            text = line if offset else line.removeprefix(codecs.BOM_UTF8)
-            if not text.isspace():
-                yield _read_line(text, part.path, offset, data)
+            content = line if offset else line.removeprefix(codecs.BOM_UTF8)
+            if not content.isspace():
+                text = _decoded(content, data, part.path, offset)
+                yield None if text is None else _text_of_line(text, part.path, offset, data)
             offset += len(line)
 
 
-def _read_line(line: bytes, path: str, offset: int, data: DataConfig) -> str | None:
-    text, field = _decode(line, data, path, offset), data.text_field
-    if text is None:
-        return None
+def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | None:
+    field = data.text_field
     try:
-        entry = json.loads(text)
+        entry = json.loads(line)
     except (ValueError, RecursionError) as fault:
         refuse_array(path)
-        if "\r" in text.strip():
+        if "\r" in line.strip():
             remedy = as_lines(r"tr '\r' '\n'", path)
             raise ValueError(
-                f"data.files: {path!r} has lines that end in a carriage return alone; {remedy}"
+                f"{KEY}: {path!r} has lines that end in a carriage return alone; {remedy}"
             ) from None
         # the fault's own line number is always 1
         reason = f"{fault.msg}, column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
         raise ValueError(
-            f"data.files: {_line(path, offset)} is not JSON ({reason}); repair or delete the line"
+            f"{KEY}: {_line(path, offset)} is not JSON ({reason}); repair or delete the line"
         ) from None
     if not isinstance(entry, dict):
         refuse_array(path)
         raise ValueError(
-            f"data.files: {_line(path, offset)} holds {_kind(entry)}, not an object; "
+            f"{KEY}: {_line(path, offset)} holds {_kind(entry)}, not an object; "
             f'write {{"{field}": "..."}}, or set data.format to text'
         )
     if field not in entry:
@@ -121,11 +113,8 @@ def _read_line(line: bytes, path: str, offset: int, data: DataConfig) -> str | N
         return document
     # JSON can spell what UTF-8 cannot
     half = r"half a surrogate pair (\ud800 ... \udfff), which is not UTF-8; repair the line"
-    return _not_utf8(
-        data,
-        lambda: f"{_line(path, offset)} has {half}",
-        lambda: _LONE_SURROGATE.sub("\ufffd", document),
-    )
+    _refuse_if_strict(data, f"{_line(path, offset)} has {half}")
+    return _LONE_SURROGATE.sub("\ufffd", document) if data.encoding_errors == "replace" else None
 
 
 def _line(path: str, offset: int) -> str:
@@ -139,11 +128,10 @@ def _line(path: str, offset: int) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return _KINDS.get(type(value), "a number")
 
 
-def _read_rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
+def _rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
     import pyarrow as pa
 
     column, groups = data.text_field, range(part.start, part.stop)
@@ -154,7 +142,7 @@ def _read_rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
             for batch in batches:
                 # as bytes: Parquet does not check that its strings are UTF-8
                 for content in batch.column(0).cast(pa.large_binary()):
-                    yield _decode(content.as_py() or b"", data, f"row {row} of {part.path!r}", 0)
+                    yield _decoded(content.as_py() or b"", data, f"row {row} of {part.path!r}", 0)
                     row += 1
         except (OSError, pa.ArrowException) as fault:
             raise broken_parquet(part.path, fault) from None

@@ -1,4 +1,4 @@
-"""Who does the work of a preparation: this machine's cores; `prepare_ray` has a cluster's tasks."""
+"""Who does the work of a preparation: this machine's cores, or tasks of a Ray cluster."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from typing import Any, TypeVar
 
 from braid.actors.controller.ranks.cpus import whole_cpus
@@ -37,3 +38,31 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Executor on the Ray cluster that this process has joined: a task of one CPU for every item.
+
+    Two tasks for every CPU of the cluster are submitted at a time; results come as they are ready. What a
+    task raises is raised here as it was. Leaving the iterator early cancels what is running.
+    """
+    import ray
+    from ray.exceptions import RayTaskError
+
+    assert ray.is_initialized(), "ray_map needs ray.init() first; it starts no cluster of its own"
+    most = max(2, int(2 * ray.cluster_resources().get("CPU", 1)))
+    task: Any = ray.remote(num_cpus=1)(lambda item: function(item))
+    waiting, running = iter(items), list[Any]()
+    try:
+        while running := [*running, *map(task.remote, islice(waiting, most - len(running)))]:
+            (ready,), running = ray.wait(running)
+            try:
+                yield ray.get(ready)
+            except RayTaskError as fault:
+                # without Ray's copy of the remote traceback: a user's mistake is told in one line
+                raise (fault.cause if isinstance(fault.cause, ValueError) else fault) from None
+    finally:
+        for left in running:
+            ray.cancel(left)
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=30)

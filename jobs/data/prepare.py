@@ -11,7 +11,6 @@ All nodes that tasks run on must see the inputs, the tokenizer and the output un
 
 import contextlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -38,8 +37,9 @@ from braid.actors.stage.data.token_files import (
 from braid.actors.stage.files.reading import UnreadableError
 from braid.jobs.data.corpus import WorkItem, cut
 from braid.jobs.data.executors import Executor, local_map
-from braid.jobs.data.identity import DataRequest, parameters_of
-from braid.jobs.data.tokenise import ItemResult, Split, SplitByHash, SplitTail, dtype_of, tokenise
+from braid.jobs.data.identity import DataRequest
+from braid.jobs.data.tokenise import ItemResult, Split, dtype_of, tokenise
+from braid.jobs.output import on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +95,17 @@ def prepare(
     with _locked(output):
         if found := _fitting(request, output, executor):
             return found
-        _check_replaceable(output)
+        there = [path.name for path in output.iterdir()] if output.is_dir() else ["itself"] * output.exists()
+        if foreign := next((name for name in there if not _OUR_FILES.fullmatch(name)), ""):
+            raise ValueError(
+                f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
+                "name a new folder"
+            )
         items = cut(request.sources, request.data.text_field)
         folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
         try:
             folder.mkdir()
-            results = _tokenise_all(request, folder, items, executor, progress)
+            results = _tokenised(request, folder, items, executor, progress)
             index = _assemble(request, folder, results, request.contents(executor))
             _publish(folder, output)
         except OSError as fault:
@@ -128,13 +133,13 @@ def _fitting(request: DataRequest, output: Path, executor: Executor) -> Prepared
     return Prepared(output, index)
 
 
-def _tokenise_all(
+def _tokenised(
     request: DataRequest, folder: Path, items: Sequence[WorkItem], executor: Executor, progress: Told
 ) -> list[ItemResult]:
-    """Results of all items in order; those that hold the wrong documents for a good split are done again."""
+    """Results of all items in order; they are done again where a split has no document and could have one."""
     fraction, tokenizer = request.data.validation_fraction, request.tokenizer
-    tail = fraction and [source.format for source in request.sources] == ["text"]
-    split: Split = SplitTail(fraction) if tail else SplitByHash(int(fraction * 2**64))
+    one_text = [source.format for source in request.sources] == ["text"]
+    split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
     task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint)
     results = _run(executor, partial(task, split), items, progress)
     counts = _counts(results)
@@ -143,11 +148,13 @@ def _tokenise_all(
             f"data.files: {len(request.sources)} file(s) hold no text ({counts['documents_empty']} documents "
             f"are empty, {counts['documents_skipped']} are not UTF-8 and were skipped); give files with text"
         )
-    if (better := _better_split(split, results, fraction)) is None:
+    lowest = min(result.lowest_hash for result in results)
+    highest = max(result.highest_hash for result in results)
+    if split.tail or not fraction or lowest < split.threshold <= highest:
         return results
-    again = [item for item, result in zip(items, results, strict=True) if _changes(result, better)]
-    done = {result.number: result for result in _run(executor, partial(task, better), again, progress)}
-    return [done.get(result.number, result) for result in results]
+    nearest = lowest + 1 if split.threshold <= lowest else highest
+    better = Split(tail=fraction) if lowest == highest else Split(threshold=nearest)
+    return _run(executor, partial(task, better), items, progress)
 
 
 def _run(
@@ -170,28 +177,6 @@ def _counts(results: Sequence[ItemResult]) -> Counter[str]:
     return sum((result.counts for result in results), Counter())
 
 
-def _better_split(split: Split, results: Sequence[ItemResult], fraction: float) -> Split | None:
-    """The split that leaves neither side without a document, if ``split`` does."""
-    if not isinstance(split, SplitByHash) or not fraction:
-        return None
-    lowest = min(result.lowest_hash for result in results)
-    highest = max(result.highest_hash for result in results)
-    if lowest == highest:
-        return SplitTail(fraction)
-    if split.threshold <= lowest:
-        return SplitByHash(lowest + 1)
-    if split.threshold > highest:
-        return SplitByHash(highest)
-    return None
-
-
-def _changes(result: ItemResult, split: Split) -> bool:
-    """Whether the item holds documents that ``split``, which moves one or all of them, puts elsewhere."""
-    if isinstance(split, SplitTail):
-        return result.counts["documents"] > 0
-    return result.lowest_hash == split.threshold - 1 or result.highest_hash == split.threshold
-
-
 def _assemble(
     request: DataRequest, folder: Path, results: Sequence[ItemResult], contents: tuple[str, ...]
 ) -> DataIndex:
@@ -199,10 +184,9 @@ def _assemble(
     splits: dict[str, tuple[TokenShard, ...]] = {}
     for split in (TRAIN, VALIDATION):
         shards = [shard for result in results for shard in result.shards[split]]
-        names = [f"{split}-{number:05d}.bin" for number in range(len(shards))]
-        for shard, name in zip(shards, names, strict=True):
-            (folder / shard.file).rename(folder / name)
-        splits[split] = tuple(replace(shard, file=name) for shard, name in zip(shards, names, strict=True))
+        splits[split] = tuple(replace(s, file=f"{split}-{number:05d}.bin") for number, s in enumerate(shards))
+        for shard, named in zip(shards, splits[split], strict=True):
+            (folder / shard.file).rename(folder / named.file)
     counts, tokenizer = _counts(results), request.tokenizer
     index = DataIndex(
         tokenizer=tokenizer.name,
@@ -213,7 +197,7 @@ def _assemble(
         dtype=dtype_of(tokenizer),
         splits=splits,
         request=request.digest,
-        parameters=parameters_of(request.data),
+        parameters=request.parameters,
         sources=request.facts,
         contents=contents,
         documents_skipped=counts["documents_skipped"],
@@ -222,7 +206,17 @@ def _assemble(
         characters_lost=counts["characters_lost"],
         tokens_unknown=counts["tokens_unknown"],
     )
-    _check_known(index)
+    tokens = sum(index.tokens(split) for split in splits)
+    for count, total, what in (
+        (index.characters_lost, index.characters, "characters have no token in it"),
+        (index.tokens_unknown, tokens, "tokens are its token for what it does not know"),
+    ):
+        if count > _MOST_UNKNOWN * total:  # the tokenizer was made for another text
+            raise ValueError(
+                f"data.tokenizer: {index.tokenizer!r} does not fit data.files: {count} of {total} {what}; "
+                f"take a tokenizer that was trained on such text or works on bytes, such as "
+                f"data.tokenizer={BYTES}"
+            )
     if _covers(tokenizer.token_bytes, folder, index):
         index = replace(index, token_bytes=tokenizer.token_bytes)
     for path in folder.iterdir():
@@ -230,21 +224,6 @@ def _assemble(
             path.unlink()  # of a task that was done twice
     write_durably(folder / INDEX_FILE, index.to_json())
     return index
-
-
-def _check_known(index: DataIndex) -> None:
-    """Refuse a data set that says little of its text: its tokenizer was made for another text."""
-    tokens = sum(index.tokens(split) for split in index.splits)
-    for count, total, what in (
-        (index.characters_lost, index.characters, "characters have no token in it"),
-        (index.tokens_unknown, tokens, "tokens are its token for what it does not know"),
-    ):
-        if count > _MOST_UNKNOWN * total:
-            raise ValueError(
-                f"data.tokenizer: {index.tokenizer!r} does not fit data.files: {count} of {total} {what}; "
-                f"take a tokenizer that was trained on such text or works on bytes, such as "
-                f"data.tokenizer={BYTES}"
-            )
 
 
 def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
@@ -261,67 +240,42 @@ def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
 # The output folder.
 
 
-def _check_replaceable(output: Path) -> None:
-    """Refuse to replace what no preparation has made."""
-    there = [path.name for path in output.iterdir()] if output.is_dir() else ["itself"] * output.exists()
-    if foreign := next((name for name in there if not _OUR_FILES.fullmatch(name)), ""):
-        raise ValueError(
-            f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
-            "name a new folder"
-        )
-
-
 def _publish(folder: Path, output: Path) -> None:
     """Make ``folder`` visible as ``output`` in one step, or two if an old data set has to go first."""
     old = folder.with_name(f".{output.name}.replaced-{secrets.token_hex(6)}")
     if output.exists():
         output.rename(old)
     folder.rename(output)
-    descriptor = os.open(output.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    on_disk(output.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the lock of ``output``; who holds it knows that hidden folders beside it are of dead runs."""
+    """Hold the lock of ``output``. Whoever holds it knows that hidden folders beside it are of dead runs, and
+    removes them; where such a run ended between the two renames of `_publish`, the old data set gets its name
+    back."""
     lock = FileHold(output.parent / f".{output.name}.lock")
+    hidden = re.compile(rf"\.{re.escape(output.name)}\.(tmp|replaced)-[0-9a-f]{{12}}")
     try:
-        with _writable(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.take()
-        except HeldError as held:
-            logger.warning("waiting for another run that prepares %s: %s", output, held)
-            lock.take(-1)
-        with _writable(output):
-            _clear(output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.take()
+            except HeldError as held:
+                logger.warning("waiting for another run that prepares %s: %s", output, held)
+                lock.take(-1)
+            for path in list(output.parent.iterdir()):
+                if not (name := hidden.fullmatch(path.name)):
+                    continue
+                if name[1] == "replaced" and not output.exists():
+                    path.rename(output)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError as fault:
+            raise ValueError(
+                f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
+            ) from None
         yield
     finally:
         lock.release()
-
-
-@contextlib.contextmanager
-def _writable(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as fault:
-        raise ValueError(
-            f"data.output: cannot write beside {str(output)!r} ({fault.strerror}); name another folder"
-        ) from None
-
-
-def _clear(output: Path) -> None:
-    """Remove what dead preparations of ``output`` left beside it. A crash between the two renames of
-    `_publish` has left the old data set under another name: it gets its own back."""
-    ours = re.compile(rf"\.{re.escape(output.name)}\.(tmp|replaced)-[0-9a-f]{{12}}")
-    for path in list(output.parent.iterdir()):
-        if not (name := ours.fullmatch(path.name)):
-            continue
-        if name[1] == "replaced" and not output.exists():
-            path.rename(output)
-        else:
-            shutil.rmtree(path, ignore_errors=True)

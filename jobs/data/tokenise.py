@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,20 +28,12 @@ _SHARD_TOKENS = 1 << 27  # a shard that has so many is full
 
 
 @dataclass(frozen=True)
-class SplitByHash:
-    """Documents whose hash is below ``threshold`` (of 2**64) are held out."""
+class Split:
+    """What is held out: documents whose hash is below ``threshold`` (of 2**64); or, where the corpus is one
+    document, perhaps repeated, the last ``tail`` of its characters (a share, 0: none)."""
 
-    threshold: int
-
-
-@dataclass(frozen=True)
-class SplitTail:
-    """The corpus is one document, perhaps repeated: its last ``fraction`` of characters is held out."""
-
-    fraction: float
-
-
-Split = SplitByHash | SplitTail
+    threshold: int = 0
+    tail: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,46 +52,35 @@ class ShardWriter:
     """Writes one split of one work item, in shards of bounded size under names nobody else has."""
 
     def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype) -> None:
-        self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
         self._folder, self._dtype = folder, dtype
+        self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
         self._file: Any = None
         self.shards: list[TokenShard] = []
 
-    def write(self, ids: np.ndarray, bytes_of_text: int, documents: int) -> None:
+    def write(self, ids: np.ndarray, bytes_of_text: int = 0, documents: int = 0) -> None:
         """Append [tokens] ids that stand for so many bytes of text and end so many documents."""
         if not len(ids):
             return
         if self._file is None:
             self._name = f"{self._stem}-{len(self.shards):04d}"
             self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 - closed by `close`
-            self._hash = hashlib.sha256()
-            self._tokens = self._bytes = self._documents = 0
+            self._hash, self._counts = hashlib.sha256(), Counter[str]()
         content = ids.astype(self._dtype).tobytes()
         self._file.write(content)
         self._hash.update(content)
-        self._tokens += len(ids)
-        self._bytes += bytes_of_text
-        self._documents += documents
-        if self._tokens >= _SHARD_TOKENS:
+        self._counts.update(tokens=len(ids), bytes_of_text=bytes_of_text, documents=documents)
+        if self._counts["tokens"] >= _SHARD_TOKENS:
             self.close()
 
     def close(self) -> None:
         """End the current shard and put it on the disk."""
-        if self._file is None:
-            return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        self.shards.append(
-            TokenShard(
-                file=self._name,
-                tokens=self._tokens,
-                bytes_of_text=self._bytes,
-                documents=self._documents,
-                sha256=self._hash.hexdigest(),
-            )
-        )
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+            shard = TokenShard(file=self._name, sha256=self._hash.hexdigest(), **self._counts)
+            self.shards.append(shard)
 
 
 def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
@@ -117,36 +98,25 @@ def tokenise(
     tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
     end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
     train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
-    documents = skipped = empty = characters = lost = unknown = 0
-    lowest, highest = 2**64, -1
+    counts, lowest, highest = Counter[str](), 2**64, -1
     with closing(train), closing(validation):
         for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-            if document is None:
-                skipped += 1
-            elif not document or document.isspace():
-                empty += 1
-            else:
-                documents += 1
-                number = document_hash(document)
-                lowest, highest = min(lowest, number), max(highest, number)
-                for name, text, ends in split_document(split, document, number):
-                    writer = train if name == TRAIN else validation
-                    for piece in _pieces(text):
-                        encoded = tokenizer.encode(piece)
-                        characters += len(piece)
-                        lost += encoded.lost
-                        unknown += encoded.unknown
-                        writer.write(encoded.ids, len(piece.encode()), 0)
-                    if ends:
-                        writer.write(end, 0, 1)
-    counts = Counter(
-        documents=documents,
-        documents_skipped=skipped,
-        documents_empty=empty,
-        characters=characters,
-        characters_lost=lost,
-        tokens_unknown=unknown,
-    )
+            if not document or document.isspace():
+                counts["documents_skipped" if document is None else "documents_empty"] += 1
+                continue
+            counts["documents"] += 1
+            number = document_hash(document)
+            lowest, highest = min(lowest, number), max(highest, number)
+            for name, text, ends in _split_document(split, document, number):
+                writer = train if name == TRAIN else validation
+                for piece in _pieces(text):
+                    encoded = tokenizer.encode(piece)
+                    counts["characters"] += len(piece)
+                    counts["characters_lost"] += encoded.lost
+                    counts["tokens_unknown"] += encoded.unknown
+                    writer.write(encoded.ids, bytes_of_text=len(piece.encode()))
+                if ends:
+                    writer.write(end, documents=1)
     shards = {TRAIN: train.shards, VALIDATION: validation.shards}
     return ItemResult(item.number, shards, counts, lowest, highest)
 
@@ -178,14 +148,11 @@ def document_hash(text: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
+def _split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
     """(split, text, whether the document ends there) of each part of a document whose hash is ``number``."""
-    match split:
-        case SplitByHash(threshold):
-            return ((VALIDATION if number < threshold else TRAIN, document, True),)
-        case SplitTail(fraction):
-            stop = max(1, min(round(len(document) * (1 - fraction)), len(document) - 1))
-            parts = ((TRAIN, document[:stop], False), (VALIDATION, document[stop:], True))
-            return parts if document[stop:] else ((TRAIN, document, True),)
-        case _:
-            assert_never(split)
+    if not split.tail:
+        return ((VALIDATION if number < split.threshold else TRAIN, document, True),)
+    stop = max(1, min(round(len(document) * (1 - split.tail)), len(document) - 1))
+    if not document[stop:]:
+        return ((TRAIN, document, True),)
+    return (TRAIN, document[:stop], False), (VALIDATION, document[stop:], True)

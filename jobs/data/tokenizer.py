@@ -1,21 +1,42 @@
-"""Text to token ids: raw bytes, or any Hugging Face `tokenizer.json`."""
+"""Text to token ids: raw bytes, or any Hugging Face `tokenizer.json`; and which token ends a document.
+
+The configuration says which, or the files beside ``tokenizer.json`` do, or the tokenizer has exactly one
+token of a name that is known for that. Nothing else is guessed: models learn from it where texts stop.
+"""
 
 import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import BYTES
-from braid.jobs.data.end_token import KEY, end_token, special_names
 
+KEY: Final = "data.end_token"
 TOKENIZER_FILE: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+GENERATION: Final = "generation_config.json"
+_BESIDE: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, "config.json")
+"""Files that may say what ends documents, the tokenizer's own first: models for chats have further ends."""
+_NAMES: Final = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|eos|>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's
+)
+_NAMED: Final = 12
+"""At most so many candidates are named in a message."""
 _RULES: Final = "2: text makes no special token"
 """How ids are made here of what the library gives, in the fingerprints of tokenizers."""
 
@@ -78,16 +99,15 @@ class HuggingFaceTokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         marked = [token.content for token in added if token.special]
         self.name = str(path)
-        self.end_token = end_token(path, ids, marked, end)
+        self.end_token = _end_token(path, ids, marked, end)
         self.end_of_document = ids[self.end_token]
         self.vocabulary = max(ids.values()) + 1  # ids may have gaps: the number of entries says too little
         model = json.loads(content)["model"]
         unknown = model.get("unk_id")
         self._unknown = ids.get(model.get("unk_token") or "", -1) if unknown is None else int(unknown)
         """The token for what has none; -1: there is no such token."""
-        special = {
-            ids[name] for name in {self.end_token, *marked, *special_names(path.parent)} if name in ids
-        }
+        names = {self.end_token, *marked, *_special_names(path.parent)}
+        special = {ids[name] for name in names if name in ids}
         forbidden = sorted(special - ({self._unknown} - {self.end_of_document}))
         self._special = np.array(forbidden)
         self._lost: dict[str, bool] = {}
@@ -187,3 +207,79 @@ def tokenizer_of(config: Config) -> Tokenizer:
                 f".save_pretrained(...)`, or set data.tokenizer"
             )
     return load_tokenizer(config.tokenizer, config.data.end_token)
+
+
+# The end of documents.
+
+
+def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: str | None) -> str:
+    """The name of the token of ``path``, a tokenizer, that ends documents.
+
+    ids: all tokens by name; special: the tokens that are marked as special; wanted: the configuration's
+    choice. `ValueError` names candidates where nothing is said, or what is said is no token of the tokenizer.
+    """
+    token: Any = wanted
+    names = {number: name for name, number in ids.items()}
+    wrong = f"{wanted!r} is no token of {str(path)!r}; name one"
+    for file in _BESIDE if wanted is None else ():
+        said = _ends(content_of(path.parent / file), names)
+        if len(said) == 1:
+            token = said[0]
+            wrong = (
+                f"{path.parent / file} ends texts with {token!r}, which is no token of {str(path)!r}; "
+                f"set {KEY} to one"
+            )
+            break
+    if token is None:
+        match [name for name in _NAMES if name in ids]:
+            case [name]:
+                return name
+            case []:
+                wrong = (
+                    f"neither {str(path)!r} nor a file beside it says which token ends a document; "
+                    f"set {KEY} to one"
+                )
+            case several:
+                raise ValueError(
+                    f"{KEY}: {str(path)!r} has {_listed(several)}, and no file beside it says which ends a "
+                    f"document; set {KEY} to one of them"
+                )
+    if token not in ids:
+        raise ValueError(f"{KEY}: {wrong}, such as {_listed([name for name in special if name in ids])}")
+    return str(token)
+
+
+def _special_names(folder: Path) -> set[str]:
+    """Names of the tokens that a tokenizer's files give a task of their own (``bos_token``, ...)."""
+    content = {**content_of(folder / SPECIAL_TOKENS), **content_of(folder / TOKENIZER_CONFIG)}
+    return {name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
+
+
+def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> list[Any]:
+    """What a file says: names of tokens, or the number of a token that has no name."""
+    if name := _name(content.get("eos_token")):
+        return [name]
+    told = content.get("eos_token_id")
+    numbers = told if isinstance(told, list) else [told]
+    return [names.get(number, number) for number in numbers if type(number) is int]
+
+
+def _name(token: Any) -> str | None:
+    """A token stands there as a text, or as its text among its properties."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing if there is none, or it holds no keys and values."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "'<|endoftext|>' after adding it with `tokenizer.add_special_tokens(['<|endoftext|>'])`"
+    return ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")

@@ -1,15 +1,17 @@
-"""The commands that plan and simulate: no GPU, no torch, no Ray."""
+"""The commands that plan and simulate, without GPU, torch and Ray; and those that show or measure a run's
+schedule and costs."""
 
+import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from braid.jobs.output import check_output
-from braid.jobs.usage import AsJson, Overrides, example
-from braid.scheduling.text.json_text import json_text
+from braid.jobs.output import answer, check_outputs, say, write_output
+from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides, read_config
 
 if TYPE_CHECKING:
     from braid.scheduling.plan.decide import Outcome
@@ -41,19 +43,15 @@ def plan(
     from braid.jobs.planning import view, work
     from braid.jobs.planning.searching import searching
 
-    check_output("--output", output)
-    check_output("--svg", svg)
+    check_outputs(output=output, svg=svg)
     job = work.request(config, overrides, cluster, nodes, profile)
     with searching(quiet=as_json) as tell:
         made = work.make_plan(job, tell)
     if output is not None:
-        work.write_file(output, made.to_yaml(), "--output")
+        write_output("output", output, made.to_yaml())
     if svg is not None:
         _draw(work.simulate_plan(made, job.cluster, None, job.profile), svg)
-    if as_json:
-        typer.echo(json_text(view.plan_json(made)))
-    else:
-        view.show_plan(Console(), made, job.cluster)
+    answer(as_json, lambda: view.plan_json(made), lambda: view.show_plan(Console(), made, job.cluster))
 
 
 def simulate(
@@ -80,62 +78,31 @@ def simulate(
     """Simulate one step of a configuration or a plan."""
     from braid.jobs.planning import view, work
 
-    check_output("--trace", trace)
-    check_output("--svg", svg)
-    outcome = _outcome(config, cluster, nodes, schedule, profile, overrides)
+    check_outputs(trace=trace, svg=svg)
+    outcome = work.simulated(config, cluster, nodes, schedule, profile, overrides)
     if trace is not None:
         from braid.dashboards.perfetto import perfetto_trace
         from braid.scheduling.trace.batches import SUFFIX, batches_of, encode_all
 
         spans = batches_of(outcome.simulation.spans())
-        work.write_file(
-            trace, encode_all(spans) if trace.suffix == SUFFIX else perfetto_trace(spans), "--trace"
-        )
+        write_output("trace", trace, encode_all(spans) if trace.suffix == SUFFIX else perfetto_trace(spans))
     if svg is not None:
         _draw(outcome, svg)
-    if as_json:
-        typer.echo(json_text(view.simulation_json(outcome)))
-    else:
-        view.show_simulation(Console(), outcome)
-
-
-def _outcome(
-    reference: str,
-    cluster: str | None,
-    nodes: int | None,
-    schedule: str | None = None,
-    profile: Path | None = None,
-    overrides: list[str] | None = None,
-) -> "Outcome":
-    from braid.actors.config import ConfigError
-    from braid.jobs.planning import work
-    from braid.scheduling.cost.profile import read_profile
-    from braid.scheduling.plan.plan import read_plan
-
-    if work.is_plan(reference):
-        if overrides:
-            raise ConfigError("--set changes configurations; edit the plan's YAML instead")
-        plan = read_plan(Path(reference))
-        costs = None if profile is None else read_profile(profile)
-        spec = work.cluster_of(plan, cluster, nodes)
-        return work.simulate_plan(plan, spec, schedule, costs)
-    job = work.request(reference, overrides, cluster or "h100", nodes, profile)
-    return work.simulate_request(job, schedule)
+    answer(as_json, lambda: view.simulation_json(outcome), lambda: view.show_simulation(Console(), outcome))
 
 
 def _draw(outcome: "Outcome", path: Path) -> None:
     """Two pictures: the pipeline, and beside it (``-pair``) a paired block."""
-    from braid.jobs.planning import work
     from braid.scheduling.cost.picture import pair_svg, paired_run, pipeline_svg
 
     setting = outcome.setting
     title = f"{setting.title}: {setting.layout.describe()}, {setting.micro_batches} micro-batches (simulated)"
-    work.write_file(path, pipeline_svg(outcome.simulation, title), "--svg")
+    write_output("svg", path, pipeline_svg(outcome.simulation, title))
     run = paired_run(outcome.simulation)
     if run is not None:
         beside = path.with_name(f"{path.stem}-pair{path.suffix}")
         title = f"{setting.title}: a paired block (simulated)"
-        work.write_file(beside, pair_svg(outcome.simulation, run, title), "--svg")
+        write_output("svg", beside, pair_svg(outcome.simulation, run, title))
 
 
 def explain(
@@ -147,17 +114,15 @@ def explain(
     """Why a plan is as it is, what the runners-up cost, and what would help most."""
     from braid.jobs.planning import view, work
     from braid.jobs.planning.searching import searching
-    from braid.scheduling.plan.explain import explain as answer
+    from braid.scheduling.plan.explain import explain as explained
     from braid.scheduling.plan.plan import read_plan
 
     made = read_plan(plan)
     spec = work.cluster_of(made, cluster, nodes)
     with searching(quiet=as_json) as tell:
-        explanation = answer(made, spec, tell)
-    if as_json:
-        typer.echo(json_text(view.explanation_json(explanation)))
-    else:
-        view.show_explanation(Console(), explanation)
+        explanation = explained(made, spec, tell)
+    content = view.explanation_json(explanation)
+    answer(as_json, lambda: content, lambda: view.show_explanation(Console(), explanation))
 
 
 def compare(
@@ -172,23 +137,20 @@ def compare(
     A trace is a run's directory (its newest step) or a file: runs/NAME/trace/predicted.arrows, or that of
     simulate --trace.
     """
-    from braid.jobs.planning import view
+    from braid.jobs.planning import view, work
 
     if _is_trace(first) and _is_trace(second):
         from braid.scheduling.trace.compare import compare_traces
 
         compared = compare_traces(_trace(Path(first)), _trace(Path(second)))
-        if as_json:
-            typer.echo(json_text(asdict(compared)))
-        else:
-            view.show_traces(Console(), first, second, compared)
+        told = partial(view.show_traces, Console(), first, second, compared)
+        answer(as_json, lambda: asdict(compared), told)
         return
-    outcomes = {name: _outcome(name, cluster, nodes) for name in (first, second)}
-    if as_json:
-        a, b = (view.simulation_json(outcomes[name]) for name in (first, second))
-        typer.echo(json_text({"a": a, "b": b, "speedup": a["step_seconds"] / b["step_seconds"]}))
-    else:
-        view.show_comparison(Console(), first, outcomes[first], second, outcomes[second])
+    outcomes = {name: work.simulated(name, cluster, nodes) for name in (first, second)}
+    a, b = (view.simulation_json(outcomes[name]) for name in (first, second))
+    content = {"a": a, "b": b, "speedup": a["step_seconds"] / b["step_seconds"]}
+    told = partial(view.show_comparison, Console(), first, outcomes[first], second, outcomes[second])
+    answer(as_json, lambda: content, told)
 
 
 def _is_trace(reference: str) -> bool:
@@ -210,19 +172,73 @@ def presets(as_json: AsJson = False) -> None:
     """List the clusters and models that are known by name, with their sources."""
     from braid.jobs.planning import view
 
-    if as_json:
-        typer.echo(json_text(view.presets_json()))
-    else:
-        view.show_presets(Console())
+    answer(as_json, view.presets_json, lambda: view.show_presets(Console()))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    for command, call in (
-        (plan, "plan llama-3.1-8b --cluster h100 --nodes 8 --output plan.yaml"),
-        (simulate, "simulate plan.yaml --schedule megatron"),
-        (explain, "explain plan.yaml"),
-        (compare, "compare plan.yaml other.yaml"),
-        (presets, "presets"),
-    ):
-        app.command(epilog=example(call))(command)
+def schedule(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--show", help="Draw the grid instead of printing the text.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the text to this file.")] = None,
+) -> None:
+    """Print a run's schedule as text, draw it, or write it to a file for overlap.schedule_file."""
+    from braid.jobs.data.tokenizer import tokenizer_of
+    from braid.jobs.planning import pictures, work
+    from braid.scheduling.schedule.text import write
+
+    resolved = work.with_plan(read_config(config, overrides))
+    check_outputs(output=output)
+    made = work.known_schedule(resolved, resolved.check(tokenizer_of(resolved).vocabulary))
+    text = write(made)
+    if output is not None:
+        write_output("output", output, text)
+    if show:
+        pictures.show_schedule(Console(), made)
+    elif output is None:
+        typer.echo(text, nl=False)
+
+
+def profile(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    launcher: Launcher = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the profile to this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the heat map to this file.")] = None,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure even if that was done before.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a run's operators alone and beside communication, with its shapes, ranks and links."""
+    from braid.actors.config.paths import anchored
+    from braid.actors.controller.profiling import find_or_measure
+    from braid.jobs.cluster.session import launcher_of
+    from braid.jobs.data.tokenizer import tokenizer_of
+    from braid.jobs.planning.pictures import svg_map, terminal_map
+    from braid.jobs.training.refusals import check_place_of_ranks
+    from braid.scheduling.cost.effectiveness import effectiveness
+
+    check_outputs(output=output, svg=svg)
+    resolved = anchored(read_config(config, overrides, launcher), Path.cwd())
+    shape = resolved.check(tokenizer_of(resolved).vocabulary)
+    check_place_of_ranks(resolved, shape)
+    with launcher_of(resolved) as (starts, _):
+        starts.check(resolved.layout().ranks)
+        found = find_or_measure(resolved, shape, starts, anew=anew)
+    if found.trouble:
+        typer.echo(f"braid: {found.trouble}", err=True)
+    text, heat = found.profile.to_json(), effectiveness(found.profile)
+    if output is not None:
+        write_output("output", output, text)
+    if svg is not None:
+        write_output("svg", svg, svg_map(heat))
+
+    def show() -> None:
+        console = Console()
+        if heat.columns:
+            console.print(terminal_map(heat))
+        else:
+            console.print("this layout has no communication inside layers: nothing to overlap there")
+        measured = f"measured in {found.seconds:.0f} s"
+        how = "measured before; --anew measures again" if found.reused else measured
+        say(console, f"profile {found.path} ({how})")
+
+    answer(as_json, lambda: json.loads(text), show)

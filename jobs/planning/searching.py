@@ -8,44 +8,13 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from braid.jobs.output import say
+
 _MOMENT_SECONDS = 1.5
 """A search that is over by then says nothing."""
 _LOOK_SECONDS = 0.25
 _LINE_SECONDS = 10.0
 """Between two lines where there is no terminal, whose line would be replaced."""
-
-
-class Searching:
-    """Call it with what is searched; `look` shows the newest of that."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._begin = clock()
-        self._what = self._shown = ""
-        self._last = float("-inf")
-        self._status = console.status("") if console.is_terminal else None
-
-    def __call__(self, what: str) -> None:
-        """Take note, from any thread."""
-        self._what = what
-
-    def look(self) -> None:
-        """Show what is searched now and since when, if it is time to."""
-        now = self._clock()
-        if not self._what or now - self._begin < _MOMENT_SECONDS:
-            return
-        text = f"searching for {now - self._begin:.0f} s: {self._what}"
-        if self._status is not None:
-            self._status.start()
-            self._status.update(text)
-        elif self._what != self._shown and now - self._last >= _LINE_SECONDS:
-            self._console.print(f"braid: {text}", highlight=False, markup=False, soft_wrap=True)
-            self._last, self._shown = now, self._what
-
-    def stop(self) -> None:
-        """Leave nothing of it on a terminal."""
-        if self._status is not None:
-            self._status.stop()
 
 
 @contextmanager
@@ -54,17 +23,29 @@ def searching(quiet: bool = False) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda what: None
         return
-    shown, over = Searching(Console(file=sys.stderr)), threading.Event()
+    newest, over = [""], threading.Event()
 
     def watch() -> None:
+        console, begin = Console(file=sys.stderr), time.monotonic()
+        status = console.status("")
+        shown, said_at = "", float("-inf")
         while not over.wait(_LOOK_SECONDS):
-            shown.look()
+            what, now = newest[0], time.monotonic()
+            text = f"searching for {now - begin:.0f} s: {what}"
+            if not what or now - begin < _MOMENT_SECONDS:
+                continue
+            if console.is_terminal:
+                status.start()
+                status.update(text)
+            elif what != shown and now - said_at >= _LINE_SECONDS:
+                say(console, f"braid: {text}")
+                shown, said_at = what, now
+        status.stop()
 
     thread = threading.Thread(target=watch, name="searching", daemon=True)
     thread.start()
     try:
-        yield shown
+        yield lambda what: newest.__setitem__(0, what)
     finally:
         over.set()
         thread.join()
-        shown.stop()

@@ -1,4 +1,4 @@
-"""Plans, simulations and presets for the terminal and as JSON."""
+"""Plans, simulations, runs that are to begin and presets, for the terminal and as JSON."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from braid.scheduling.cost.engine import BlockRun
-from braid.scheduling.cost.picture import moving, pair_text, paired_run
-from braid.scheduling.cost.simulate import Numbers
+from braid.actors.config import Config
+from braid.actors.controller.planning import build_schedule, model_graphs
+from braid.jobs.output import facts_of, say, table_of
+from braid.jobs.planning import pictures
+from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.model.presets.library import (
@@ -20,9 +22,12 @@ from braid.scheduling.model.presets.library import (
     model_preset,
     model_source,
 )
+from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.plan.decide import ALIKE, Outcome
 from braid.scheduling.plan.explain import Explanation
 from braid.scheduling.plan.plan import Plan
+from braid.scheduling.schedule.link import link
+from braid.scheduling.schedule.memory import model_flops, rank_memory
 from braid.scheduling.text.records import to_mapping
 from braid.scheduling.trace import figures
 from braid.scheduling.trace.compare import TraceComparison
@@ -30,7 +35,6 @@ from braid.scheduling.trace.compare import TraceComparison
 GIB = 2**30
 _HELPS = 0.005
 """So much more tokens per second, at least, is help."""
-_STYLES = {"F": "white on dodger_blue2", "B": "black on green3", "L": "black on dark_sea_green2", "": ""}
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -66,45 +70,39 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     """The decisions, the score, the runners-up, and what is not executed of it."""
-    setting = plan.setting
-    title = f"plan for {cluster.gpus:,} GPUs of {cluster.name}"
-    table = Table(show_header=False, title=title, title_justify="left")
+    setting, score = plan.setting, plan.score
     model, workload = setting.model, setting.workload
-    table.add_row(
-        "model",
-        f"{model.family}, {model.parameters() / 1e9:.2f} B parameters: {model.layers} layers, hidden "
-        f"{model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
-    )
     tokens = workload.global_batch * model.sequence
-    table.add_row("batch", f"{workload.global_batch:,} samples, {tokens:,} tokens a step")
-    table.add_row("layout", setting.layout.describe())
     samples = f"{workload.micro_batch} sample{'s' if workload.micro_batch > 1 else ''}"
     batches = f"{setting.micro_batches} micro-batches of {samples} of {model.sequence:,} tokens"
-    table.add_row("schedule", f"{_schedule(setting)}, {batches}")
-    table.add_row("recompute", setting.recompute)
-    if plan.pairing is not None:
-        note = plan.pairing
-        table.add_row(
-            "pairing",
+    facts = {
+        "model": f"{model.family}, {model.parameters() / 1e9:.2f} B parameters: {model.layers} layers, "
+        f"hidden {model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
+        "batch": f"{workload.global_batch:,} samples, {tokens:,} tokens a step",
+        "layout": setting.layout.describe(),
+        "schedule": f"{_schedule(setting)}, {batches}",
+        "recompute": setting.recompute,
+    }
+    if (note := plan.pairing) is not None:
+        facts["pairing"] = (
             f"{note.method}: {note.ns / 1e6:.2f} ms a layer (serial {note.serial_ns / 1e6:.2f}, "
             f"{note.runner_up} {note.runner_up_ns / 1e6:.2f}, "
-            f"busiest stream {note.lower_bound_ns / 1e6:.2f})",
+            f"busiest stream {note.lower_bound_ns / 1e6:.2f})"
         )
-    score = plan.score
-    table.add_row(
-        "simulated step",
+    hidden, bubble = (figures.share(share, 1) for share in (score.hidden_fraction, score.bubble_fraction))
+    facts["simulated step"] = (
         f"{score.step_seconds:.3f} s, {score.tokens_per_second:,.0f} tokens/s, MFU {score.mfu:.1%}, "
-        f"hidden {figures.share(score.hidden_fraction, 1)}, bubble {figures.share(score.bubble_fraction, 1)}",
+        f"hidden {hidden}, bubble {bubble}"
     )
     if plan.usual:
-        table.add_row("usual way", usual_line(plan))
-    table.add_row("memory", f"{score.peak_bytes / GIB:.1f} of {cluster.usable_bytes / GIB:.1f} GiB usable")
-    table.add_row("costs", plan.profile)
+        facts["usual way"] = usual_line(plan)
+    facts["memory"] = f"{score.peak_bytes / GIB:.1f} of {cluster.usable_bytes / GIB:.1f} GiB usable"
+    facts["costs"] = plan.profile
     if plan.not_executed:
-        table.add_row("not executed yet", f"`braid train` does not have {', '.join(plan.not_executed)}")
-    for partition in setting.partitions:
-        table.add_row("partition", str(partition))
-    console.print(table)
+        facts["not executed yet"] = f"`braid train` does not have {', '.join(plan.not_executed)}"
+    if setting.partitions:
+        facts["partitions"] = "\n".join(map(str, setting.partitions))
+    console.print(facts_of(facts, f"plan for {cluster.gpus:,} GPUs of {cluster.name}"))
     _show_runners_up(console, plan)
 
 
@@ -127,27 +125,26 @@ def _schedule(setting: Setting) -> str:
 
 
 def _show_runners_up(console: Console, plan: Plan) -> None:
-    """Numbered; why each was not taken stands below, where there is room for it."""
-    if not plan.runners_up:
-        return
-    table = _narrow("runners-up (simulated)", ("", "layout", "schedule"), ("s/step", "GiB"))
-    notes = Table.grid(padding=(0, 2))
-    for number, other in enumerate(plan.runners_up, 1):
-        memory = f"{other.peak_bytes / GIB:.1f}"
-        table.add_row(str(number), other.layout, other.schedule, f"{other.step_seconds:.3f}", memory)
-        why = f"{other.reason} (micro-batch {other.micro_batch}, recompute {other.recompute})"
-        notes.add_row(f"  {number}", why)
-    console.print(table, notes)
+    rows = [
+        (
+            *(other.layout, other.schedule, f"{other.step_seconds:.3f}", f"{other.peak_bytes / GIB:.1f}"),
+            f"{other.reason} (micro-batch {other.micro_batch}, recompute {other.recompute})",
+        )
+        for other in plan.runners_up
+    ]
+    _show_numbered(console, "runners-up (simulated)", ("layout", "schedule"), ("s/step", "GiB"), rows)
 
 
-def _narrow(title: str, texts: Sequence[str], numbers: Sequence[str], **more: Any) -> Table:
-    """A table whose cells are never broken; with few and short ones it fits in 80 columns."""
-    table = Table(title=title, title_justify="left", **more)
-    for name in texts:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, no_wrap=True, justify="right")
-    return table
+def _show_numbered(
+    console: Console, title: str, texts: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Rows with numbers; their last cells stand below, where there is room for them."""
+    table, notes = table_of(title, ("", *texts), numbers), Table.grid(padding=(0, 2))
+    for number, (*cells, note) in enumerate(rows, 1):
+        table.add_row(str(number), *cells)
+        notes.add_row(f"  {number}", note)
+    if rows:
+        console.print(table, notes)
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -160,18 +157,25 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("slowdown s", "slowdown_seconds", partial(figures.lost, write="{:.3f}".format)),
     ("launch gap s", "launch_gap_seconds", "{:.3f}".format),
     ("bubble", "bubble_fraction", partial(figures.share, places=1)),
+    ("peak GiB", "peak_bytes", lambda peak: f"{peak / GIB:.1f}"),
 )
 
 
-def _add_rows(table: Table, columns: list[Numbers]) -> None:
+def _steps(
+    outcomes: Sequence[Outcome], *rows: tuple[str, ...], columns: Sequence[str] = (), **look: Any
+) -> Table:
+    """Simulated steps side by side, below some rows."""
+    table, steps = Table(*columns, title_justify="left", **look), [one.numbers for one in outcomes]
+    for row in rows:
+        table.add_row(*row)
     for label, name, write in _ROWS:
-        table.add_row(label, *("-" if getattr(n, name) is None else write(getattr(n, name)) for n in columns))
-    table.add_row("peak GiB", *(f"{n.peak_bytes / GIB:.1f}" for n in columns))
+        values = [getattr(numbers, name) for numbers in steps]
+        table.add_row(label, *("-" if value is None else write(value) for value in values))
     for level in ("intra", "inter"):
-        uses = [getattr(n, level) for n in columns]
-        table.add_row(
-            f"{level}-node a GPU", *(f"{use.bytes_per_gpu / 1e9:.2f} GB, {use.seconds:.3f} s" for use in uses)
-        )
+        uses = [getattr(numbers, level) for numbers in steps]
+        shown = (f"{use.bytes_per_gpu / 1e9:.2f} GB, {use.seconds:.3f} s" for use in uses)
+        table.add_row(f"{level}-node a GPU", *shown)
+    return table
 
 
 def show_simulation(console: Console, outcome: Outcome) -> None:
@@ -180,90 +184,20 @@ def show_simulation(console: Console, outcome: Outcome) -> None:
     console.print(
         f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.told})"
     )
-    table = Table(show_header=False)
-    _add_rows(table, [outcome.numbers])
-    console.print(table)
+    console.print(_steps([outcome], show_header=False))
     if outcome.missing_bytes:
-        console.print(
-            f"does not fit: needs {outcome.missing_bytes / GIB:.1f} GiB more than a GPU can use",
-            style="bold red",
-        )
-    _show_pipeline(console, outcome)
-    _show_pair(console, outcome)
+        missing = f"{outcome.missing_bytes / GIB:.1f} GiB more than a GPU can use"
+        console.print(f"does not fit: needs {missing}", style="bold red")
+    pictures.show_simulation(console, outcome.simulation)
 
 
 def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Outcome) -> None:
     """Two simulated steps side by side."""
-    table = Table(title="simulated", title_justify="left")
-    for name in ("", f"A: {first}", f"B: {second}"):
-        table.add_column(name)
-    table.add_row("schedule", *(_schedule(outcome.setting) for outcome in (a, b)))
-    table.add_row("layout", *(outcome.setting.layout.describe() for outcome in (a, b)))
-    _add_rows(table, [a.numbers, b.numbers])
-    console.print(table)
+    both, names = (a, b), ["", f"A: {first}", f"B: {second}"]
+    schedules = ("schedule", *(_schedule(outcome.setting) for outcome in both))
+    layouts = ("layout", *(outcome.setting.layout.describe() for outcome in both))
+    console.print(_steps(both, schedules, layouts, title="simulated", columns=names))
     console.print(f"B is {a.numbers.step_seconds / b.numbers.step_seconds:.3f} times as fast as A")
-
-
-def _show_pipeline(console: Console, outcome: Outcome, stages: int = 16) -> None:
-    """The first blocks over time, in as many columns as the terminal has."""
-    simulation = outcome.simulation
-    width = max(60, min(console.width, 200) - 10)
-    blocks = [run for rank in simulation.ranks for run in rank.blocks]
-    longest = max(run.course.duration for run in blocks)
-    # A block wants room for its label, as F12B34; what does not fit stays out of the picture.
-    window = min(simulation.step_ns, longest * width / 8)
-    scale = width / window
-    console.print(
-        f"the first {window / 1e9:.3f} s of {simulation.step_ns / 1e9:.3f} s: F forward (blue), B backward "
-        f"(green), F and B paired (yellow; * where there is no room), with the numbers of micro-batches"
-    )
-    for rank in simulation.ranks[:stages]:
-        line = Text(f"stage {rank.number:<2} ")
-        column = 0
-        for run in rank.blocks:
-            first, last = round(run.start * scale), round((run.start + run.course.duration) * scale)
-            if first >= width:
-                break
-            last = min(last, width)
-            if last <= max(first, column):
-                continue
-            line.append("·" * (first - column), style="dim")
-            line.append(*_block_cell(run, last - max(first, column)))
-            column = last
-        line.append("·" * (width - column), style="dim")
-        console.print(line, soft_wrap=True)
-    if len(simulation.ranks) > stages:
-        console.print(f"... and {len(simulation.ranks) - stages} more stages")
-
-
-def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
-    """Text and style of a block that takes ``room`` columns, the last one a gap."""
-    passes = moving(run)
-    letters = "".join(one.kind.value for one in passes)
-    style = "black on gold3" if len(passes) > 1 else _STYLES.get(letters, _STYLES["B"])
-    mark = letters if len(passes) == 1 else "*"
-    if room == 1:
-        return mark, style
-    texts = "".join(f"{one.kind.value}{one.micro_batch}" for one in passes), letters, mark
-    shown = next(text for text in texts if len(text) < room)
-    return shown.center(room - 1) + "▏", style
-
-
-def _show_pair(console: Console, outcome: Outcome) -> None:
-    run = paired_run(outcome.simulation)
-    if run is None:
-        return
-    width = max(40, min(console.width, 160) - 10)
-    rows = pair_text(outcome.simulation, run, width)
-    legend = "a paired block: F forward strand (blue), B backward strand (green)"
-    if any(kind == "L" for _, pieces in rows for _, kind in pieces):
-        legend += ", L (pale): what the layer or the block before has left"
-    console.print(legend)
-    for name, pieces in rows:
-        line = Text(f"{name:<8} ")
-        for text, kind in pieces:
-            line.append(text, style=_STYLES[kind])
-        console.print(line, soft_wrap=True)
 
 
 def show_explanation(console: Console, explanation: Explanation) -> None:
@@ -290,20 +224,15 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
     if plan.not_executed:
         console.print(f"not executed yet: `braid train` does not have {', '.join(plan.not_executed)}")
     helps = [one for one in explanation.what_if if one.speedup >= 1 + _HELPS]
-    if helps:
-        table = _narrow("what would help most", ("", "change"), ("s/step", "tokens/s"))
-        notes = Table.grid(padding=(0, 2))
-        for number, answer in enumerate(helps, 1):
-            table.add_row(str(number), answer.change, f"{answer.step_seconds:.3f}", f"x {answer.speedup:.3f}")
-            notes.add_row(f"  {number}", answer.layout)
-        console.print(table, notes)
+    rows = [(one.change, f"{one.step_seconds:.3f}", f"x {one.speedup:.3f}", one.layout) for one in helps]
+    _show_numbered(console, "what would help most", ("change",), ("s/step", "tokens/s"), rows)
     if others := [f"{one.change} (x {one.speedup:.3f})" for one in explanation.what_if if one not in helps]:
         console.print(f"what does not help: {', '.join(others)}")
 
 
 def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:
     """Two traces: their steps, and the operators that make the difference."""
-    totals = _narrow(f"A {first}, B {second}", ("",), ("A", "B", "B / A"))
+    totals = table_of(f"A {first}, B {second}", ("",), ("A", "B", "B / A"))
     steps = compared.first, compared.second
     for name in ("step", "compute", "communication"):
         a, b = (getattr(step, f"{name}_ns") for step in steps)
@@ -311,7 +240,7 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
     totals.add_row("hidden", *(f"{step.hidden_fraction:.1%}" for step in steps), "")
     console.print(totals)
     title = "operators, by what they add to the difference of a rank's step (all ms)"
-    table = _narrow(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
+    table = table_of(title, ("operator",), ("times", "A", "B", "B / A", "adds"))
     for row in compared.operators:
         counts = dict.fromkeys((row.first_count, row.second_count))
         table.add_row(
@@ -323,6 +252,48 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
             f"{row.difference_ns / 1e6:+.2f}",
         )
     console.print(table)
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
+    """The resolved configuration, layout, memory per rank and FLOPs, without starting anything.
+
+    A layer of the user's own is loaded, which runs its code.
+    """
+    say(console, config.to_yaml().rstrip())
+    if config.model.layer is not None:
+        say(console, f"model.layer={config.model.layer!r} is loaded, and its code runs, also in a dry run")
+    if config.overlap.needs_profile:
+        decided = f"overlap.schedule={config.overlap.schedule} is decided by measured costs"
+        say(console, f"{decided}; shown is megatron")
+        config = config.with_schedule("megatron")
+    layout, workload = config.layout(), config.workload()
+    schedule = build_schedule(config, shape)
+    tokens = workload.global_batch * shape.sequence
+    facts = {
+        "model": f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters",
+        "sizes": f"hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, {shape.kv_heads} key-value "
+        f"heads, head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
+        "layout": f"{layout.ranks} ranks: {layout.describe()}",
+        "batch": f"{workload.micro_batches(layout)} micro-batches a replica, {tokens:,} tokens a step",
+        "FLOPs": f"{model_flops(shape, tokens) / 1e12:.3f} TFLOP a step (without recomputation)",
+    }
+    console.print(facts_of(facts, "plan"))
+    kinds, train = config.sizes(shape).kinds, config.train
+    graphs, unit_layers, partitions = model_graphs(config, shape), schedule.unit_layers, schedule.partitions
+    parts = scheduled_parts(graphs, layout, kinds, unit_layers=unit_layers, partitions=partitions)
+    code = link(schedule, layout, kinds, parts)
+    names = ("stage", "parameters", "gradients", "optimizer", "activations", "total")
+    memory = table_of("memory per rank (MiB, estimated)", (), names)
+    for stage in range(layout.pp):
+        rank = rank_memory(code, shape, train.dtype, stage, reduce_dtype=train.reduce_dtype)
+        states = rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes
+        sizes = (*states, rank.activation_bytes, rank.total_bytes)
+        memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))
+    console.print(memory)
+    pictures.show_schedule(console, schedule)
 
 
 # -- presets -------------------------------------------------------------------------------------------------
@@ -351,7 +322,7 @@ def show_presets(console: Console) -> None:
         return f"[{sources.setdefault(source, len(sources) + 1)}]"
 
     plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
-    table = _narrow(
+    table = table_of(
         "clusters (--cluster)", ("name", "GPUs"), ("TFLOP/s", "GB", "intra GB/s", "inter GB/s", ""), **plain
     )
     for name in cluster_names():
@@ -367,7 +338,7 @@ def show_presets(console: Console) -> None:
         )
     console.print(table)
     columns = ("parameters", "layers", "hidden", "sequence", "")
-    table = _narrow("models", ("name", "family"), columns, **plain)
+    table = table_of("models", ("name", "family"), columns, **plain)
     for name in model_names():
         m = model_preset(name)
         sizes = (f"{m.parameters() / 1e9:.2f} B", str(m.layers), str(m.hidden), str(m.sequence))

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
-from braid.actors.config.paths import expanded
-from braid.actors.controller.planning import setting_of
+from braid.actors.config.paths import anchored, expanded
+from braid.actors.controller.decisions import find_or_decide
+from braid.actors.controller.planning import build_schedule, setting_of
+from braid.actors.controller.profiling import known_profile
+from braid.jobs.cluster.session import launcher_of
 from braid.scheduling.cost.profile import Profile, read_profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.generate.setting import Setting
@@ -19,6 +22,8 @@ from braid.scheduling.plan.decide import Outcome, decide, evaluate, modelled, re
 from braid.scheduling.plan.layouts import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.plan.plan import Plan, RunnerUp, read_plan
 from braid.scheduling.plan.space import AUTO, EVERYTHING, PART_BY_PART, searched_schedules, with_schedule
+from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.text import parse
 from braid.scheduling.text.suggestions import nearest
 
 PRESET_BATCH_TOKENS = 2**22
@@ -123,7 +128,7 @@ def _decided(job: Request, setting: Setting) -> Outcome:
 
 def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
     """With a degree and a policy for every layer, and what all of one kind would take."""
-    from braid.jobs.training.layers import layer_search, schedules_of
+    from braid.jobs.training.layouts import layer_search, schedules_of
     from braid.scheduling.plan.layer_choices import choose_layers
 
     bench_of, usable = modelled(job.cluster, job.profile), job.cluster.usable_bytes
@@ -139,13 +144,16 @@ _LISTS = ("tensor_degrees", "recompute")
 """Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
 
 
-def with_plan(config: Config, file: Path) -> Config:
+def with_plan(config: Config, file: Path | None = None) -> Config:
     """The configuration with a plan's decisions, where it leaves them open: schedule, degrees of the mesh and
-    of layers, what ZeRO cuts, policies, samples of a micro-batch.
+    of layers, what ZeRO cuts, policies, samples of a micro-batch. ``file``: else that of ``overlap.plan``, if
+    there is one.
 
     `ConfigError` names the key that says something else. What no plan decides (model, batch, numerics) is
     compared by `braid.actors.controller.planning`.
     """
+    if (file := file or config.overlap.plan) is None:
+        return config
     setting = read_plan(file).setting
     layout, changed = setting.layout, dict[str, Any]()
     degrees = {axis: layout.degree(axis) for axis in (*AXES, "ep")}
@@ -203,26 +211,43 @@ def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpe
     return load_cluster(plan.cluster, nodes or needed // spec.gpus_per_node)
 
 
+def simulated(
+    reference: str,
+    cluster: str | None,
+    nodes: int | None,
+    schedule: str | None = None,
+    profile: Path | None = None,
+    overrides: list[str] | None = None,
+) -> Outcome:
+    """A simulated step of a plan, which is replayed, or of a configuration under its schedule (with
+    ``parallel: auto``, of its best plan); ``schedule``: another one on the same layout."""
+    if not is_plan(reference):
+        job = request(reference, overrides, cluster or "h100", nodes, profile)
+        if job.config.parallel.auto:
+            return simulate_plan(make_plan(job), job.cluster, schedule)
+        setting = setting_of(job.config, job.model)
+        return _under(setting, schedule, job.cluster, job.profile) if schedule else _decided(job, setting)
+    if overrides:
+        raise ConfigError("--set changes configurations; edit the plan's YAML instead")
+    plan = read_plan(Path(reference))
+    costs = None if profile is None else read_profile(profile)
+    return simulate_plan(plan, cluster_of(plan, cluster, nodes), schedule, costs)
+
+
 def simulate_plan(
     plan: Plan, cluster: ClusterSpec, schedule: str | None, profile: Profile | None = None
 ) -> Outcome:
     """The plan's own decisions, or another schedule on its layout."""
-    if schedule is None or known_schedule(schedule) == plan.setting.name:
+    if schedule is None or _named(schedule) == plan.setting.name:
         return replay(plan.setting, plan.choices, cluster, profile)
-    return evaluate(with_schedule(plan.setting, known_schedule(schedule)), cluster, profile)
+    return _under(plan.setting, schedule, cluster, profile)
 
 
-def simulate_request(job: Request, schedule: str | None) -> Outcome:
-    """The configuration's layout under its schedule, or another one; with ``auto``, of the best plan."""
-    if job.config.parallel.auto:
-        return simulate_plan(make_plan(job), job.cluster, schedule)
-    setting = setting_of(job.config, job.model)
-    if schedule is not None:
-        return evaluate(with_schedule(setting, known_schedule(schedule)), job.cluster, job.profile)
-    return _decided(job, setting)
+def _under(setting: Setting, schedule: str, cluster: ClusterSpec, profile: Profile | None) -> Outcome:
+    return evaluate(with_schedule(setting, _named(schedule)), cluster, profile)
 
 
-def known_schedule(text: str) -> ScheduleName:
+def _named(text: str) -> ScheduleName:
     """A schedule, perhaps with a pipeline; `ConfigError` lists them otherwise."""
     try:
         return ScheduleName.parse(text)
@@ -230,9 +255,26 @@ def known_schedule(text: str) -> ScheduleName:
         raise ConfigError(f"--schedule {text}: {error}") from None
 
 
-def write_file(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file that the user asked for."""
-    try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from None
+def known_schedule(config: Config, shape: ModelShape) -> Schedule:
+    """What `braid train` would execute, found without measuring anything.
+
+    Where costs decide, with the profile that is given or was measured before; `ConfigError` where there is
+    none. Which profile belongs to a run on Ray, its cluster says, which is joined, or started, for this.
+    """
+    if not config.overlap.needs_profile:
+        return build_schedule(config, shape)
+    config = anchored(config, Path.cwd())
+    measured = None
+    if config.overlap.profile is not None:
+        measured = read_profile(config.overlap.profile)
+    elif any((config.runs / "profiles").glob("*.json")):
+        with launcher_of(config) as (launcher, _):
+            if (found := known_profile(config, shape, launcher)) is not None:
+                measured = found.profile
+    if measured is None:
+        raise ConfigError(
+            f"overlap.schedule={config.overlap.schedule} is decided by measured costs, and this run has "
+            f"none in {config.runs / 'profiles'}: measure them with `braid profile`, or name a file in "
+            f"overlap.profile"
+        )
+    return parse(find_or_decide(config, shape, measured).schedule)

@@ -1,4 +1,3 @@
 """`braid train`: `train.py` carries a run out, `refusals.py` and `remarks.py` look at it before it starts,
-`layouts.py` and `layers.py` choose layouts with measured profiles, `display.py` shows it, `stopping.py`
-ends it.
+`layouts.py` chooses what ``auto`` leaves to measured profiles, `display.py` shows it, `stopping.py` ends it.
 """

@@ -12,22 +12,20 @@ from typing import Any, Final
 
 from braid.actors.config import Config
 from braid.actors.config.paths import BYTES
-from braid.jobs.data.end_token import GENERATION, TOKENIZER_CONFIG, content_of
-from braid.jobs.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from braid.jobs.data.tokenizer import (
+    GENERATION,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    Tokenizer,
+    content_of,
+)
 from braid.scheduling.model.presets.hugging_face import CONFIG
 
 FOLDER: Final = "tokenizer"
 _FILES: Final = (
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 """Of a tokenizer, beside `TOKENIZER_FILE`."""
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")

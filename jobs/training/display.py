@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +29,7 @@ from braid.actors.controller.records.run_records import (
 from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.data.token_files import TRAIN, VALIDATION, DataIndex
 from braid.jobs.data.prepare import Preparation, Prepared
+from braid.jobs.output import duration, facts_of, say, table_of
 from braid.jobs.training.layouts import MeasuredLayout
 from braid.jobs.training.train import Compared
 from braid.scheduling.trace import figures
@@ -55,15 +56,13 @@ class Display:
     def __init__(self, console: Console, *, live: bool) -> None:
         self._console = console
         self._live = live and console.is_terminal
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=console)
-        self._task: Any = None
-        self._losses: list[float] = []
-        self._validation: str = "-"
-        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._screen: Live | None = None
+        self._losses: list[float] = []
+        self._validation = "-"
+        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._last_line = 0.0
         self._last_step = 0
+        """0: no ranks have started yet."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Display"]:
@@ -81,10 +80,8 @@ class Display:
             case str():
                 self._say(event)
             case Preparation():
-                if self._screen:
-                    self._screen.update(
-                        Text(f"tokenising: {event.items_done}/{event.items} parts, {si(event.tokens)} tokens")
-                    )
+                tokens = f"{si(event.tokens)} tokens"
+                self._update(Text(f"tokenising: {event.items_done}/{event.items} parts, {tokens}"))
             case Prepared():
                 train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
                 self._say(
@@ -93,8 +90,7 @@ class Display:
                 )
                 for line in _about_tokens(event.index):
                     self._say(line)
-                if self._screen:
-                    self._screen.update(Text("starting ranks"))
+                self._update(Text("starting ranks"))
             case Profiled():
                 how = "measured before" if event.reused else f"measured in {event.seconds:.0f} s"
                 self._say(f"profile {event.path} ({how}; {event.profile.told})")
@@ -111,13 +107,16 @@ class Display:
                 waited = f", training waited {event.stalled_seconds:.2f} s"
                 self._say(f"saved   step {event.step} to {event.path} in {event.seconds:.1f} s{waited}")
             case Finished():
-                if self._screen:
-                    self._screen.update(Text(""))
+                self._update(Text(""))
                 self._console.print(report_table(event.report, self._losses))
                 self._say("done" if event.complete else "stopped early; go on with --resume")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line)
+
+    def _update(self, content: RenderableType) -> None:
+        if self._screen:
+            self._screen.update(content)
 
     def _begin(self, event: Started) -> None:
         for note in event.notes:
@@ -126,28 +125,32 @@ class Display:
         if event.first_step > event.last_step:
             work = f"step {event.first_step - 1} of {event.last_step} is done: nothing left to do"
         self._say(f"ranks   {event.ranks} ({event.layout}); {work}; records in {event.run_directory}")
-        if self._task is None:
-            if event.at_risk:
-                self._say(f"safety  {event.at_risk}")
-            self._task = self._progress.add_task("training", total=event.last_step)
-        self._progress.update(self._task, completed=event.first_step - 1)
+        if event.at_risk and not self._last_step:
+            self._say(f"safety  {event.at_risk}")
         self._last_step = event.last_step
 
     def _step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
         self._seconds.append(record.wall_seconds or record.seconds)
-        if record.validation_loss is not None:
+        validated = record.validation_loss is not None
+        if validated:
             self._validation = validation_line(
                 {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
             )
-        self._progress.update(self._task, completed=record.step)
-        if self._screen:
-            self._screen.update(Group(self._numbers(record), self._progress))
+        facts = self._facts(record)
+        self._update(Group(self._numbers(facts), ProgressBar(total=self._last_step, completed=record.step)))
+        due = time.monotonic() - self._last_line >= _LINE_SECONDS
+        if self._screen or not (due or validated or record.step == self._last_step):
             return
-        important = record.step == self._last_step or record.validation_loss is not None
-        if important or time.monotonic() - self._last_line >= _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            self._say(self._line(record))
+        self._last_line = time.monotonic()
+        words = [f"step {facts['step']}", f"loss {facts['loss']}"]
+        if validated:
+            words.append(f"validation {facts['validation']}")
+        else:
+            words += [f"{facts['tokens/s']} tokens/s", facts["step time"]]
+            if record.communication_seconds and record.seconds:
+                words.append(f"comm {facts['communication']}, {facts['hidden']} hidden")
+        self._say("  ".join([*words, f"ETA {facts['time left']}"]))
 
     def _facts(self, record: StepRecord) -> dict[str, str]:
         share = record.communication_seconds / record.seconds if record.seconds else 0.0
@@ -160,27 +163,15 @@ class Display:
             "communication": f"{share:.0%}",
             "hidden": f"{record.hidden_fraction:.0%}" if record.communication_seconds else "-",
             "memory": f"{max(record.peak_bytes) / 2**30:.2f} GiB",
+            "time left": duration((self._last_step - record.step) * fmean(self._seconds)),
         }
 
-    def _line(self, record: StepRecord) -> str:
-        """A step in one line of at most 100 columns."""
-        facts = self._facts(record)
-        words = [f"step {facts['step']}", f"loss {facts['loss']}"]
-        if record.validation_loss is not None:
-            words.append(f"validation {facts['validation']}")
-        else:
-            words += [f"{facts['tokens/s']} tokens/s", facts["step time"]]
-            if record.communication_seconds and record.seconds:
-                words.append(f"comm {facts['communication']}, {facts['hidden']} hidden")
-        left = (self._last_step - record.step) * fmean(self._seconds)
-        return "  ".join([*words, f"ETA {duration(left)}"])
-
-    def _numbers(self, record: StepRecord) -> Columns:
+    def _numbers(self, facts: Mapping[str, str]) -> Columns:
         """Names above values, in as many rows as the terminal's width needs."""
-        facts = [(name, value, "bold") for name, value in self._facts(record).items()]
-        facts.append(("loss curve", curve(self._losses), "cyan"))
+        shown = [(name, value, "bold") for name, value in facts.items()]
+        shown.append(("loss curve", curve(self._losses), "cyan"))
         return Columns(
-            [Text.assemble((name, "dim"), "\n", (value, style)) for name, value, style in facts],
+            [Text.assemble((name, "dim"), "\n", (value, style)) for name, value, style in shown],
             padding=(0, 2),
         )
 
@@ -195,14 +186,6 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
     if index.tokens_unknown:
         share = index.tokens_unknown / sum(index.tokens(split) for split in index.splits)
         yield f"warning {index.tokens_unknown} tokens ({share:.2%}) are what {index.tokenizer} does not know"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds; of more than four days, the days: 0:01:23, 12 d."""
-    whole = round(seconds)
-    if whole >= 100 * 3600:
-        return f"{whole / 86400:.0f} d"
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def curve(values: Sequence[float], width: int = 32) -> str:
@@ -251,12 +234,7 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
     if experts := report.get("experts"):
         rows["experts"] = experts_line(experts["last"])
     rows["peak memory"] = f"{peaks} GiB (by rank)"
-    table = Table(title="report", show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
-    for row in rows.items():
-        table.add_row(*row)
-    return table
+    return facts_of(rows, "report")
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:
@@ -314,11 +292,11 @@ def comparison_table(rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout
     """What an ``auto`` of the configuration decided by: simulated steps, the fastest first."""
     schedules = isinstance(rows[0], SimulatedSchedule)
     how = "schedules, simulated with the measured profile" if schedules else "layouts, simulated as measured"
-    table = Table(title=f"{how}; the first runs", title_justify="left")
-    for name in ("schedule",) if schedules else ("layout", "schedule"):
-        table.add_column(name, no_wrap=schedules, min_width=14)
-    for name in ("s/step", "ratio", *(("hidden", "bubble", "GiB", "unit") if schedules else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    texts = ("schedule",) if schedules else ("layout", "schedule")
+    numbers = ("s/step", "ratio", *(("hidden", "bubble", "GiB", "unit") if schedules else ()))
+    table = table_of(f"{how}; the first runs", texts, numbers)
+    for column in table.columns[: len(texts)]:
+        column.no_wrap, column.min_width = schedules, 14
     fastest = rows[0].seconds
     assert fastest is not None
     for row in rows:

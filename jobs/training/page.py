@@ -9,31 +9,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
+from typing import IO
 
 _START_SECONDS = 20.0
 _END_SECONDS = 3.0
-_LINES_KEPT = 50
 
 
 class LivePage:
-    """Starts the page when told to and ends it when closed."""
+    """Starts the page when told to and ends it when closed. Metrics count since it was made."""
 
     def __init__(self, port: int = 0) -> None:
-        self._port = port
-        self._begin = time.time()
-        """Since when metrics count."""
+        self._port, self._begin = port, time.time()
         self._process: subprocess.Popen[str] | None = None
         self._url = queue.SimpleQueue[str]()
         """The page's address, once it serves; empty at its end."""
-        self._said = deque[str](maxlen=_LINES_KEPT)
+        self._said = "its process ended"
+        """The newest line, but for its address."""
 
     def open(self, run: Path) -> str:
         """Serve a run directory on this machine's loopback; returns the address. `ValueError` with the reason
         if the page does not come up: no reason to end a training run."""
         arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
-        self._process = process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "braid.jobs.training.page", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -42,11 +40,12 @@ class LivePage:
             errors="replace",
             start_new_session=True,  # Ctrl-C is for the training, which ends the page
         )
-        threading.Thread(target=self._listen, args=(process,), name="page", daemon=True).start()
+        assert self._process.stdout is not None
+        threading.Thread(target=self._listen, args=(self._process.stdout,), name="page", daemon=True).start()
         try:
             if url := self._url.get(timeout=_START_SECONDS):
                 return url
-            reason = self._said[-1] if self._said else "its process ended"
+            reason = self._said
         except queue.Empty:
             reason = f"it did not answer within {_START_SECONDS:g} s"
         self.close()
@@ -63,15 +62,14 @@ class LivePage:
             process.kill()
             process.wait()
 
-    def _listen(self, process: "subprocess.Popen[str]") -> None:
+    def _listen(self, lines: IO[str]) -> None:
         """Take all that the process says: it would stand still as soon as the pipe is full."""
-        assert process.stdout is not None
-        with process.stdout as lines:
+        with lines:
             for line in lines:
                 if line.startswith("http://"):
                     self._url.put(line.strip())
                 elif line.strip():
-                    self._said.append(line.strip())
+                    self._said = line.strip()
         self._url.put("")
 
 

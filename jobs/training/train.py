@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.ranks.group import Launcher, WorkerError
 from braid.actors.controller.ranks.interruptions import RestartBudget
-from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace
+from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.ranks.rank_environment import allow_open_files
 from braid.actors.controller.records.run_records import (
     Event,
@@ -31,15 +31,13 @@ from braid.actors.controller.state.manifest import CheckpointStore
 from braid.actors.stage.rank.log import log_file
 from braid.actors.stage.rank.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks
-from braid.jobs.cluster.session import ray_session
+from braid.jobs.cluster.session import launcher_of
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
-from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.prepare import Preparation, Prepared
-from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
+from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.planning.work import with_plan
 from braid.jobs.training.beside_weights import keep
-from braid.jobs.training.layers import left_open, with_layers
-from braid.jobs.training.layouts import MeasuredLayout, with_layout
+from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
 from braid.jobs.training.remarks import on_learning_rate
@@ -61,7 +59,6 @@ class Compared:
 
 Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | str], None]
 """Takes what there is to tell of a run; a string is a line for people."""
-StartPlan = Callable[[Launcher, Executor], RunPlan]
 
 
 def train(
@@ -80,11 +77,13 @@ def train(
 
     Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
     """
-    report: dict[str, Any] = {}
-    for event in training(config, options, show, faults=faults, places=places):
-        if isinstance(event, Finished):
-            report = event.report
-    return report
+    return report_of(training(config, options, show, faults=faults, places=places))
+
+
+def report_of(events: Iterable[Event]) -> dict[str, Any]:
+    """Let a run go on to its end; its report."""
+    reports = [event.report for event in events if isinstance(event, Finished)]
+    return reports[-1] if reports else {}
 
 
 def training(
@@ -104,19 +103,11 @@ def training(
     config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
     run, telemetry = config.run_directory, config.telemetry
     allow_open_files()
-    if config.overlap.plan is not None:
-        config = with_plan(config, config.overlap.plan)
+    config = with_plan(config)
     shape = check_run(config, options, places)
     tokenizer = tokenizer_of(config)
     for text in on_learning_rate(config, resume=options.resume):
         show(_warning("learning-rate", text))
-
-    def plan(launcher: Launcher, executor: Executor) -> RunPlan:
-        prepared = prepare_data(config, executor, show, resume=options.resume)
-        data = str(prepared.output)
-        made = plan_run(_laid_out(config, shape, launcher, data, show), shape, data, launcher, show)
-        return replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(run))
         signals = stack.enter_context(StopSignals().heard())
@@ -127,19 +118,28 @@ def training(
         stack.callback(sinks.close)
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
-        if config.cluster.launcher == "processes":
-            events = _in_processes(config, options, plan, signals, places)
-        else:
-            events = _on_ray(config, options, plan, signals)
+        launcher, executor = stack.enter_context(launcher_of(config, places))
+        on_ray = config.cluster.launcher == "ray"
+        # else checked before, or the run takes what room there is
+        if on_ray and config.elastic.max_ranks is None and not config.parallel.auto:
+            launcher.check(config.layout().ranks)
+        prepared = prepare_data(config, executor, show, resume=options.resume)
+        data = str(prepared.output)
+        made = plan_run(_laid_out(config, shape, launcher, data, show), shape, data, launcher, show)
+        made = replace(made, faults=faults, files={**made.files, RECORD: data_record(prepared)})
+        run_on = _on_ray if on_ray else _in_processes
+        events = stack.enter_context(contextlib.closing(run_on(made, launcher, options, signals)))
         begun = False
         for event in events:
             show(event)
             match event:
                 case Started() if not begun:  # else again, after a failure
                     begun = True
-                    _keep_tokenizer(config, tokenizer, show)
+                    with _told("data", "exports will have no tokenizer: ", show):
+                        keep(config, tokenizer, run)
                     if telemetry.page:
-                        _open_page(page, run, show)
+                        with _told("telemetry", "", show):
+                            show(f"page    {page.open(run)} shows the run live")
                     identity = read_identity(run)
                     mark = identity.mark if identity is not None else ""
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
@@ -150,6 +150,15 @@ def training(
 
 def _warning(kind: str, text: str) -> Incident:
     return Incident(kind=kind, text=text, step=0)
+
+
+@contextlib.contextmanager
+def _told(kind: str, what: str, show: Show) -> Iterator[None]:
+    """What fails in the block is told, and the run goes on."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        show(_warning(kind, f"{what}{error}"))
 
 
 @contextlib.contextmanager
@@ -171,20 +180,6 @@ def _explained(run: Path) -> Iterator[None]:
         if steps := store.steps():
             newest = f"the newest checkpoint is of step {steps[-1]}; go on with --resume"
         raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
-
-
-def _keep_tokenizer(config: Config, tokenizer: Tokenizer, show: Show) -> None:
-    try:
-        keep(config, tokenizer, config.run_directory)
-    except OSError as error:
-        show(_warning("data", f"exports will have no tokenizer: {error}"))
-
-
-def _open_page(page: LivePage, run: Path, show: Show) -> None:
-    try:
-        show(f"page    {page.open(run)} shows the run live")
-    except (OSError, ValueError) as error:
-        show(_warning("telemetry", str(error)))
 
 
 def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, show: Show) -> RunPlan:
@@ -238,47 +233,38 @@ def _laid_out(config: Config, shape: ModelShape, launcher: Launcher, data: str, 
 
 
 def _in_processes(
-    config: Config,
-    options: RunOptions,
-    plan: StartPlan,
-    signals: StopSignals,
-    places: Sequence[ProcessPlace] | None,
-) -> Iterator[Event]:
-    launcher = ProcessLauncher(config, places)
-    controller = Controller(plan(launcher, local_map), launcher, options)
+    plan: RunPlan, launcher: Launcher, options: RunOptions, signals: StopSignals
+) -> Generator[Event, None, None]:
+    controller = Controller(plan, launcher, options)
     with signals.calling(controller.stop):
         yield from controller.run()
 
 
-def _on_ray(config: Config, options: RunOptions, plan: StartPlan, signals: StopSignals) -> Iterator[Event]:
-    with ray_session(config):
-        import ray.util.metrics
-        from ray.exceptions import RayActorError
+def _on_ray(
+    plan: RunPlan, launcher: Launcher, options: RunOptions, signals: StopSignals
+) -> Generator[Event, None, None]:
+    """``launcher``: of the command; each controller has its own."""
+    import ray.util.metrics
+    from ray.exceptions import RayActorError
 
-        from braid.actors.controller.ranks.placement import RayLauncher
-        from braid.dashboards.metrics_feed import told_to_ray  # loads a web server
-        from braid.jobs.data.prepare_ray import ray_map
-        from braid.jobs.training.controllers import Controllers
+    from braid.dashboards.metrics_feed import told_to_ray  # loads a web server
+    from braid.jobs.training.controllers import Controllers
 
-        launcher = RayLauncher(config)
-        if config.elastic.max_ranks is None and not config.parallel.auto:  # else it takes what room there is
-            launcher.check(config.layout().ranks)
-        made = plan(launcher, ray_map)
-        controllers = Controllers(made, options, partial(replan, made))
-        budget = RestartBudget(config.failure.max_restarts)
-        with told_to_ray(config.run_directory, ray.util.metrics):
-            while True:
-                controllers.start()
-                try:
-                    with signals.calling(controllers.stop):
-                        for event in controllers.events():
-                            if isinstance(event, StepDone):
-                                budget.step_done(event.record.step)
-                            yield event
-                    return
-                except RayActorError as error:
-                    if not budget.spend():
-                        text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
-                        raise WorkerError(0, text, user_error=True) from None
-                # Its ranks have ended with it. The run's directory tells the next one where to go on.
-                yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)
+    controllers = Controllers(plan, options, partial(replan, plan))
+    budget = RestartBudget(plan.config.failure.max_restarts)
+    with told_to_ray(plan.config.run_directory, ray.util.metrics):
+        while True:
+            controllers.start()
+            try:
+                with signals.calling(controllers.stop):
+                    for event in controllers.events():
+                        if isinstance(event, StepDone):
+                            budget.step_done(event.record.step)
+                        yield event
+                return
+            except RayActorError as error:
+                if not budget.spend():
+                    text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
+                    raise WorkerError(0, text, user_error=True) from None
+            # Its ranks have ended with it. The run's directory tells the next one where to go on.
+            yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)

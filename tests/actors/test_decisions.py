@@ -17,7 +17,7 @@ from braid.actors.controller.planning import model_graphs
 from braid.actors.controller.profiling import _profile_path
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.messages import RunPlan
-from braid.jobs.planning.profiling import known_schedule
+from braid.jobs.planning.work import known_schedule
 from braid.jobs.training.train import Compared, plan_run
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.schedule.text import write

@@ -31,7 +31,7 @@ RAY_FILES = {
     "jobs/cluster/session.py",
     "jobs/cluster/submission.py",
     "jobs/training/train.py",
-    "jobs/data/prepare_ray.py",
+    "jobs/data/executors.py",
     "jobs/bench/training.py",
     "jobs/drill/nodes.py",
 }

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import yaml
 
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.forked import Command
+from tests.in_process import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,16 +30,6 @@ def overlap_of(name: str, **more: Any) -> dict[str, Any]:
     """The section ``overlap`` for a schedule, perhaps with a pipeline (``braid:w``), and ``more`` keys."""
     schedule, _, pipeline = name.partition(":")
     return {"schedule": schedule, **({"pipeline": pipeline} if pipeline else {}), **more}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left behind."""
-
-    code: int
-    output: str
-    errors: str
-    seconds: float
 
 
 def environment() -> dict[str, str]:
@@ -61,7 +51,6 @@ def start(folder: Path, *arguments: str) -> Command:
 
 def braid(folder: Path, *arguments: str, timeout: float = 120.0) -> Outcome:
     """Run ``braid ARGUMENTS`` in a folder to its end; its whole session is killed if it takes too long."""
-    begin = time.monotonic()
     process = start(folder, *arguments)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -69,7 +58,7 @@ def braid(folder: Path, *arguments: str, timeout: float = 120.0) -> Outcome:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise
-    return Outcome(process.returncode, output, errors, time.monotonic() - begin)
+    return Outcome(process.returncode, output, errors)
 
 
 def write_config(folder: Path, **sections: Any) -> Path:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from braid.actors.config import Config, ConfigError, load_config, parse_config
-from braid.jobs.training.layers import layer_search
-from braid.jobs.training.layouts import MEASURED, fitting_layouts
+from braid.jobs.training.layouts import MEASURED, fitting_layouts, layer_search
 from braid.scheduling.plan.plan import read_plan
 from tests.end_to_end.command import braid, losses_of, write_config, write_corpus
 

@@ -24,17 +24,12 @@ from braid.actors.controller.ranks.group import WorkerError
 from braid.actors.controller.state.manifest import CheckpointStore, verify
 from braid.actors.stage.rank.messages import RunPlan
 from braid.actors.stage.state import exchange
-from braid.jobs.commands.checkpoints import new_directory
+from braid.jobs.commands.checkpoint import new_directory
 from braid.scheduling.schedule.text import write
 from tests.actors.saved import Marker, digests, flip
-from tests.end_to_end.runs import KeptRanks, Run, prepare_text, run_layout
+from tests.end_to_end.runs import KeptRanks, Run, run_layout
 from tests.foreign_models import opened
 from tests.in_process import Capture, Outcome, called, refused
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("data"), seed=0, files=4)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +166,7 @@ def test_a_checkpoint_that_goes_away_meanwhile(
         shutil.rmtree(path)
         file.stat()
 
-    monkeypatch.setattr("braid.jobs.commands.checkpoints.verify", verify_too_late)
+    monkeypatch.setattr("braid.jobs.commands.checkpoint.verify", verify_too_late)
     refused(command("verify", step(run, 2)), "step-2", "__0_0.distcp cannot be read")
 
 
@@ -252,34 +247,26 @@ def test_forged_checkpoints_run_nothing(
     assert marker.exists(), "the file is harmless: too easy a test"
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps({}), pickle.dumps(7)])
-def test_a_table_of_contents_that_is_none(
-    run: Path, command: Command, tmp_path: Path, content: bytes
-) -> None:
-    (step(run, 4) / ".metadata").write_bytes(content)
-    republish(step(run, 4))
-    refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused")
-
-
-@pytest.mark.parametrize(
-    "make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/nowhere")], ids=["folder", "file", "link"]
-)
-def test_an_existing_target_is_left_alone(
-    run: Path, command: Command, tmp_path: Path, make: Callable[[Path], object]
-) -> None:
-    target = tmp_path / "model"
-    make(target)
-    before = target.lstat()
-    refused(command("export", run, target), str(target), "exists already")
-    after = target.lstat()
-    assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns), "not written"
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "model"}
+def test_a_table_of_contents_that_is_none(run: Path, command: Command, tmp_path: Path) -> None:
+    for content in (b"", b"\x80", pickle.dumps({}), pickle.dumps(7)):
+        (step(run, 4) / ".metadata").write_bytes(content)
+        republish(step(run, 4))
+        refused(command("export", step(run, 4), tmp_path / "model"), ".metadata is refused")
 
 
 def test_targets_and_options_that_will_not_do(run: Path, command: Command, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    for make in (Path.mkdir, Path.touch, lambda path: path.symlink_to("/nowhere")):
+        make(target)
+        before = target.lstat()
+        refused(command("export", run, target), str(target), "exists already")
+        after = target.lstat()
+        assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns), "not written"
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "model"}
+        target.rmdir() if make is Path.mkdir else target.unlink()
     refused(command("export", run, tmp_path / "no" / "model"), "does not exist")
-    refused(command("export", run, tmp_path / "model", "--dtype", "fp8"), "--dtype", "fp8", "fp32", "bf16")
-    refused(command("export", run, tmp_path / "model", "--max-file-gb", "0"), "--max-file-gb 0")
+    refused(command("export", run, target, "--dtype", "fp8"), "--dtype", "fp8", "fp32", "bf16")
+    refused(command("export", run, target, "--max-file-gb", "0"), "--max-file-gb 0")
     assert os.listdir(tmp_path) == ["run"]
 
 

@@ -165,6 +165,8 @@ def test_text_that_is_not_utf8_is_repaired_or_skipped(broken_text: list[Path], t
 
 # Refusals.
 
+ROWS = "good.parquet"
+ARRAY = "files: '.*' is one JSON array, not JSON lines; make lines of it: "
 FILES: dict[str, Any] = {
     "good.txt": "text",
     "blank.txt": " \n\t",
@@ -185,64 +187,47 @@ FILES: dict[str, Any] = {
 }
 
 
-def refuse(pattern: str, *files: str, **options: Any) -> Any:
-    return pytest.param(files or ("good.txt",), options, pattern, id=pattern[:40])
+MESSAGES: list[tuple[str, str, dict[str, Any]]] = [
+    ("missing.txt", r"files: 'missing.txt' finds no file \(in /.*\); correct", {}),
+    (".", r"files: '.' is a folder; write './\*\*/\*.txt'", {}),
+    ("odd.json", r"files: '.*odd.json' ends in '.json'; set data.format to jsonl", {}),
+    ("packed.tar.gz", r"files: '.*gz' ends in '.tar.gz'; unpack it", {}),
+    ("packed.parquet.xz", r"files: '.*xz' is Parquet in '.xz'; unpack it", {}),
+    ("packed.jsonl.gz", r"files: cannot read '.*gz' \(Not a gzipped file.*repair", {}),
+    ("sftpp://h/a", r"files='sftpp://h/a': no file system is called 'sftpp'; did you mean", {}),
+    ("s3://b/a", r"files='s3://b/a': .*s3fs.*pip install 'braid\[object-stores\]'", {}),
+    ("memory://none/*.txt", r"files: 'memory://none/\*.txt' finds no file; correct the URL", {}),
+    ("blank.txt", r"files: 1 file\(s\) hold no text \(1 documents are empty.*give files", {}),
+    ("broken.jsonl", r"files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", {}),
+    ("array.json", rf"{ARRAY}jq -c '\.\[\]' < \S+/array.json > \S+/array.json.jsonl$", {}),
+    ("an array.jsonl", rf"{ARRAY}.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", {}),
+    ("returns.jsonl", r"files: '.*' has lines that end in a carriage return.* tr '.r' '.n' < ", {}),
+    ("list.jsonl", r"files: .*list.jsonl:2 holds a list, not an object; write", {}),
+    ("other.jsonl", r"text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set", {}),
+    ("fieldless.jsonl", r"text_field: 'text' is not in .*which has no field at all; exclude", {}),
+    ("number.jsonl", r"text_field: 'text' is a number in .*number.jsonl:1; name", {}),
+    (ROWS, rf"text_field: 'body' is not in '.*{ROWS}', which has 'id', 'text'; set", {"text_field": "body"}),
+    (ROWS, rf"text_field: 'id' has type int64 in '.*{ROWS}'; name", {"text_field": "id"}),
+    ("broken.parquet", r"files: '.*broken.parquet' is not readable Parquet \(.*\); repair", {}),
+    ("torn.parquet", r"files: '.*torn.parquet' is not readable Parquet \(.*\); repair", {}),
+    ("good.txt", r"exclude: \['\*.txt'\] leaves no file", {"exclude": ["*.txt"]}),
+    ("good.txt", r"tokenizer: cannot read '.*none.json' \(No such file.*give", {"tokenizer": "none.json"}),
+    ("good.txt", r"tokenizer: '.*' is not a Hugging Face.* \(.*save", {"tokenizer": "broken-tokenizer.json"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("files", "options", "message"),
-    [
-        refuse(r"files: 'missing.txt' finds no file \(in /.*\); correct", "missing.txt"),
-        refuse(r"files: '.' is a folder; write './\*\*/\*.txt'", "."),
-        refuse(r"files: '.*odd.json' ends in '.json'; set data.format to jsonl", "odd.json"),
-        refuse(r"files: '.*gz' ends in '.tar.gz'; unpack it", "packed.tar.gz"),
-        refuse(r"files: '.*xz' is Parquet in '.xz'; unpack it", "packed.parquet.xz"),
-        refuse(r"files: cannot read '.*gz' \(Not a gzipped file.*repair", "packed.jsonl.gz"),
-        refuse(r"files='sftpp://h/a': no file system is called 'sftpp'; did you mean", "sftpp://h/a"),
-        refuse(r"files='s3://b/a': .*s3fs.*pip install 'braid\[object-stores\]'", "s3://b/a"),
-        refuse(r"files: 'memory://none/\*.txt' finds no file; correct the URL", "memory://none/*.txt"),
-        refuse(r"files: 1 file\(s\) hold no text \(1 documents are empty.*give files", "blank.txt"),
-        refuse(r"files: .*broken.jsonl:3 is not JSON \(Expecting value, column.*repair", "broken.jsonl"),
-        refuse(
-            r"files: '.*array.json' is one JSON array, not JSON lines; make lines of it: "
-            r"jq -c '\.\[\]' < \S+/array.json > \S+/array.json.jsonl$",
-            "array.json",
-        ),
-        refuse(r"files: '.*' is one JSON array.* < '.*/an array.jsonl' > '.*jsonl.jsonl'", "an array.jsonl"),
-        refuse(r"files: '.*' has lines that end in a carriage return.* tr '.r' '.n' < ", "returns.jsonl"),
-        refuse(r"files: .*list.jsonl:2 holds a list, not an object; write", "list.jsonl"),
-        refuse(
-            r"text_field: 'text' is not in .*other.jsonl:1, which has 'content', 'id'; set", "other.jsonl"
-        ),
-        refuse(r"text_field: 'text' is not in .*which has no field at all; exclude", "fieldless.jsonl"),
-        refuse(r"text_field: 'text' is a number in .*number.jsonl:1; name", "number.jsonl"),
-        refuse(
-            r"text_field: 'body' is not in '.*good.parquet', which has 'id', 'text'; set",
-            "good.parquet",
-            text_field="body",
-        ),
-        refuse(r"text_field: 'id' has type int64 in '.*good.parquet'; name", "good.parquet", text_field="id"),
-        refuse(r"files: '.*broken.parquet' is not readable Parquet \(.*\); repair", "broken.parquet"),
-        refuse(r"files: '.*torn.parquet' is not readable Parquet \(.*\); repair", "torn.parquet"),
-        refuse(r"exclude: \['\*.txt'\] leaves no file", exclude=["*.txt"]),
-        refuse(r"tokenizer: cannot read '.*missing.json' \(No such file.*give", tokenizer="missing.json"),
-        refuse(
-            r"tokenizer: '.*' is not a Hugging Face tokenizer.json \(.*save",
-            tokenizer="broken-tokenizer.json",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("file", "message", "options"), MESSAGES, ids=lambda value: str(value)[:40])
 def test_what_is_wrong_is_told_in_one_line(
-    files: tuple[str, ...], options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, message: str, options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
-    content = write_rows(tmp_path / "good.parquet", DOCUMENTS, pa.string()).read_bytes()
-    (tmp_path / "torn.parquet").write_bytes(content[:4] + bytes(200) + content[204:])
+    rows = write_rows(tmp_path / ROWS, DOCUMENTS, pa.string()).read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(rows[:4] + bytes(200) + rows[204:])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match=f"^data.{message}") as fault:
-        prepared(tmp_path / "out", *files, **options)
+        prepared(tmp_path / "out", file, **options)
     assert "\n" not in str(fault.value)
     assert not (tmp_path / "out").exists()
     assert not hidden(tmp_path)

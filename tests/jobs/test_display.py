@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import re
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,21 +20,16 @@ from braid.actors.controller.records.run_records import Finished, Started, StepD
 from braid.actors.controller.records.step_record import StepRecord
 from braid.jobs.commands.demo import PICTURE, STRETCH, Demo
 from braid.jobs.data.prepare import Prepared
-from braid.jobs.planning.searching import Searching
+from braid.jobs.output import duration
+from braid.jobs.planning import searching
 from braid.jobs.planning.view import show_presets
-from braid.jobs.training.display import (
-    Display,
-    curve,
-    duration,
-    prediction_line,
-    report_table,
-    validation_line,
-)
+from braid.jobs.training.display import Display, curve, prediction_line, report_table, validation_line
 from braid.jobs.training.remarks import on_data, on_learning_rate
 from braid.scheduling.model.presets.library import cluster_names, model_names
 from tests.actors.test_records import a_record
 from tests.end_to_end.command import braid
 from tests.jobs.corpora import prepared
+from tests.waiting import within
 
 
 def test_a_curve_leaves_out_what_is_no_number() -> None:
@@ -48,53 +46,45 @@ def test_validation_is_told_in_both_units() -> None:
         assert validation_line({"loss": loss, "bits_per_byte": found}) == line
 
 
+def record(step: int, **changed: Any) -> StepRecord:
+    """A step of as many digits as there are ever."""
+    seconds = {"seconds": 12.345, "communication_seconds": 12.345, "wall_seconds": 12.5}
+    wide = {"loss": 10.12345, "lr": 1e-3, "tokens": 1_500_000, "peak_bytes": (100 << 30,), **seconds}
+    return a_record(step, **{**wide, "grad_norm": 1.0, "exposed_seconds": 0.0, **changed})
+
+
+def shown(last: int, *events: Any, width: int = 160) -> list[str]:
+    """What is said of a run without a terminal; every step is."""
+    file = io.StringIO()
+    display = Display(Console(file=file, width=width), live=True)
+    begun = Started(first_step=1, last_step=last, ranks=1, layout="1 rank", run_directory="runs/first")
+    for event in (begun, *events):
+        display._last_line = float("-inf")
+        display.show(StepDone(record=event, ranks={}) if isinstance(event, StepRecord) else event)
+    return file.getvalue().splitlines()
+
+
+def steps(last: int, *records: StepRecord) -> list[str]:
+    return [line for line in shown(last, *records, width=80) if line.startswith("step")]
+
+
 def test_a_run_with_a_skipped_step_ends_with_its_report() -> None:
     """Its first loss was no number; what follows is."""
-    out = io.StringIO()
-    display = Display(Console(file=out, width=160), live=False)
     validation: dict[str, Any] = {"validation_loss": 1.5, "validation_bits_per_byte": 2.0}
     validation["between_seconds"] = {"validation": 0.1}
     records = [a_record(1, loss=math.nan, grad_norm=math.nan), a_record(2), a_record(3, **validation)]
-    begun = Started(first_step=1, last_step=3, ranks=1, layout="one rank", run_directory="runs/skipped")
-    display.show(begun)
-    for record in records:
-        display.show(StepDone(record=record, ranks={}))
     config: Config = parse_config({"name": "skipped", "train": {"steps": 3}})
-    display.show(Finished(complete=True, report=build_report(iter(records), config, complete=True)))
-    said = out.getvalue()
-    assert "nan -> 3.0000  x▁█" in said
-    assert "1.5000 nats per token, 2.000 bits per byte" in said
-    assert said.endswith("done\n")
-
-
-def record(step: int, **changed: Any) -> StepRecord:
-    """A step of as many digits as there are ever."""
-    wide = {
-        "loss": 10.12345,
-        "lr": 1e-3,
-        "seconds": 12.345,
-        "communication_seconds": 12.345,
-        "wall_seconds": 12.5,
-    }
-    sizes = {"tokens": 1_500_000, "peak_bytes": (100 << 30,)}
-    return a_record(step, **{**wide, **sizes, "grad_norm": 1.0, "exposed_seconds": 0.0, **changed})
-
-
-def printed(*records: StepRecord, last: int) -> list[str]:
-    """The lines of steps where there is no terminal."""
-    file = io.StringIO()
-    display = Display(Console(file=file, width=80), live=True)
-    display.show(Started(first_step=1, last_step=last, ranks=1, layout="1 rank", run_directory="runs/first"))
-    for one in records:
-        display._last_line = float("-inf")
-        display.show(StepDone(record=one, ranks={}))
-    return [line for line in file.getvalue().splitlines() if line.startswith("step")]
+    report = build_report(iter(records), config, complete=True)
+    said = shown(3, *records, Finished(complete=True, report=report))
+    assert any("nan -> 3.0000  x▁█" in line for line in said)
+    assert any("1.5000 nats per token, 2.000 bits per byte" in line for line in said)
+    assert said[-1] == "done"
 
 
 @pytest.mark.parametrize("loss", [None, 10.1234])
 def test_step_lines_fit_in_100_columns(loss: float | None) -> None:
     bits = None if loss is None else 14.6051
-    (line,) = printed(record(100_000, validation_loss=loss, validation_bits_per_byte=bits), last=200_000)
+    (line,) = steps(200_000, record(100_000, validation_loss=loss, validation_bits_per_byte=bits))
     assert len(line) <= 100
     assert line.endswith("ETA 14 d")  # 100,000 steps of 12.5 s
     told = "validation 10.1234 nats per token, 14.605 bits per byte"
@@ -102,20 +92,20 @@ def test_step_lines_fit_in_100_columns(loss: float | None) -> None:
 
 
 def test_what_is_left_takes_as_long_as_the_last_steps() -> None:
-    lines = printed(record(8, wall_seconds=1.0), record(9, wall_seconds=3.0), last=40)
+    lines = steps(40, record(8, wall_seconds=1.0), record(9, wall_seconds=3.0))
     assert lines[0].endswith("ETA 0:00:32")
     assert lines[1].endswith("ETA 0:01:02")  # 31 steps of 2 s
     assert (duration(3725), duration(100 * 3600 - 1)) == ("1:02:05", "99:59:59")
 
 
-def test_headers_of_the_live_table_are_whole_in_80_columns() -> None:
-    display = Display(Console(file=io.StringIO(), width=80, force_terminal=True), live=True)
-    display._last_step, display._losses = 200_000, [3.0, 2.0, 1.0] * 20
+def test_the_live_table_is_whole_in_80_columns() -> None:
     file = io.StringIO()
-    Console(file=file, width=80).print(display._numbers(record(100_000, validation_bits_per_byte=2.5)))
-    for name in ("step", "loss", "validation", "tokens/s", "step time", "communication", "hidden", "memory"):
+    display = Display(Console(file=file, width=80, force_terminal=True), live=True)
+    display._last_step, display._losses = 200_000, [3.0, 2.0, 1.0] * 20
+    with display.running():
+        display.show(StepDone(record=record(100_000, validation_bits_per_byte=2.5), ranks={}))
+    for name in ("validation", "tokens/s", "step time", "communication", "hidden", "memory", "loss curve"):
         assert name in file.getvalue()
-    assert "loss curve" in file.getvalue()
     assert "100000/200000" in file.getvalue()
     assert "…" not in file.getvalue()
 
@@ -130,27 +120,38 @@ def test_presets_name_all_names_in_80_columns() -> None:
 
 
 def test_a_prediction_that_is_far_off_is_remarked_on() -> None:
-    steps = [record(step, seconds=seconds) for step, seconds in enumerate((9.0, 0.417, 0.417, 0.5), 1)]
+    records = [record(step, seconds=seconds) for step, seconds in enumerate((9.0, 0.417, 0.417, 0.5), 1)]
     for predicted, says in ((0.209, "2.0 x off"), (0.4, None)):
-        report = build_report(steps, parse_config({}), complete=True, predicted_seconds=predicted)
+        report = build_report(records, parse_config({}), complete=True, predicted_seconds=predicted)
         assert report["prediction"] == {"step_seconds": predicted, "measured_seconds": 0.417}
         line = prediction_line(report["prediction"])
         assert "417 ms measured" in line
         assert ("braid profile --anew" in line) == (says is not None)
         assert says is None or says in line
         assert "prediction" in list(report_table(report, [1.0]).columns[0].cells)
-    assert "prediction" not in build_report(steps, parse_config({}), complete=True)
+    assert "prediction" not in build_report(records, parse_config({}), complete=True)
 
 
-def test_a_search_says_what_it_is_at_after_a_moment() -> None:
-    file, now = io.StringIO(), [0.0]
-    shown = Searching(Console(file=file, width=80), lambda: now[0])
-    for seconds, what in ((1.0, "first"), (2.0, "second"), (5.0, "third"), (13.0, "third"), (14.0, "fourth")):
-        now[0] = seconds
-        shown(what)
-        shown.look()
-    shown.stop()
-    assert file.getvalue() == "braid: searching for 2 s: second\nbraid: searching for 13 s: third\n"
+def test_a_search_says_what_it_is_at_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(**limits: float) -> None:
+        for name, limit in limits.items():
+            monkeypatch.setattr(searching, f"_{name}_SECONDS", limit)
+
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    seconds(MOMENT=1e9, LOOK=0.01, LINE=1e9)
+    with searching.searching() as tell:
+        tell("first")
+        time.sleep(0.1)
+        tell("second")
+        seconds(MOMENT=0.0)
+        assert within(20, lambda: "second" in said.getvalue())
+        tell("third")
+        time.sleep(0.1)
+        tell("fourth")
+        seconds(LINE=0.0)
+        assert within(20, lambda: "fourth" in said.getvalue())
+    found = re.sub(r"\d+", "N", said.getvalue())
+    assert found == "".join(f"braid: searching for N s: {what}\n" for what in ("second", "fourth"))
 
 
 # ``braid demo``: two short runs, the same losses, both timelines; and what it says where that is not so.
@@ -203,18 +204,15 @@ def configured(folder: Path, **sections: Any) -> Config:
     return parse_config({"name": "run", "runs": str(folder), **sections})
 
 
-def written(folder: Path, content: bytes, **options: Any) -> Prepared:
-    (folder / "a.jsonl").write_bytes(content)
+def written(folder: Path, *texts: str, more: bytes = b"", **options: Any) -> Prepared:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "a.jsonl").write_bytes(lines.encode() + more)
     return prepared(folder / "data", folder / "a.jsonl", **options)
 
 
-def line(text: str) -> bytes:
-    return json.dumps({"text": text}).encode() + b"\n"
-
-
 def test_what_was_left_out_is_told(tmp_path: Path) -> None:
-    content = line("some text") * 40 + line(" ") * 2 + line("") + b'{"text": "\xff"}\n'
-    done = written(tmp_path, content, encoding_errors="skip")
+    texts = ["some text"] * 40 + [" "] * 2 + [""]
+    done = written(tmp_path, *texts, more=b'{"text": "\xff"}\n', encoding_errors="skip")
     config = configured(tmp_path, model={"sequence": 1}, train={"validation_samples": 1})
     assert list(on_data(config, done)) == [
         "data.files: 1 document not in UTF-8 left out; convert the files, or keep what can be read with "
@@ -224,48 +222,40 @@ def test_what_was_left_out_is_told(tmp_path: Path) -> None:
 
 
 def test_splits_that_are_too_small_are_told(tmp_path: Path) -> None:
-    done = written(tmp_path, b"".join(line(f"{number:09}") for number in range(20)), validation_fraction=0.2)
+    done = written(tmp_path, *(f"{number:09}" for number in range(20)), validation_fraction=0.2)
     held_out = done.index.tokens("validation") // 10
     assert 2 <= held_out <= 8, "documents of ten tokens"
+    tokens, model = done.index.tokens("train"), {"sequence": 10}
     train = {"global_batch": 40, "micro_batch": 4, "validation_samples": 30}
-    tokens = done.index.tokens("train")
-    windows = (tokens - 1) // 10
-    told = list(on_data(configured(tmp_path, model={"sequence": 10}, train=train), done))
-    assert told == [
-        f"the training split has {tokens} tokens, {windows} samples of "
+    assert list(on_data(configured(tmp_path, model=model, train=train), done)) == [
+        f"the training split has {tokens} tokens, {(tokens - 1) // 10} samples of "
         f"model.sequence=10, and every step takes train.global_batch=40, the same text several times; "
         f"add text to data.files",
         f"validation takes all {held_out - 1} samples that are held out, where train.validation_samples=30 "
         f"asks for more; raise data.validation_fraction, or add text to data.files",
     ]
     enough = {"global_batch": 4, "validation_samples": 1}
-    assert list(on_data(configured(tmp_path, model={"sequence": 10}, train=enough), done)) == []
+    assert list(on_data(configured(tmp_path, model=model, train=enough), done)) == []
 
 
-@pytest.mark.parametrize(("warmup", "told"), [(100, 0), (101, 1), (500, 1)])
-def test_a_warm_up_that_does_not_end_is_told(tmp_path: Path, warmup: int, told: int) -> None:
-    found = list(
-        on_learning_rate(configured(tmp_path, train={"steps": 100, "warmup_steps": warmup}), resume=False)
-    )
-    assert len(found) == told
-    assert all(f"train.warmup_steps={warmup} is more than train.steps=100" in text for text in found)
+def test_a_warm_up_that_does_not_end_is_told(tmp_path: Path) -> None:
+    for warmup, told in ((100, 0), (101, 1), (500, 1)):
+        train = {"steps": 100, "warmup_steps": warmup}
+        found = list(on_learning_rate(configured(tmp_path, train=train), resume=False))
+        assert len(found) == told
+        assert all(f"train.warmup_steps={warmup} is more than train.steps=100" in text for text in found)
 
 
-def cosine(step: int, steps: int) -> float:
-    """Of step ``step``, from 1, with 10 steps of warm-up, from 1e-3 down to a tenth."""
-    share = (step - 1 - 10) / (steps - 10)
-    return 1e-4 + 9e-4 * (1 + math.cos(math.pi * share)) / 2
-
-
-@pytest.mark.parametrize(("steps", "told"), [(100, False), (300, True)])
-def test_a_rate_that_leaps_on_resuming_is_told(tmp_path: Path, steps: int, told: bool) -> None:
+def test_a_rate_that_leaps_on_resuming_is_told(tmp_path: Path) -> None:
     """The decay of a run of 100 steps is nearly over in step 90; in one of 300 it has hardly begun."""
-    config = configured(tmp_path, train={"steps": steps})
-    config.run_directory.mkdir(parents=True)
-    last = {"step": 90, "lr": cosine(90, 100)}
-    (config.run_directory / "metrics.jsonl").write_text(json.dumps(last) + "\n")
-    found = list(on_learning_rate(config, resume=True))
-    assert len(found) == told
-    if told:
-        assert f"from {cosine(90, 100):.3g} in step 90 to {cosine(91, 300):.3g} in the next one" in found[0]
-    assert list(on_learning_rate(config, resume=False)) == []
+
+    def cosine(step: int, steps: int) -> float:
+        """Of step ``step``, from 1, with 10 steps of warm-up, from 1e-3 down to a tenth."""
+        return 1e-4 + 9e-4 * (1 + math.cos(math.pi * (step - 1 - 10) / (steps - 10))) / 2
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 90, "lr": cosine(90, 100)}) + "\n")
+    same, longer = (configured(tmp_path, train={"steps": steps}) for steps in (100, 300))
+    assert list(on_learning_rate(same, resume=True)) == list(on_learning_rate(longer, resume=False)) == []
+    (text,) = on_learning_rate(longer, resume=True)
+    assert f"from {cosine(90, 100):.3g} in step 90 to {cosine(91, 300):.3g} in the next one" in text

@@ -86,7 +86,7 @@ def test_the_configuration_that_is_mounted(kubernetes: Any, tmp_path: Path) -> N
     assert parse_config(yaml.safe_load(kept.data[name])).cluster.placement_timeout_s == 30
 
 
-def test_a_cluster_without_gpus(kubernetes: Any) -> None:
+def test_a_cluster_without_gpus_and_a_run_smaller_than_a_node(kubernetes: Any) -> None:
     options = "--kind RayCluster --no-gpus --ranks-per-node 3 --memory 500Mi --set cluster.cpus_per_rank=1.5"
     settings, cluster = check(made(kubernetes(*options.split())))
     assert cluster.kind == "RayCluster"
@@ -95,32 +95,29 @@ def test_a_cluster_without_gpus(kubernetes: Any) -> None:
     assert workers.template.spec.containers[0].resources.requests == {"cpu": "4500m", "memory": "1500Mi"}
     assert parse_config(yaml.safe_load(settings.data["run.yaml"])).cluster.device == "cpu"
     assert cluster.spec.authOptions.secretName is None
-
-
-def test_a_run_smaller_than_a_node(kubernetes: Any) -> None:
     _, job = check(made(kubernetes("--set", "parallel.dp=1", "--set", "parallel.tp=2")))
     (workers,) = job.spec.rayClusterSpec.workerGroupSpecs
     assert workers.maxReplicas == 1
     assert workers.template.spec.containers[0].resources.limits["nvidia.com/gpu"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("--kind Deployment", "'Deployment' must be one of"),
-        ("--max-nodes 3", "--max-nodes 3 must be 4 or more: for 32 ranks"),
-        ("--min-nodes 9 --max-nodes 8", "--max-nodes 8 must be 9 or more"),
-        ("--memory 1e9", "--memory 1e9"),
-        ("--mount data", "--mount data"),
-        ("--set cluster.launcher=processes", "cluster.launcher='processes'"),
-        (f"--set name={'x' * 48}", "too long for Kubernetes"),
-        ("--set name=../x", "name"),
-        ("--output nowhere/x.yaml", "--output nowhere/x.yaml"),
-    ],
-)
-def test_what_cannot_be(kubernetes: Any, options: str, says: str) -> None:
+WRONG = {
+    "--kind Deployment": "'Deployment' must be one of",
+    "--max-nodes 3": "--max-nodes 3 must be 4 or more: for 32 ranks",
+    "--min-nodes 9 --max-nodes 8": "--max-nodes 8 must be 9 or more",
+    "--memory 1e9": "--memory 1e9",
+    "--mount data": "--mount data",
+    "--set cluster.launcher=processes": "cluster.launcher='processes'",
+    f"--set name={'x' * 48}": "too long for Kubernetes",
+    "--set name=../x": "name",
+    "--output nowhere/x.yaml": "--output nowhere/x.yaml",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_what_cannot_be(kubernetes: Any, options: str) -> None:
     outcome = kubernetes(*options.split())
-    refused(outcome, says)
+    refused(outcome, WRONG[options])
     assert outcome.output == ""
 
 

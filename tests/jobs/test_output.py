@@ -31,25 +31,20 @@ def test_what_is_written_arrives_in_order() -> None:
     os.close(reading)
 
 
-def test_a_reader_that_has_seen_enough_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_has_seen_enough_and_a_full_disk_end_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Told once, in one line."""
     reading, stream = pipe()
     os.close(reading)
-    out = BackgroundOutput(stream)
-    for number in range(1000):
-        print("step", number, file=out)
-    out.finish()
-    told = capsys.readouterr().err
-    assert told == "braid: standard output cannot be written (Broken pipe); training goes on without it\n"
-    stream.close()
-
-
-def test_a_disk_that_is_full_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
-    with background(full) as out:
-        print("a line", file=out)
-    full.close()
-    assert "standard output cannot be written (No space left on device)" in capsys.readouterr().err
+    for file, reason in ((stream, "Broken pipe"), (full, "No space left on device")):
+        with background(file) as out:
+            for number in range(1000):
+                print("step", number, file=out)
+        file.close()
+        told = capsys.readouterr().err
+        assert told == f"braid: standard output cannot be written ({reason}); training goes on without it\n"
 
 
 def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_it_turns_strangers_away_and_tells_nobody_its_token(token: Path) -> None
 
 @pytest.mark.usefixtures("token", "small_items")
 def test_tasks_prepare_the_same_bytes(tmp_path: Path) -> None:
-    from braid.jobs.data.prepare_ray import ray_map
+    from braid.jobs.data.executors import ray_map
 
     request = request_of(write_lines(tmp_path / "a.jsonl", DOCUMENTS))
     bad = tmp_path / "bad.jsonl"
@@ -71,7 +71,7 @@ def test_tasks_prepare_the_same_bytes(tmp_path: Path) -> None:
     local = prepare(request, tmp_path / "local")
     remote = prepare(request, tmp_path / "remote", ray_map)
     assert contents(remote.output) == contents(local.output)
-    assert sorted(ray_map(abs, range(-20, 0), in_flight=3)) == list(range(1, 21))
+    assert sorted(ray_map(abs, range(-20, 0))) == list(range(1, 21))
     with pytest.raises(ValueError, match=r"^data.files: .*bad.jsonl:61 is not JSON") as fault:
         prepare(request_of(bad), tmp_path / "bad", ray_map)
     assert "\n" not in str(fault.value)

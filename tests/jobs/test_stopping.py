@@ -60,11 +60,14 @@ def test_a_second_signal_ends_the_command_at_once(monkeypatch: pytest.MonkeyPatc
             send(signal.SIGTERM)
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_a_signal_that_is_ignored_stays_so_and_one_after_the_run_changes_nothing() -> None:
     """``nohup``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals().heard():
+    with StopSignals().heard() as signals:
         send(signal.SIGHUP)
+        with signals.calling(lambda: None):
+            pass
+        send(signal.SIGTERM)
     signal.signal(signal.SIGHUP, before)
 
 
@@ -79,13 +82,6 @@ def test_each_controller_is_told() -> None:
             assert told.get(timeout=10) == "next"
 
 
-def test_a_signal_after_the_run_changes_nothing() -> None:
-    with StopSignals().heard() as signals:
-        with signals.calling(lambda: None):
-            pass
-        send(signal.SIGTERM)
-
-
 def test_another_thread_than_the_main_one_hears_nothing() -> None:
     def asked() -> bool:
         with StopSignals().heard() as signals:
@@ -95,39 +91,34 @@ def test_another_thread_than_the_main_one_hears_nothing() -> None:
         assert thread.submit(asked).result() is False
 
 
-def left(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
-def stopped(run: Path) -> str:
-    """What the command says."""
+def stopped(run: Path, *saves: str) -> tuple[str, list[str]]:
+    """What the command says of a run with saves, and which are left."""
+    for name in saves:
+        (run / "checkpoints" / name).mkdir(parents=True)
     with pytest.raises(SecondSignalError) as caught, _explained(run):
         raise SecondSignalError
-    return str(caught.value)
+    return str(caught.value), sorted(path.name for path in run.glob("checkpoints/*"))
 
 
 def test_half_a_checkpoint_is_removed(tmp_path: Path) -> None:
-    for name in ("step-4", "step-8.tmp-1", "step-2.tmp-old"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    told = stopped(tmp_path)
+    told, left = stopped(tmp_path, "step-4", "step-8.tmp-1", "step-2.tmp-old")
     assert told.endswith("without a checkpoint; the newest checkpoint is of step 4; go on with --resume")
-    assert left(tmp_path) == ["step-4"]
+    assert left == ["step-4"]
 
 
 def test_a_run_that_still_ends_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_TIDY_SECONDS", 0.1)
-    (tmp_path / "checkpoints" / "step-8.tmp-1").mkdir(parents=True)
     lock = FileHold(tmp_path / ".lock")
     lock.take()
-    assert "there is no checkpoint" in stopped(tmp_path)
-    assert left(tmp_path) == ["step-8.tmp-1"]
+    told, left = stopped(tmp_path, "step-8.tmp-1")
+    assert ("there is no checkpoint" in told, left) == (True, ["step-8.tmp-1"])
     lock.release()
 
 
 def test_nothing_else_is_touched(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of its own"), _explained(tmp_path):
         raise ValueError("of its own")
-    assert "there is no checkpoint" in stopped(tmp_path / "none")
+    assert "there is no checkpoint" in stopped(tmp_path / "none")[0]
 
 
 # -- what a command has started for its private cluster ends with it, even if it is killed -------------------

@@ -118,20 +118,17 @@ def test_a_submission_that_fails(server: State, braid: Braid) -> None:
     failed(braid("submit", "run.yaml"), "no space left")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--set", "cluster.launcher=processes"), ("cluster.launcher='processes'", "ray")),
-        (("--resume", "--overwrite"), ("exclude each other",)),
-        (("--env", "GRAFANA_TOKEN=x"), ("GRAFANA_TOKEN", "secret")),
-        (("--env", "A B=x"), ("NAME=VALUE",)),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_what_is_not_submitted(
-    server: State, braid: Braid, options: tuple[str, ...], says: tuple[str, ...]
-) -> None:
-    refused(braid("submit", "run.yaml", *options), *says)
+NOT_SUBMITTED = {
+    ("--set", "cluster.launcher=processes"): ("cluster.launcher='processes'", "ray"),
+    ("--resume", "--overwrite"): ("exclude each other",),
+    ("--env", "GRAFANA_TOKEN=x"): ("GRAFANA_TOKEN", "secret"),
+    ("--env", "A B=x"): ("NAME=VALUE",),
+}
+
+
+def test_what_is_not_submitted(server: State, braid: Braid) -> None:
+    for options, says in NOT_SUBMITTED.items():
+        refused(braid("submit", "run.yaml", *options), *says)
     assert server.writes == []
 
 
@@ -178,24 +175,24 @@ class _Gcs(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer)
 
 
-@pytest.mark.parametrize("closed", [False, True])
-def test_an_open_cluster_is_refused(closed: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    head = grpc.server(futures.ThreadPoolExecutor(1), handlers=[_Gcs(closed)])
-    port = head.add_insecure_port("127.0.0.1:0")
-    head.start()
-    try:
-        doors.check_cluster(f"127.0.0.1:{port}", allowed=False)
-        if closed:
-            doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
-            return
-        says = rf"{BEYOND}:{port} listens beyond loopback.*RAY_AUTH_MODE=token"
-        with pytest.raises(ConfigError, match=says):
-            doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
-        assert capsys.readouterr().err == ""
-        doors.check_cluster(f"{BEYOND}:{port}", allowed=True)
-        assert f"warning: the Ray cluster at {BEYOND}:{port}" in capsys.readouterr().err
-    finally:
-        head.stop(None).wait()
+def test_an_open_cluster_is_refused(capsys: Capture) -> None:
+    for closed in (True, False):
+        head = grpc.server(futures.ThreadPoolExecutor(1), handlers=[_Gcs(closed)])
+        port = head.add_insecure_port("127.0.0.1:0")
+        head.start()
+        try:
+            doors.check_cluster(f"127.0.0.1:{port}", allowed=False)
+            if closed:
+                doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
+                continue
+            says = rf"{BEYOND}:{port} listens beyond loopback.*RAY_AUTH_MODE=token"
+            with pytest.raises(ConfigError, match=says):
+                doors.check_cluster(f"{BEYOND}:{port}", allowed=False)
+            assert capsys.readouterr().err == ""
+            doors.check_cluster(f"{BEYOND}:{port}", allowed=True)
+            assert f"warning: the Ray cluster at {BEYOND}:{port}" in capsys.readouterr().err
+        finally:
+            head.stop(None).wait()
 
 
 def test_loopback() -> None:
@@ -240,9 +237,9 @@ def test_stop(server: State, braid: Braid) -> None:
     assert len(server.writes) == 1
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ftp://h:1", "http://", "nowhere"])
-def test_an_address_that_is_none(address: str, capsys: Capture) -> None:
-    refused(called(capsys, "jobs", "list", "--address", address), address)
+def test_an_address_that_is_none(capsys: Capture) -> None:
+    for address in ("10.0.0.1:6379", "ftp://h:1", "http://", "nowhere"):
+        refused(called(capsys, "jobs", "list", "--address", address), address)
 
 
 @pytest.fixture
@@ -281,19 +278,15 @@ def test_runs_in_a_copy_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
             check_lasting(parse_config({"runs": "/shared/runs", "checkpoint": {"mirror": mirror}}))
 
 
-@pytest.mark.parametrize(
-    ("cluster", "given"), [({}, r"^\$RAY_ADDRESS \(127"), ({"address": "HERE"}, r"^cluster\.address='127")]
-)
-def test_a_ray_head_that_never_answers(
-    silent: int, monkeypatch: pytest.MonkeyPatch, cluster: dict[str, str], given: str
-) -> None:
+def test_a_ray_head_that_never_answers(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by the name of where the address came from."""
     monkeypatch.setattr(doors, "_SECONDS", 0.5)
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent}")
-    here = dict.fromkeys(cluster, f"127.0.0.1:{silent}")
-    says = rf"{given}.*does not answer \(it takes connections and says nothing"
-    with pytest.raises(ConfigError, match=says), ray_session(parse_config({"cluster": here})):
-        pass
+    here = f"127.0.0.1:{silent}"
+    monkeypatch.setenv("RAY_ADDRESS", here)
+    for cluster, given in (({}, r"^\$RAY_ADDRESS \(127"), ({"address": here}, r"^cluster\.address='127")):
+        says = rf"{given}.*does not answer \(it takes connections and says nothing"
+        with pytest.raises(ConfigError, match=says), ray_session(parse_config({"cluster": cluster})):
+            pass
 
 
 def test_an_address_of_ipv6() -> None:
@@ -322,20 +315,16 @@ def refused_session(says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [
-        ("", "Ray does not start on this machine (no node came up); see that /dev/shm"),
-        ("10.0.0.1:6379", "$RAY_ADDRESS (10.0.0.1:6379): cannot join this Ray cluster (no node came up);"),
-    ],
-)
-def test_ray_that_does_not_start(address: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_ADDRESS", address)
     for name in ("_check_reachable", "check_cluster"):
         monkeypatch.setattr(session, name, lambda *words: None)
     monkeypatch.setattr(ray, "init", Mock(side_effect=Exception("no node came up\nwith all its details")))
-    refused_session(says)
+    joined = "$RAY_ADDRESS (10.0.0.1:6379): cannot join this Ray cluster (no node came up);"
+    started = "Ray does not start on this machine (no node came up); see that /dev/shm"
+    for address, says in (("", started), ("10.0.0.1:6379", joined)):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        refused_session(says)
 
 
 def test_ray_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

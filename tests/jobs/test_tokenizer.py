@@ -50,20 +50,27 @@ def beside(path: Path, **files: Any) -> None:
 BOTH = ["</s>", "<stop>"]
 NONE = {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}
 TWO = {"generation_config": {"eos_token_id": [0, 1]}, "config": {"eos_token_id": 1}}
+ENDS: list[tuple[list[str], dict[str, Any], str | None, str]] = [
+    (["<pad>", "<eos>"], {}, None, "<eos>"),
+    (["</s>"], NONE, None, "</s>"),
+    (BOTH, {}, "<stop>", "<stop>"),
+    (BOTH, {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
+    (BOTH, {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
+    (BOTH, {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
+    (BOTH, TWO, None, "<stop>"),
+]
+NO_TOKEN = {"tokenizer_config": {"eos_token": "<end>"}}
+REFUSED: list[tuple[list[str], dict[str, Any], str | None, str]] = [
+    (["<stop>"], {}, None, r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'"),
+    ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
+    (["</s>", "<eos>"], {}, None, r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"),
+    (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
+    (["</s>"], NO_TOKEN, None, r"ends texts with '<end>', which is no"),
+    (["</s>"], {"config": {"eos_token_id": 50_256}}, None, "config.json ends texts with 50256, which is"),
+]
 
 
-@pytest.mark.parametrize(
-    ("special", "files", "wanted", "end"),
-    [
-        (["<pad>", "<eos>"], {}, None, "<eos>"),
-        (["</s>"], NONE, None, "</s>"),
-        (BOTH, {}, "<stop>", "<stop>"),
-        (BOTH, {"tokenizer_config": {"eos_token": {"content": "<stop>"}}}, None, "<stop>"),
-        (BOTH, {"special_tokens_map": {"eos_token": "<stop>"}}, None, "<stop>"),
-        (BOTH, {"generation_config": {"eos_token_id": [1]}}, None, "<stop>"),
-        (BOTH, TWO, None, "<stop>"),
-    ],
-)
+@pytest.mark.parametrize(("special", "files", "wanted", "end"), ENDS)
 def test_the_end_of_documents(
     special: list[str], files: dict[str, Any], wanted: str | None, end: str, tmp_path: Path
 ) -> None:
@@ -80,22 +87,7 @@ def test_the_end_of_documents(
     assert (encoded.lost, encoded.unknown) == (0, 0)
 
 
-ENDLESS = r"neither '.*' nor a file beside it says .*; set data.end_token to one.*'<stop>'"
-SEVERAL = r"has '</s>', '<eos>', and no file beside it says.*set data.end_token"
-NO_TOKEN = {"tokenizer_config": {"eos_token": "<end>"}}
-
-
-@pytest.mark.parametrize(
-    ("special", "files", "wanted", "says"),
-    [
-        (["<stop>"], {}, None, ENDLESS),
-        ([], {}, None, r"data.end_token: neither .*add_special_tokens"),
-        (["</s>", "<eos>"], {}, None, SEVERAL),
-        (["</s>"], {}, "<end>", r"data.end_token: '<end>' is no token of '.*'; name one, such as '</s>'"),
-        (["</s>"], NO_TOKEN, None, r"ends texts with '<end>', which is no"),
-        (["</s>"], {"config": {"eos_token_id": 50_256}}, None, "config.json ends texts with 50256, which is"),
-    ],
-)
+@pytest.mark.parametrize(("special", "files", "wanted", "says"), REFUSED)
 def test_an_end_that_is_not_known_is_refused(
     special: list[str], files: dict[str, Any], wanted: str | None, says: str, tmp_path: Path
 ) -> None:
