@@ -12,14 +12,14 @@ TESTS = {
     "architecture": 330,
     "cuda": 4830,
     "dashboards": 3160,
-    "end_to_end": 3920,
+    "end_to_end": 3860,
     "gpu": 1200,
     "jobs": 5120,
     "kernels": 2740,
     "measure": 640,
-    "papers": 2840,
-    "recorded": 810,
-    "scheduling": 9780,
+    "papers": 2430,
+    "recorded": 700,
+    "scheduling": 9680,
 }
 PAGE = 2_300
 ROOM = 150

@@ -48,7 +48,6 @@ def asked(description: str, arguments: Sequence[str] | None) -> argparse.Namespa
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, help="record to this file")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
-    parser.add_argument("--cache", type=Path, help="folder of profiles of trained runs")
     parser.add_argument("--only", help="only cases whose names hold this pattern")
     return parser.parse_args(arguments)
 

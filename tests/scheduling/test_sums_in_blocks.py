@@ -1,6 +1,5 @@
 """Gradients that are summed in blocks: bucket by bucket, as soon as they are final, and none forgotten."""
 
-import re
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,6 @@ from braid.scheduling.plan.decide import anything, modelled, outcome_of
 from braid.scheduling.plan.orders import decisions
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.operations import Compute, Node, Norm, Reduce, Start, Wait
-from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.validate import linked
 from tests.scheduling.cases import (
     LLAMA,
@@ -30,7 +28,6 @@ from tests.scheduling.cases import (
 )
 from tests.scheduling.plans import cluster, setting
 
-BEHIND = "behind the passes stand gathers of parameters and then sums of gradients"
 EARLY = tuple(name for name in LOWERED if kind_of(name).early_sums)
 
 
@@ -107,32 +104,6 @@ def test_passes_together_go_layer_by_layer() -> None:
                 assert bucket is not None
                 seen.append(code.buckets.of(0)[bucket].part)
     assert seen == [*reversed(range(LLAMA.layers + 2))]
-
-
-MISPLACED = """
-[REDUCE(0 dp)|B2.0] [REDUCE(0 dp)|REDUCE(0 tp)] [GATHER(0 dp)|B2.0] [B2.0|REDUCE(norm tp)]
-[B2.0|GATHER(norm dp)] [B2.0|REDUCE(0 dp)|GATHER(0 dp)] [B2.0|GATHER(0 dp)|B3.0|REDUCE(0 dp)]
-[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)] [B2.0|REDUCE(0 dp)|B3.0] [B2.0|REDUCE(0)] [B2.0|GATHER(0)]
-[B2.0|GATHER(00 dp)] [B2.0|GATHER(0 DP)]
-"""
-
-
-@pytest.mark.parametrize(
-    ("block", "cause"),
-    [
-        *((block, BEHIND) for block in re.findall(r"\[.*?\]", MISPLACED)),
-        ("[REDUCE(0 dp)]", "without brackets"),
-        ("[GATHER(0 dp)]", "without brackets"),
-        ("[B2.0|WAIT(REDUCE 0 dp)]", "'WAIT(REDUCE 0 dp)' is not a pass"),
-        ("[WAIT(GATHER 0 dp)|B2.0]", "'WAIT(GATHER 0 dp)' is not a pass"),
-    ],
-)
-def test_text_that_is_refused(block: str, cause: str) -> None:
-    text = write(named_schedule("ddp", 1, 3, dp=2))
-    assert text.count("[B2.0|REDUCE(0 dp)]") == 1
-    with pytest.raises(ValueError, match=r"schedule, line \d+") as refused:
-        parse(text.replace("[B2.0|REDUCE(0 dp)]", block))
-    assert cause in str(refused.value)
 
 
 # -- simulated -----------------------------------------------------------------------------------------------
