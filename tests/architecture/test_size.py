@@ -10,16 +10,16 @@ PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4910, 
 TESTS = {
     "actors": 8220,
     "architecture": 330,
-    "cuda": 4830,
+    "cuda": 4950,
     "dashboards": 3160,
     "end_to_end": 3860,
     "gpu": 1200,
     "jobs": 5120,
     "kernels": 2740,
     "measure": 640,
-    "papers": 2430,
+    "papers": 2410,
     "recorded": 700,
-    "scheduling": 9680,
+    "scheduling": 8190,
 }
 PAGE = 2_300
 ROOM = 150

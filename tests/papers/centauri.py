@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from braid.scheduling.mesh.cluster import ClusterSpec, Gpu, RankGroup, group_of
-from tests.papers.data_parallel import Method, Step, StepResult, Unit, schedule_step
+from tests.papers.data_parallel import StepResult, schedule_step
+from tests.papers.methods import Method, Step, Unit
 from tests.papers.rows import Figure, Row, number
 
 SEQUENCE = 2048

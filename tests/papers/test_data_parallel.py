@@ -12,7 +12,8 @@ from braid.scheduling.mesh.cluster import RankGroup
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.presets.library import cluster_preset
 from tests.papers.centauri import centauri_rows
-from tests.papers.data_parallel import Method, Step, Unit, choices, schedule_step, step_tasks
+from tests.papers.data_parallel import schedule_step, step_tasks
+from tests.papers.methods import Method, Step, Unit, choices
 
 CLUSTER = cluster_preset("centauri_a")
 GROUPS = (RankGroup(size=16, per_node=8), RankGroup(size=8, per_node=8), RankGroup(size=4, per_node=1))
