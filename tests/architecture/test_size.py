@@ -18,8 +18,8 @@ TESTS = {
     "kernels": 2740,
     "measure": 640,
     "papers": 2410,
-    "recorded": 700,
-    "scheduling": 8190,
+    "recorded": 650,
+    "scheduling": 8160,
 }
 PAGE = 2_300
 ROOM = 150

@@ -112,6 +112,7 @@ def test_a_special_run(runs: Runs, name: str) -> None:
     assert_near(run, runs.plain(content, *kept), 1e-9, 1e-9)
 
 
+@pytest.mark.slow
 @given(cuts(MESHES))
 @settings(max_examples=10)
 def test_collectives_in_any_stages_and_pieces(runs: Runs, drawn: Cut) -> None:

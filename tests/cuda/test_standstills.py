@@ -132,6 +132,7 @@ def in_one_go(dp: int, micro_batches: int) -> tuple[float, float]:
     return loss_and_norm(recorded(case)[1])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(valid_schedules(max_stages=2), st.data())
 def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout], data: st.DataObject) -> None:

@@ -14,7 +14,7 @@ All cases take about three minutes. A `ValueError` counts as refused, with its m
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -33,7 +33,7 @@ from braid.scheduling.model.shape import Workload
 from braid.scheduling.plan.decide import anything, modelled, outcome_of
 from braid.scheduling.plan.orders import CostedSetting, decisions
 from braid.scheduling.schedule.validate import check
-from tests.recorded.files import REFUSED, SCHEDULES, Case, asked, both, chosen, write_cases
+from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, command, write_cases
 
 NUMBERS: Final = (
     *("hidden_fraction", "bubble_fraction", "peak_bytes"),
@@ -205,7 +205,7 @@ def with_handling(bench: CostedSetting) -> CostedSetting:
     return replace(bench, profile=replace(profile, slowdowns=SLOWDOWNS, barrier_ns=0, **handling))
 
 
-def record(out: Path, pattern: str | None) -> None:
+def record(out: Path, pattern: str | None) -> int:
     """Write all cases whose names hold the pattern."""
     cases = {**cli_cases(), **unit_cases()}
     names = chosen(cases, pattern)
@@ -217,12 +217,10 @@ def record(out: Path, pattern: str | None) -> None:
         told = f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)"
         print(told, file=sys.stderr, flush=True)
     write_cases(out, found)
+    return 0
 
 
-# -- comparison ----------------------------------------------------------------------------------------------
-
-
-def differences(old: Case, new: Case) -> dict[str, float]:
+def unlike(old: Case, new: Case) -> str:
     """Relative differences beyond the tolerance, by number; 1 for a number that is in one of them alone."""
 
     def share(name: str) -> float:
@@ -232,33 +230,8 @@ def differences(old: Case, new: Case) -> dict[str, float]:
         return 0.0 if before == after else (after - before) / max(abs(before), abs(after))
 
     shares = {name: share(name) for name in sorted({*old, *new})}
-    return {name: found for name, found in shares.items() if abs(found) > TOLERANCE}
-
-
-def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> Iterator[str]:
-    """A line about every difference, schedule by schedule; none if there is none."""
-    for name in sorted({*old, *new}, key=lambda name: name.rpartition(": ")[::-1]):
-        before, after = old.get(name), new.get(name)
-        if before is None or after is None:
-            yield f"{name}: only in the {'new' if before is None else 'old'} record"
-        elif (REFUSED in before) != (REFUSED in after):
-            which, case = ("old", before) if REFUSED in before else ("new", after)
-            yield f"{name}: refused in the {which} record: {case[REFUSED]}"
-        elif REFUSED not in before and (found := differences(before, after)):
-            yield f"{name}: {', '.join(f'{number} {share:+.2e}' for number, share in found.items())}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where records differ."""
-    given = asked("Record simulated steps, or compare two records.", arguments)
-    if given.out is not None:
-        record(given.out, given.only)
-        return 0
-    old, new = both(given)
-    lines = list(compare(old, new))
-    print("\n".join(lines) if lines else f"equal: {len(old)} cases, within {TOLERANCE:g}")
-    return 1 if lines else 0
+    return ", ".join(f"{name} {found:+.2e}" for name, found in shares.items() if abs(found) > TOLERANCE)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("simulated steps", record, unlike))

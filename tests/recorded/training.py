@@ -24,8 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -34,7 +33,7 @@ from typing import Any, Final
 import yaml
 
 from tests.end_to_end.command import ROOT, Outcome, braid
-from tests.recorded.files import REFUSED, Case, asked, both, chosen, read_cases, write_cases
+from tests.recorded.files import REFUSED, Case, chosen, command, read_cases, write_cases
 from tests.recorded.training_cases import BASE, Training, training_cases
 
 ORIGIN: Final = "origin"
@@ -43,6 +42,8 @@ FAILED: Final = "failed"
 """Key of the message where a run ended otherwise than it should; it is done again when a record goes on."""
 BITS: Final = ("losses", "norms", "parameters")
 """SHA-256 of what has to be equal."""
+MACHINE: Final = ("torch", "processor")
+"""What bits depend on beside the sources."""
 _REFUSED_EXIT: Final = 2
 _PATIENCE: Final = 600.0
 """Seconds for a command."""
@@ -147,10 +148,10 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def record(out: Path, pattern: str | None) -> None:
+def record(out: Path, pattern: str | None) -> int:
     """Do all runs whose names hold the pattern and that are not in the file yet.
 
-    `ValueError` if the file is a record of other sources.
+    1 if one failed; `ValueError` if the file is a record of other sources.
     """
     here = origin()
     found = read_cases(out) if out.exists() else {ORIGIN: here}
@@ -167,6 +168,7 @@ def record(out: Path, pattern: str | None) -> None:
             write_cases(out, found)
             seconds = time.perf_counter() - begin
             print(f"{number}/{len(names)} {name}: {_short(found[name])} ({seconds:.0f} s)", flush=True)
+    return int(any(FAILED in case for case in found.values()))
 
 
 def _short(case: Case) -> str:
@@ -176,48 +178,18 @@ def _short(case: Case) -> str:
     return f"loss {case['read'][-1]:.6f}, parameters {case['parameters'][:12]}"
 
 
-def verdict(old: Case | None, new: Case | None) -> str:
-    """What became of a case, with details after a colon."""
-    if old is None or new is None:
-        return f"in one only: {'the new' if old is None else 'the old'}"
+def unlike(old: Case, new: Case) -> str:
+    """Which bits of a run differ, or why one failed; where the records are from, if they are not from one."""
     if FAILED in old or FAILED in new:
         return f"failed: {old.get(FAILED, 'not')} / {new.get(FAILED, 'not')}"
-    if REFUSED in old and REFUSED in new:
-        return "refused in both"
-    if REFUSED in old or REFUSED in new:
-        which, case = ("old", old) if REFUSED in old else ("new", new)
-        return f"refused in one: the {which}: {case[REFUSED]}"
-    unlike = [name for name in BITS if old[name] != new[name]]
-    if not unlike:
-        return "equal"
+    if "commit" in old:
+        return ", ".join(f"{key}: {old[key]} / {new[key]}" for key in MACHINE if old[key] != new[key])
+    if not (names := [name for name in BITS if old[name] != new[name]]):
+        return ""
     pairs = zip(old["read"], new["read"], strict=False)
     apart = max((abs(a / b - 1) for a, b in pairs if b), default=math.nan)
-    return f"different: {', '.join(unlike)}; losses {apart:.1e} apart"
-
-
-def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str], bool]:
-    """Where the records are from, how many verdicts of each kind, all that is not equal; whether all is."""
-    before, after = old.get(ORIGIN, {}), new.get(ORIGIN, {})
-    lines = [f"{key}: {before.get(key)} / {after.get(key)}" for key in ("commit", "torch", "processor")]
-    names = sorted({*old, *new} - {ORIGIN})
-    verdicts = {name: verdict(old.get(name), new.get(name)) for name in names}
-    counts = Counter(text.partition(":")[0] for text in verdicts.values())
-    lines += [f"{kind}: {count}" for kind, count in sorted(counts.items())]
-    bad = {name: text for name, text in verdicts.items() if text not in ("equal", "refused in both")}
-    return [*lines, *(f"{name}\n    {text}" for name, text in bad.items())], not bad
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where records differ or a run failed."""
-    given = asked("Record trained runs, or compare two records.", arguments)
-    if given.out is not None:
-        record(given.out, given.only)
-        return int(any(FAILED in case for case in read_cases(given.out).values()))
-    old, new = both(given, (ORIGIN,))
-    lines, equal = compare(old, new)
-    print("\n".join(lines))
-    return 0 if equal else 1
+    return f"{', '.join(names)} differ; losses {apart:.1e} apart"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("trained runs", record, unlike))
