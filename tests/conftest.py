@@ -44,7 +44,7 @@ _THOROUGH = (
 _MATRICES = (
     "tests/actors/test_bytes_of_shares.py::",
     *(f"tests/end_to_end/test_{name}.py::" for name in ("exchange", "own_layer")),
-    *(f"tests/scheduling/test_{name}.py::" for name in ("memory", "pipelines", "sharing")),
+    *(f"tests/scheduling/test_{name}.py::" for name in ("pipelines", "sharing")),
 )
 """Tests whose cases are layouts, schedules, models and policies, each with each: of them `make test` runs the
 first cases that have a word in their names which no case before has."""

@@ -90,8 +90,6 @@ def starting(without: str) -> Altered:
             if without != "wait for work":
                 work.wait()
         own._ends[key] = end = early if without == "late end" else own._record(side)
-        if without == "kept launch":
-            launch, work = Launch(launch.result, nothing, launch.finish), None
         return Transfer(launch=launch, work=work, begin=begin, end=end, arrival=end)
 
     return patch.object(CudaStreams, "start", start)

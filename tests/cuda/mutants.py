@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from threading import get_ident
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,9 +26,8 @@ from braid.actors.stage.state.buckets import RankBuckets
 from braid.actors.stage.state.host_state import HostState
 from braid.actors.stage.state.optimizer import Optimizer, StepUpdate
 from braid.kernels.collectives.communicator import Communicator, Pairs
-from braid.kernels.collectives.primitives import Extents, Launch
+from braid.kernels.collectives.primitives import Launch
 from braid.kernels.operators.expert_rows import ExpertRows
-from braid.kernels.operators.permute import Permute, Regroup
 from braid.scheduling.schedule.operations import Compute, Gather, Reduce, Release, Start, Wait
 from tests.cuda.altered import (
     Altered,
@@ -45,7 +43,6 @@ from tests.cuda.altered import (
     is_a,
     later,
     left_out,
-    nothing,
     on_rank_one,
     relinked,
     starting,
@@ -89,21 +86,6 @@ class Mutant(NamedTuple):
 # -- faults that take more than a line -----------------------------------------------------------------------
 
 
-def _sent_memory_given_back() -> Altered:
-    def send(whole: Any, own: Executor, *given: Any) -> Any:
-        run = whole(own, *given)
-
-        def issue(frames: Any, passes: Any) -> None:
-            run(frames, passes)
-            for transfer in own._sending.values():
-                transfer.launch = replace(transfer.launch, result=None, issue=nothing)
-            frames[0][given[1]] = None
-
-        return issue
-
-    return altered(Executor, "_send", send)
-
-
 def _first_used_in_own_order() -> Altered:
     def warm_up(whole: Any, own: Pairs) -> None:
         if own.rank != 0:
@@ -126,34 +108,12 @@ def _received_where_it_is_sent_from() -> Altered:
     return altered(Communicator, "shift", shift)
 
 
-def _rows_put_where_others_leave() -> Altered:
-    """One strand's rows go to the experts, gradients of the other's come back."""
-    memory: dict[int, Tensor] = {}
-
-    def reused(whole: Any, *given: Any) -> tuple[Tensor]:
-        (rows,) = whole(*given)
-        place = memory.setdefault(get_ident(), rows.new_empty(4 * len(rows), rows.shape[1]))
-        return (place[: len(rows)].copy_(rows),)
-
-    return all_of(altered(Permute, "forward", reused), altered(Regroup, "input_gradient", reused))
-
-
 def _rows_read_before_they_have_come() -> Altered:
     def forward(own: ExpertRows, counts: Tensor) -> Any:
         there = torch.empty(counts.shape, dtype=counts.dtype).copy_(counts, non_blocking=True)
         return own._extents(there.view(own.tp, own.ep, own.experts))
 
     return patch.object(ExpertRows, "forward", forward)
-
-
-def _rows_of_the_micro_batch_before() -> Altered:
-    before: dict[Communicator, Extents] = {}
-
-    def all_to_all(whole: Any, own: Communicator, x: Tensor, extents: Extents) -> Launch:
-        extents, before[own] = before.get(own, extents), extents
-        return whole(own, x, extents)  # type: ignore[no-any-return]
-
-    return on_rank_one(Communicator, "all_to_all", all_to_all)
 
 
 def _copied_beside_the_update() -> Altered:
@@ -219,14 +179,6 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "compute waits for the begin of a transfer": lambda: altered(
             CudaStreams, "wait", lambda _, own, one: own._compute.wait_event(one.begin)
         ),
-        "the contiguous copy that is sent lives as long as its launch": lambda: all_of(
-            starting("kept launch"),
-            altered(
-                Communicator,
-                "all_gather",
-                lambda whole, own, x, **named: whole(own, x.t().contiguous().t(), **named),
-            ),
-        ),
         "a gather reads memory that is given back at once": lambda: from_a_copy("all_gather"),
         "one rank adds up where others scatter": lambda: on_rank_one(
             ModelGroup, "reduce_scatter", lambda _, own, y, x: own.all_reduce(x)
@@ -253,7 +205,6 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
         "a message is put behind all others, sends and receives alike": lambda: starting("own lane"),
     },
     STAGES: {
-        "a message's memory is given back when it is issued": _sent_memory_given_back,
         "a received message is used before it is taken": lambda: altered(
             Executor, "_received", lambda _, own, frame, at: frame.__setitem__(at, frame[at].take())
         ),
@@ -271,7 +222,6 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     EXPERTS: {
         "rows are sent from memory that is given back at once": lambda: from_a_copy("all_to_all"),
         "the host reads how many rows there are before that has come": _rows_read_before_they_have_come,
-        "one rank sends as many rows as in the micro-batch before": _rows_of_the_micro_batch_before,
     },
     REPLICAS: {
         "one rank leaves a sum of gradients out": lambda: call_left_out("all_reduce", 1),
@@ -359,9 +309,6 @@ _FAULTS: dict[Case, dict[str, Callable[[], Altered]]] = {
     },
     Case(schedule="wavelet", cp=2, micro_batches=2): {
         "keys are attended to before they are gathered": lambda: unawaited(Binder, _over_cp),
-    },
-    replace(EXPERTS, schedule="wavelet"): {
-        "rows are put in order where others are on their way from": _rows_put_where_others_leave,
     },
     CUT: {
         "parts of an uneven sum are added too early": lambda: finished_at_once(Communicator, "_scatter_rows"),

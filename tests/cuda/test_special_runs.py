@@ -2,12 +2,14 @@
 stages, units, gradients in bfloat16. On the model of the CUDA machine (`tests.cuda.training`), against plain
 PyTorch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from braid.actors.config import TrainConfig
@@ -16,6 +18,7 @@ from braid.scheduling.mesh.partition import parse_partition
 from tests.cuda.steps import IN_STAGES, OF_TOKENS
 from tests.cuda.training import Runs, assert_near, assert_predicted, assert_same_bits, sections
 from tests.end_to_end.command import ROOT
+from tests.scheduling.partition_cases import Cut, cuts
 
 pytestmark = pytest.mark.alone
 
@@ -25,6 +28,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("special"))
 
 
+MESHES = {2: (), 4: ((2, 2),)}
+"""Of so many tensor-parallel ranks, two on each host."""
 DOCUMENTS = {"data": {"document_mask": True, "restart_positions": True}}
 MOE = {"family": "moe", "layers": 2, "experts": 4, "top_k": 2, "ffn": 32}
 OF_WIDTH = (
@@ -35,6 +40,7 @@ SHARED = {**MOE, "balance_loss": 0.05, "z_loss": 0.01, "shared_experts": 1, "exp
 CAPACITY = {**MOE, "capacity_factor": 0.7, "balance_loss": 0.02}
 SOME = {**MOE, "layers": 4, "pattern": "dense layer", "softmax_after": True, "capacity_factor": 1.5}
 PAIRS, POLICIES = {"micro_batch": 2}, {"micro_batch": 4, "recompute": "full none fine selective"}
+AGAIN, ROUNDED = {"recompute": "full"}, {"dtype": "fp32", "reduce_dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "units": sections("braid:w", {"tp": 2}),
     "put off by twins": sections("braid:twins", {"tp": 2}),
@@ -60,13 +66,21 @@ CASES: dict[str, dict[str, Any]] = {
     "shares in stages": sections("braid:together_4", {"dp": 4, "zero": 3}),
     "a shared expert": sections("expert_overlap", {"dp": 2, "ep": 2, "zero": 1}, SHARED),
     "experts of four ranks": sections("dhelix", {"dp": 2, "cp": 2, "ep": 4, "zero": 3}, MOE),
-    "a capacity": sections("wavelet", {"tp": 2, "dp": 2, "ep": 2}, CAPACITY),
-    "some layers of experts": sections("megatron:folded", {"dp": 2, "ep": 2, "pp": 2}, SOME),
+    "stages in a pipeline": sections("zbv", {"pp": 2, "dp": 4, "zero": 2}),
+    "shares of four in stages": sections("ddp", {"dp": 8, "zero": 3, "shards": 4}),
+    "far ahead": sections("zbv", {"pp": 2, "dp": 2, "zero": 3}),
+    "just in time": sections("braid:w", {"tp": 2, "dp": 2, "zero": 3}),
+    "a capacity": sections("wavelet", {"tp": 2, "dp": 2, "ep": 2}, CAPACITY, AGAIN),
+    "some layers of experts": sections(
+        "megatron:folded", {"dp": 2, "ep": 2, "pp": 2}, SOME, {"recompute": "fine"}
+    ),
     "a bias of the router": sections("braid:w", {"dp": 2, "ep": 2, "tp": 2}, {**MOE, "balance_rate": 0.02}),
 }
 DECIDED: dict[str, dict[str, Any]] = {
     "units": {"unit_layers": 4},
     "put off by twins": {"unit_layers": 4, "put_off": True},
+    "far ahead": {"distances": (3, 7)},
+    "just in time": {"distances": (1, 0)},
 }
 """What is decided for some of them (`Runs.of`)."""
 PARTITIONS = {
@@ -74,20 +88,42 @@ PARTITIONS = {
     "pieces of width": OF_WIDTH,
     "sums in stages": ("dp/all_reduce mesh 2x2 order 1,0",),
     "shares in stages": IN_STAGES,
+    "stages in a pipeline": IN_STAGES,
+    "shares of four in stages": IN_STAGES,
 }
-"""Of collectives, where ranks are on two hosts."""
+"""Of collectives, where two ranks are on each host."""
+
+
+def cut(sections: Mapping[str, Any], partitions: Iterable[str]) -> dict[str, Any]:
+    """What is decided of a run so that its collectives are cut, of ranks that are two on each host."""
+    ranks = prod(sections["parallel"].get(axis, 1) for axis in ("tp", "pp", "dp"))
+    return {"hosts": ranks // 2, "partitions": tuple(map(parse_partition, partitions))}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_special_run(runs: Runs, name: str) -> None:
     content, decided = CASES[name], dict(DECIDED.get(name, {}))
     if name in PARTITIONS:
-        decided |= {"hosts": 2, "partitions": tuple(map(parse_partition, PARTITIONS[name]))}
+        decided |= cut(content, PARTITIONS[name])
     outcome, run = runs.of(content, **decided)
     assert run.faults == []
     assert_predicted(outcome, run)
     kept = ("tp", "cp") if "capacity_factor" in content["model"] else ()
     assert_near(run, runs.plain(content, *kept), 1e-9, 1e-9)
+
+
+@pytest.mark.slow
+@given(cuts(MESHES))
+@settings(max_examples=10)
+def test_collectives_in_any_stages_and_pieces(runs: Runs, drawn: Cut) -> None:
+    """A layer whose collectives are each cut in a way of its own computes what the whole one does."""
+    model = {"family": drawn.family, "heads": 8, "kv_heads": 8, "layers": 2}
+    train = {"micro_batch": 2, "recompute": drawn.recompute}
+    content = sections("megatron", {"tp": drawn.tp}, model, train)
+    outcome, run = runs.of(content, **cut(content, drawn.partitions))
+    assert run.faults == []
+    assert_predicted(outcome, run)
+    assert_near(run, runs.plain(content), 1e-9, 1e-9)
 
 
 OWN = {
@@ -123,7 +159,40 @@ def test_replicas_change_no_bit_of_deterministic_sums(runs: Runs, family: str) -
         assert_same_bits(run, first)
 
 
+@pytest.mark.parametrize("schedule", ["ddp", "braid:w"])
+def test_parameters_in_shares_beside_gradients_change_no_bit(runs: Runs, schedule: str) -> None:
+    parted, whole = (runs.of(sections(schedule, {"dp": 2, "zero": zero}))[1] for zero in (3, 2))
+    assert_same_bits(parted, whole)
+    for run, kept in ((parted, 0), (whole, 1)):
+        held = [one.tensor.untyped_storage().nbytes() for rank in run.ranks for one in rank.model.parameters]
+        assert all(bool(nbytes) == kept for nbytes in held)
+        assert all(rank.buckets.passing == [] for rank in run.ranks), "of a step nothing whole is left"
+
+
 # -- gradients that are rounded for the way ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parallel", "model", "partitions"),
+    [
+        ("ddp", {"dp": 4, "ep": 2, "zero": 2}, CAPACITY, ()),
+        ("ddp", {"dp": 2, "cp": 2, "zero": 3}, None, ()),
+        ("megatron", {"tp": 2, "dp": 2, "zero": 1}, None, ()),
+        ("megatron", {"tp": 4, "tensor_degrees": "4 2 2 4"}, None, ()),
+        ("ddp", {"dp": 4}, None, ("dp/all_reduce mesh 2x2 order 1,0",)),
+        ("zbv", {"pp": 2, "dp": 4, "zero": 1}, None, IN_STAGES),
+    ],
+    ids=str,
+)
+def test_copies_that_are_rounded_are_counted(
+    runs: Runs, schedule: str, parallel: dict[str, Any], model: Any, partitions: tuple[str, ...]
+) -> None:
+    """What they come to is compared below, and orders in `tests.cuda.test_machine`."""
+    content = sections(schedule, parallel, model, {**ROUNDED, "micro_batch": 4})
+    outcome, run = runs.of(content, **(cut(content, partitions) if partitions else {}))
+    assert run.faults == []
+    assert_predicted(outcome, run)
+
 
 IN_ORDER, IN_ANY_ORDER = 1e-4, 2e-2
 """How far losses may be apart: where sums have one order, what differs in fp32 may round another way."""
@@ -182,7 +251,7 @@ class Replicas(PlainTrainer):
 def test_gradients_in_bfloat16_are_those_of_plain_pytorch_that_rounds(
     runs: Runs, schedule: str, parallel: dict[str, int], tolerance: float
 ) -> None:
-    content = sections(schedule, parallel, train={"dtype": "fp32", "reduce_dtype": "bf16"})
+    content = sections(schedule, parallel, train=ROUNDED)
     outcome, run = runs.of(content)
     assert run.faults == []
     assert_predicted(outcome, run)

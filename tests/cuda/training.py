@@ -9,9 +9,10 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from braid.actors.config import Config, TrainConfig, parse_config
 from braid.actors.controller.planning import model_graphs, setting_of
 from braid.actors.stage.data.samples import Batches, ReplicaSamples
-from braid.actors.stage.measure.memory_meter import MemoryMeter, held_bytes
+from braid.actors.stage.measure.memory_meter import held_bytes
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.messages import RunPlan
@@ -29,13 +30,24 @@ from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import prepare
 from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.plan.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
 from braid.scheduling.plan.orders import decisions
 from braid.scheduling.plan.space import COARSE
-from braid.scheduling.schedule.memory import rank_memory
-from braid.scheduling.schedule.operations import Compute, Operation, Start, name_of
+from braid.scheduling.schedule import buckets
+from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, rank_memory
+from braid.scheduling.schedule.operations import (
+    Compute,
+    Operation,
+    Reduce,
+    Release,
+    Start,
+    Wait,
+    name_of,
+)
 from braid.scheduling.schedule.schedule import Schedule
+from braid.scheduling.schedule.sweep import Sweep
 from braid.scheduling.schedule.text import write
 from tests.cuda.checks import faults_of_logs
 from tests.cuda.log import RankLog
@@ -46,25 +58,16 @@ from tests.scheduling.plans import cluster
 SEED = int(os.environ["BRAID_TEST_SEED"])
 """Of weights and text."""
 STEPS = 2
+LEAST = 1500
+"""Parameters of a bucket: so few that a layer has several."""
 CPU = torch.device("cpu")
 Sections = Mapping[str, Mapping[str, Any]]
 """Of a configuration."""
 TrainerOf = Callable[[PlainModel, TrainConfig], PlainTrainer]
 
 
-@dataclass
-class Watch:
-    """What a rank executed in the last step, and the most bytes that it held meanwhile."""
-
-    meter: MemoryMeter
-    ran: Counter[str] = field(default_factory=Counter)
-    """Operators and transfers by name."""
-
-    def __call__(self, operation: Operation) -> None:
-        """An operation ran (`Executor` watch)."""
-        self.meter(operation)
-        if isinstance(operation, Compute | Start):
-            self.ran[name_of(operation.what)] += 1
+Watched = list[tuple[Operation, int]]
+"""What a rank ran in the last step, and the bytes that it then held, before it let go of anything."""
 
 
 @dataclass
@@ -74,7 +77,7 @@ class Trained:
     losses: list[float]
     gradient_norms: list[float]
     ranks: list[Assembly]
-    watches: list[Watch]
+    watched: list[Watched]
     faults: list[str]
     """Races, uses after free, collectives that differ from member to member; empty for a correct run."""
 
@@ -104,21 +107,24 @@ def train(
     batches = [_batches(config, shape, data, rank) for rank in range(layout.ranks)]
     machine = Machine(layout.ranks)
     parts: dict[int, Assembly] = {}
-    watches: dict[int, Watch] = {}
+    watched: dict[int, Watched] = {}
     told: dict[int, list[tuple[float, float]]] = {}
 
     def run(log: RankLog) -> None:
         mesh = join(plan, log.rank, hosts, ModelGroups(machine, log))
         rank = parts[log.rank] = assemble(plan, mesh, CPU, log)
         given = batches[log.rank]
-        watch = watches[log.rank] = Watch(MemoryMeter(lambda: rank.buckets.passing))
-        watched = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
-        watch.meter.executor = watched
-        told[log.rank] = []
+        told[log.rank], watched[log.rank] = [], []
+
+        def watch(operation: Operation) -> None:
+            held = held_bytes(last.held(), rank.buckets.passing)
+            watched[log.rank].append((operation, held))
+
+        last = rank.bind(rank.code, recorder=Recorder(rank.streams, recording=False), watch=watch)
         log.begin()
         for step in range(STEPS):
             update = rank.update(step, lambda: None)
-            executor = rank.executor if step < STEPS - 1 else watched
+            executor = rank.executor if step < STEPS - 1 else last
             loss = executor.run(given[step], 1.0 / (batch * shape.sequence), update)
             told[log.rank].append((loss if rank.model.tells_loss else 0.0, update.gradient_norm))
         rank.buckets.settle()
@@ -129,7 +135,7 @@ def train(
         losses=[sum(told[r][step][0] for r in ranks) / (batch * shape.sequence) for step in range(STEPS)],
         gradient_norms=[norm for _, norm in told[0]],
         ranks=[parts[rank] for rank in ranks],
-        watches=[watches[rank] for rank in ranks],
+        watched=[watched[rank] for rank in ranks],
         faults=faults_of_logs(machine),
     )
 
@@ -185,7 +191,12 @@ class Runs:
         hosts: over which ranks are spread. put_off: backward passes leave all that they may to the next
         block. decided: fields of `Setting` that are given.
         """
-        config = small_config(self._folder, **sections)
+        with patch.object(buckets, "LEAST_ELEMENTS", LEAST):
+            return self._decided(small_config(self._folder, **sections), hosts, put_off, decided)
+
+    def _decided(
+        self, config: Config, hosts: int, put_off: bool, decided: Mapping[str, Any]
+    ) -> tuple[Outcome, Trained]:
         shape = config.check(BYTES_VOCABULARY)
         ranks = config.layout().ranks
         spec = cluster(nodes=hosts, gpus=ranks // hosts, intra=4e8)
@@ -240,32 +251,59 @@ def state_bytes(rank: Assembly) -> tuple[int, int, int]:
 
 
 def assert_predicted(outcome: Outcome, run: Trained) -> None:
-    """Memory to the byte, and every operation by name, on every rank."""
+    """Memory after every operation, and every operation by name, on every rank."""
     setting = outcome.setting
     fullest: dict[int, tuple[int, int, int]] = {}
     predicted: dict[int, tuple[int, int, int]] = {}
-    for rank, watch in zip(run.ranks, run.watches, strict=True):
+    for rank, watched in zip(run.ranks, run.watched, strict=True):
         stage = rank.mesh.position["pp"]
         linked = [one for stretch in outcome.code.stages[stage] for one in stretch.operations]
         linked = [one for one in linked if isinstance(one, Compute | Start)]
-        assert watch.ran == Counter(name_of(one.what) for one in linked)
+        ran = Counter(name_of(one.what) for one, _ in watched if isinstance(one, Compute | Start))
+        assert ran == Counter(name_of(one.what) for one in linked)
         simulated = outcome.simulation.ranks[stage]
         executed = [one.operation for one in simulated.executed]
         executed += [one.operation for block in simulated.blocks for one in block.course.executed]
         # What another rank sends, and sums of nothing, take no time of this rank.
         free = [one for one in linked if isinstance(one, Start) and simulated.prices.of(one).lane < 0]
         told = Counter(name_of(one.what) for one in executed if isinstance(one, Compute | Start))
-        assert told == watch.ran - Counter(name_of(one.what) for one in free)
+        assert told == ran - Counter(name_of(one.what) for one in free)
         memory = rank_memory(
             outcome.code, setting.model, setting.dtype, stage, reduce_dtype=setting.reduce_dtype
         )
         fullest[stage] = max(fullest.get(stage, (0, 0, 0)), state_bytes(rank))
         predicted[stage] = memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes
         # How many rows come to an expert, routers decide; what layers of a user's own keep, autograd does.
-        if not setting.model.experts and "parallel" not in setting.model.kinds:
-            assert watch.meter.peak_bytes == memory.activation_bytes
+        counted = not setting.model.experts or setting.model.capacity_factor
+        if counted and "parallel" not in setting.model.kinds:
+            assert assert_counted(setting, rank, watched) == memory.activation_bytes
     # A small bucket is updated by some ranks alone; the others hold less.
     assert fullest == predicted
+
+
+def assert_counted(setting: Setting, rank: Assembly, watched: Watched) -> int:
+    """A rank held to the byte what the sweep counts, at every operation; the most of it."""
+    code, stage, rounded = rank.code, rank.mesh.position["pp"], setting.reduce_dtype
+    width = DTYPE_BYTES[setting.dtype]
+    sweep = Sweep(code, width, rounded_width=DTYPE_BYTES[rounded] if rounded else 0)
+    during = held_during(code, stage, width, reduce_dtype=rounded)
+    found, most = iter(watched), 0
+    for stretch, said in zip(code.stages[stage], during, strict=True):
+        counts = []
+        for operation, count in sweep.step_by_step(stretch):
+            ran, held = next(found)
+            assert ran is operation
+            gone = 0  # the update lets go at once of what the sweep still counts
+            what = getattr(operation, "what", None)
+            if isinstance(operation, Release) or (isinstance(operation, Wait) and isinstance(what, Reduce)):
+                last = what.move is None or what.move.last
+                gone = sweep.whole_bytes(what) + sweep.rounded_bytes(what) if last else 0
+            assert held == count - gone, f"stage {stage}, {stretch.instruction}: {operation}"
+            counts.append(count)
+        assert said == max(counts, default=said)
+        most = max([most, *counts])
+    assert next(found, None) is None
+    return most
 
 
 def assert_near(run: Trained, plain: PlainRun, losses: float, norms: float | None) -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,7 @@ from braid.jobs.bench.plain_torch import (
     Seen,
     load_named,
 )
-from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.model.layers import layer_part
-from braid.scheduling.model.operators import Kind, Part
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.model.sizes import PartSizes, part_sizes
 from tests.actors.test_profiling import operators_of
 from tests.end_to_end.command import ROOT, overlap_of, write_config
 from tests.end_to_end.runs import (
@@ -107,36 +102,6 @@ def test_operators_of_all_kinds_are_measured(tmp_path: Path, degrees: dict[str, 
     assert all(any(kind in unit for unit in paired) for kind in ("layer", "parallel"))
 
 
-SIZES = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-SHAPE = ModelShape(family="llama", **SIZES, vocabulary=320, sequence=32)
-
-
-def part_of(reference: str | None, sizes: PartSizes) -> Part:
-    return layer_part(sizes) if reference is None else layer_part(sizes, graph=load_layer(reference).graph)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("sequence", [32, 96])
-def test_prices_follow_from_shapes(tp: int, sequence: int) -> None:
-    """As if they were written by hand. What is saved: `tests.scheduling.test_memory`."""
-    sizes = part_sizes(replace(SHAPE, kv_heads=4, sequence=sequence), ParallelLayout(tp=tp), 3)
-    shape, tokens = sizes.shape, sizes.tokens
-    flops = {
-        "qkv": 2 * tokens * shape.hidden * (shape.query_width + 2 * shape.kv_width) // tp,
-        "attention": 2 * tokens * sequence * shape.query_width // tp,
-        "projection": 2 * tokens * shape.query_width * shape.hidden // tp,
-        "mlp_in": 2 * tokens * shape.hidden * shape.ffn // tp,
-        "mlp_out": 2 * tokens * shape.ffn * shape.hidden // tp,
-    }
-    part = part_of(REFERENCE, sizes)
-    for op in (*part.forward.operators, *part.backward.operators):
-        work = flops.get(op.module, 0) * (2 if op.name == "attention.grad" else 1)
-        assert op.flops == (work if op.kind is not Kind.ADD else 0), op.name
-        sent = 2 * tokens * shape.hidden * (tp - 1) // tp if op.kind.communicates else 0
-        assert op.bytes == sent, op.name
-    assert len(EXAMPLE.read_text().splitlines()) <= 50
-
-
 def test_files_with_dataclasses(tmp_path: Path) -> None:
     """Annotations that are texts are looked up in their module; files of one name are two modules."""
     head = (
@@ -157,6 +122,7 @@ def test_files_with_dataclasses(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_that_it_loads_the_layer(tmp_path: Path, capsys: Capture) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 50
     config = write_config(tmp_path, data={"files": [str(EXAMPLE)]}, model={"layers": 2})
     for options, says in (((), False), (("--set", f"model.layer={REFERENCE}"), True)):
         done = called(capsys, "train", config, "--dry-run", *options)

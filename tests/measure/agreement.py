@@ -1,13 +1,12 @@
 """Simulator against reality: step times of `braid bench overlap --json` beside simulated ones.
 
 A result is a case: one model over one link, with a step for each schedule and each further order of one
-(``NAME, DESCRIPTION``). What a planner needs is that these are ranked right. Over all cases together a
-rank correlation is near 1 whatever the simulator knows of schedules, as models differ tenfold.
+(``NAME, DESCRIPTION``), which have to be ranked right. Over all cases together a rank correlation is near 1
+whatever the simulator knows of schedules, as models differ tenfold.
 
-Steps are simulated twice: with the profile that was there before anything ran, which is what a planner has,
-and with one that was measured after the rounds. What the former is worse by is drift of the machine.
-Schedules whose measured steps differ by less than their spread (the mean of their quartiles' distances) count
-as equal: neither order of them is wrong.
+Steps are simulated with the profile that was there before anything ran, which is what a planner has, and with
+one that was measured after the rounds: what the former is worse by is drift of the machine. Schedules whose
+measured steps differ by less than their spread (the mean of their quartiles' distances) count as equal.
 
     PYTHONPATH=$PWD python -m tests.measure.agreement RESULT.json ...
 """

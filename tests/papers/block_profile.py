@@ -5,6 +5,7 @@ all-reduce of a block's output, and the memory that running a layer takes. A siz
 error when it is asked for, never zero.
 """
 
+import contextlib
 import csv
 import math
 from collections.abc import Mapping, Sequence
@@ -56,21 +57,6 @@ class BlockCosts:
 _NOTHING: Final = BlockCosts(forward_ns=(0, 0), backward_ns=(0, 0), collective_ns=0, runtime_bytes=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllReduceFit:
-    """Time of an all-reduce over the bytes of the reduced tensor: latency + bytes x rate."""
-
-    latency_ns: float
-    ns_per_byte: float
-
-    def all_gather_ns(self, received_bytes: int) -> int:
-        """Time of an all-gather in which every rank receives that many bytes; none takes none.
-
-        A ring all-reduce moves every byte twice (reduce-scatter, then all-gather), hence half the rate.
-        """
-        return round(self.latency_ns + received_bytes * self.ns_per_byte / 2) if received_bytes else 0
-
-
 @dataclass(frozen=True)
 class BlockProfile:
     """All rows of a profile that were run."""
@@ -96,8 +82,8 @@ class BlockProfile:
         """Bytes of a block's input or output, which is also the message of its collective."""
         return batch * self.sequence * hidden * self.activation_bytes
 
-    def fit_all_reduce(self) -> AllReduceFit:
-        """The collectives of all groups of two and more as latency + bytes x rate, neither below zero.
+    def fit_all_reduce(self) -> tuple[float, float]:
+        """Latency in nanoseconds and nanoseconds per byte of all collectives of groups, neither below zero.
 
         Relative errors are minimised: milliseconds at 2 MB count as much as at 200.
         """
@@ -108,7 +94,7 @@ class BlockProfile:
         scale = design.max(axis=0)
         solution, _ = nnls(design / scale, np.ones(len(time)))
         latency, rate = solution / scale
-        return AllReduceFit(latency_ns=float(latency), ns_per_byte=float(rate))
+        return float(latency), float(rate)
 
 
 def read_block_profile(path: Path, *, sequence: int = 1024, activation_bytes: int = 4) -> BlockProfile:
@@ -163,25 +149,23 @@ def problem_from_profile(
     whole. Two or more samples are split in two sub-batches, the first the larger; one sample is one
     sub-batch. The buffers are those of the whole batch of a replica, an upper bound.
 
-    ``degrees`` None takes every power of two up to ``devices`` that was measured at the batches needed;
-    degrees that are named must be available, else `ValueError`.
+    Degrees are those of ``degrees``, else powers of two, that were measured at the batches needed.
 
     The all-gather between degrees i < j moves the samples of a replica of degree j that a rank has not got,
-    ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces.
+    ``1 - i/j`` of them, at the latency and half the rate fitted to the profile's all-reduces: a ring moves
+    every byte of those twice.
     """
-    wanted = [2**n for n in range(devices.bit_length())] if degrees is None else sorted(set(degrees))
     options = []
-    for degree in wanted:
-        try:
-            batch = replica_batch(degree, devices, global_batch)
-            options.append(_degree_costs(profile, hidden, degree, batch))
-        except ValueError as error:
-            if degrees is not None:
-                raise ValueError(f"degree {degree}: {error}") from None
+    for degree in degrees or [2**n for n in range(devices.bit_length())]:
+        with contextlib.suppress(ValueError):
+            options.append(
+                _degree_costs(profile, hidden, degree, replica_batch(degree, devices, global_batch))
+            )
+    latency_ns, ns_per_byte = profile.fit_all_reduce()
     gathers = {}
     for low, high in combinations([option.degree for option in options], 2):
         whole = profile.activation_size_bytes(hidden, replica_batch(high, devices, global_batch))
-        gathers[low, high] = profile.fit_all_reduce().all_gather_ns(whole - whole * low // high)
+        gathers[low, high] = round(latency_ns + (whole - whole * low // high) * ns_per_byte / 2)
     return DegreeProblem(
         layers=layers, options=tuple(options), gather_ns=gathers, memory_limit_bytes=memory_limit_bytes
     )

@@ -1,17 +1,13 @@
-"""What Centauri publishes beside what the simulation says (ASPLOS 2024, section 5).
-
-Every constant belongs to a GPU or a link; a figure that does not
-fit is shown as not fitting, with the reason as far as it is known.
-"""
+"""What Centauri publishes beside what the simulation says (ASPLOS 2024, section 5)."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from braid.scheduling.mesh.cluster import ClusterSpec, Gpu, RankGroup, group_of
 from tests.papers.data_parallel import StepResult, schedule_step
-from tests.papers.methods import Matmul, Method, Step, state_bytes, weight
+from tests.papers.methods import Method, Step, Unit
 from tests.papers.rows import Figure, Row, number
 
 SEQUENCE = 2048
@@ -23,18 +19,12 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 """AdamW in mixed precision: gradient, moments and master weight read; those, and the parameter, written."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of Centauri's table 4 (LLaMA; the width of the MLP as LLaMA has it, 8/3 of the model's)."""
+class Model(NamedTuple):
+    """A model of Centauri's table 4."""
 
     name: str
     hidden: int
     layers: int
-
-    @property
-    def ffn(self) -> int:
-        """Width of the MLP, a multiple of 256."""
-        return -(-self.hidden * 8 // 3 // 256) * 256
 
 
 MODELS = (
@@ -45,9 +35,12 @@ MODELS = (
 )
 
 
-def llama_step(model: Model, batch: int, group: RankGroup, gpu: Gpu, micro_batches: int = 1) -> Step:
+def llama_step(
+    model: Model, batch: int, group: RankGroup, gpu: Gpu, replicas: RankGroup | None = None
+) -> Step:
     """The work of one step: layers only, as the paper's metric counts attention and MLP."""
-    tokens, h, f = batch * SEQUENCE, model.hidden, model.ffn
+    tokens, h = batch * SEQUENCE, model.hidden
+    f = -(-h * 8 // 3 // 256) * 256  # as LLaMA has it
     rate = gpu.memory_bytes_per_s * gpu.memory_efficiency
     # Causal attention: half of 4 s^2 h forward, five products for two backward.
     flops = 2 * tokens * SEQUENCE * h
@@ -55,17 +48,16 @@ def llama_step(model: Model, batch: int, group: RankGroup, gpu: Gpu, micro_batch
     # A norm and a residual each read and write about three tensors; SwiGLU three of the wider ones.
     norm = 3 * 2 * tokens * h / rate * 1e9
     swiglu = 3 * 2 * tokens * f / rate * 1e9
-
     return Step(
         units=(
-            weight("qkv", Matmul(tokens, h, 3 * h), attention, 2.5 * attention),
-            weight("projection", Matmul(tokens, h, h), 2 * norm, 2 * norm),
-            weight("gate_up", Matmul(tokens, h, 2 * f), swiglu, 2 * swiglu),
-            weight("down", Matmul(tokens, f, h), 2 * norm, 2 * norm),
+            Unit("qkv", tokens, h, 3 * h, (attention, 2.5 * attention)),
+            Unit("projection", tokens, h, h, (2 * norm, 2 * norm)),
+            Unit("gate_up", tokens, h, 2 * f, (swiglu, 2 * swiglu)),
+            Unit("down", tokens, f, h, (2 * norm, 2 * norm)),
         ),
         layers=model.layers,
-        micro_batches=micro_batches,
         group=group,
+        replicas=replicas,
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
     )
 
@@ -185,8 +177,9 @@ def _replicated_rows(cluster: ClusterSpec) -> Iterator[Row]:
     what = "Centauri before DDP, out-of-order backpropagation, ZeRO 1 and 2 (share of cases)"
     yield row("9", what, 1.0, best / (2 * len(BATCHES)), note)
     group = RankGroup(size=16, per_node=8)
-    sizes = {model.name: llama_step(model, 1, group, cluster.gpu).parameters for model in MODELS}
-    over = [name for name, size in sizes.items() if state_bytes(Method.DDP, size, 16) > cluster.usable_bytes]
+    # Parameters and gradients in two bytes, master weights and Adam's moments in four each.
+    states = {model.name: 16 * llama_step(model, 1, group, cluster.gpu).parameters for model in MODELS}
+    over = [name for name, size in states.items() if size > cluster.usable_bytes]
     note = (
         f"parameters, gradients and optimizer alone exceed the device: {', '.join(over) or 'none'}; "
         f"activations come on top; the paper gives no number, at least one is taken for frequently"
@@ -201,7 +194,7 @@ def _hybrid_row(cluster: ClusterSpec) -> Row:
     for replicas, shards in ((3, 16), (6, 8), (12, 4)):
         inner = group_of(1, shards, cluster.gpus_per_node)
         outer = group_of(shards, replicas, cluster.gpus_per_node)
-        steps = [replace(llama_step(MODELS[2], b, inner, cluster.gpu), replicas=outer) for b in BATCHES]
+        steps = [llama_step(MODELS[2], batch, inner, cluster.gpu, outer) for batch in BATCHES]
         gains[f"DP{replicas}+FSDP{shards}"] = [
             schedule_step(Method.ZERO3, step, cluster).total_ns
             / schedule_step(Method.CENTAURI_FSDP, step, cluster).total_ns

@@ -107,27 +107,11 @@ def _gain_row(
     figure: str, what: str, runs: Sequence[Steps], schedule: str, over: str, published: Figure
 ) -> Row:
     gains = [run.gain(schedule, over) for run in runs]
-    listed = "; ".join(f"{run.described} {gain:+.0f} %" for run, gain in zip(runs, gains, strict=True))
-    row = percentages(figure, what, published, gains, listed)
-    if row.fits:
-        return row
-    reasons = [_outside(runs, gains, published)]
-    if any(run.setting.model.family == "gpt" and run.setting.layout.cp > 1 for run in runs):
-        reasons.append(
-            "GPT's ring carries keys and values of all heads over a GPU's eighth of its node's network"
-        )
-    return replace(row, note="; ".join((*reasons, listed)))
-
-
-def _outside(runs: Sequence[Steps], gains: Sequence[float], published: Figure) -> str:
-    """Which models lie outside, and how much of their serial step is communication, which bounds the gain."""
-    low, high = rows.ends(published)
-    parts = []
-    for run, gain in zip(runs, gains, strict=True):
-        if not low <= gain <= high:
-            share = run.outcomes["megatron"].numbers.communication_seconds / run.seconds("megatron")
-            parts.append(f"{run.name} {'below' if gain < low else 'above'} (communication {share:.0%})")
-    return ", ".join(parts)
+    listed = (
+        f"{run.described} {gain:+.0f} % (communication {run.communication:.0%})"
+        for run, gain in zip(runs, gains, strict=True)
+    )
+    return percentages(figure, what, published, gains, "; ".join(listed))
 
 
 def our_rows(figure: str, what: str, runs: Sequence[Steps]) -> Iterator[Row]:

@@ -5,9 +5,9 @@ restricts what the pairing may use.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.operators import Graph, Kind, Phase
 from braid.scheduling.model.presets.library import cluster_preset, model_preset
-from braid.scheduling.model.shape import ModelShape, Workload
+from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import chunk_parameters
 from braid.scheduling.plan.decide import evaluate, modelled, replay
@@ -31,6 +31,7 @@ from braid.scheduling.schedule.memory import DTYPE_BYTES
 from tests.papers.dhelix import BATCH_TOKENS, claim, number, percentages
 from tests.papers.rows import FORMULA_TOLERANCE, RATE_TOLERANCE, Row
 from tests.papers.steps import chosen_setting
+from tests.scheduling.test_w_memory import largest, model_with
 
 STEP_TOKENS: Final = 16 * 2**20
 """Tokens of a step of Llama-3.1-405B (table 1)."""
@@ -98,8 +99,8 @@ def _volume_rows(cluster: ClusterSpec) -> Iterator[Row]:
 
 def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
     published = {"megatron": 40.0, "dhelix": 39.0}
-    most = {schedule: _most_layers(cluster, schedule) for schedule in published}
-    billions = {s: _layers_of_25b(layers).parameters() / 1e9 for s, layers in most.items()}
+    most = {schedule: largest(schedule, tables=True) for schedule in published}
+    billions = {s: model_with(layers, tables=True).parameters() / 1e9 for s, layers in most.items()}
     share, found = (100 * of["dhelix"] / of["megatron"] for of in (published, billions))
     note = f"{most['dhelix']} and {most['megatron']} layers of Llama-25B on A40, dp 4 x tp 8 x pp 2"
     what = "largest model that fits, dhelix of a single strand's"
@@ -110,32 +111,13 @@ def _memory_rows(cluster: ClusterSpec) -> Iterator[Row]:
         yield number("section 6.5", what, "B parameters", size, billions[schedule], RATE_TOLERANCE, note)
 
 
-def _layers_of_25b(layers: int) -> ModelShape:
-    return replace(model_preset("llama-25b"), layers=layers)
-
-
-def _most_layers(cluster: ClusterSpec, schedule: str) -> int:
-    """The most layers of Llama-25B that fit: bisection, as memory grows with the layers."""
-    fits, does_not = 4, 128
-    while does_not - fits > 1:
-        layers = (fits + does_not) // 2
-        model = _layers_of_25b(layers)
-        layout = ParallelLayout(dp=4, tp=8, pp=2, zero=1)
-        workload = Workload(global_batch=BATCH_TOKENS // model.sequence, micro_batch=1)
-        setting = Setting(model=model, layout=layout, workload=workload)
-        peak = evaluate(with_schedule(setting, schedule), cluster).numbers.peak_bytes
-        fits, does_not = (layers, does_not) if peak <= cluster.usable_bytes else (fits, layers)
-    return fits
-
-
 # -- figure 15 -----------------------------------------------------------------------------------------------
 
 COMPUTE, LOCAL, CROSS = range(3)
 """Streams by their number in a `PairProblem`."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A step of the breakdown: which streams may gain by running together, and what may move."""
 
     name: str

@@ -27,57 +27,30 @@ class Method(StrEnum):
     CENTAURI_FSDP = "centauri_fsdp"
     """Sharded parameters, gathered and scattered in parts by partitioned collectives."""
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether every rank holds only its share of the parameters."""
-        return self in (Method.ZERO3, Method.CENTAURI_FSDP)
-
-
-class Priority(StrEnum):
-    """Which gradient of a layer is computed first (Centauri section 3.2.2)."""
-
-    ACTIVATION = "activation"
-    WEIGHT = "weight"
-
 
 @dataclass(frozen=True)
-class Matmul:
-    """A product [rows, inputs] x [inputs, outputs] in elements of two bytes."""
+class Unit:
+    """A weight matrix of a layer, [rows, inputs] x [inputs, outputs] in two bytes, and what follows it."""
 
+    name: str
     rows: int
     inputs: int
     outputs: int
+    attached: tuple[float, float] = (0, 0)
+    """Nanoseconds of what has no weights, in the forward and the backward pass."""
 
     @property
-    def flops(self) -> int:
-        """Of all of it."""
-        return 2 * self.rows * self.inputs * self.outputs
+    def parameters(self) -> int:
+        """Of the matrix."""
+        return self.inputs * self.outputs
 
     def ns(self, gpu: Gpu, share: float = 1.0) -> int:
-        """Time of a share of it, with its launch: bound by arithmetic or by memory."""
+        """A share of the product, with its launch: bound by arithmetic or by memory; gradients alike."""
         a, b, c = self.rows, self.inputs, self.outputs
-        traffic, flops = 2 * (a * b + b * c + a * c) * share, self.flops * share
+        traffic, flops = 2 * (a * b + b * c + a * c) * share, 2 * a * b * c * share
         memory_ns = traffic / (gpu.memory_bytes_per_s * gpu.memory_efficiency) * 1e9
         arithmetic_ns = flops / (gpu.peak_flops_per_s * gpu.gemm.at(flops)) * 1e9
         return round(gpu.launch_ns + max(memory_ns, arithmetic_ns))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A weight matrix of a layer with the computation that uses it, and what follows without weights."""
-
-    name: str
-    parameters: int
-    matmul: Matmul
-    """Forward, of one micro-batch; each gradient costs as much."""
-    attached_forward_ns: int = 0
-    attached_backward_ns: int = 0
-
-
-def weight(name: str, matmul: Matmul, forward_ns: float = 0, backward_ns: float = 0) -> Unit:
-    """A weight matrix, and nanoseconds of what follows it in both passes."""
-    attached = {"attached_forward_ns": round(forward_ns), "attached_backward_ns": round(backward_ns)}
-    return Unit(name=name, parameters=matmul.inputs * matmul.outputs, matmul=matmul, **attached)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +60,12 @@ class Step:
     units: tuple[Unit, ...]
     """Of one layer, in the order of the forward pass."""
     layers: int
-    micro_batches: int
     group: RankGroup
     """Ranks that share the parameters, or hold copies of them."""
+    micro_batches: int = 1
     replicas: RankGroup | None = None
     """Ranks of different groups that hold the same shard, if parameters are sharded in several groups."""
     optimizer_ns_per_parameter: float = 0.0
-    element_bytes: int = 2
-    """Of a parameter and of a gradient, as they are sent."""
 
     @property
     def parameters(self) -> int:
@@ -110,7 +81,8 @@ class Choice:
     """Parts that every weight, and the computation on it, is cut into."""
     hierarchical: bool = False
     """Collectives run inside nodes and between them as separate stages (group partition)."""
-    priority: Priority = Priority.ACTIVATION
+    weight_first: bool = False
+    """Which gradient of a layer is computed first (Centauri section 3.2.2)."""
     lag: int = 1
     """Gathers of so many further units are issued before a unit's gradient is scattered."""
     delayed: int = 0
@@ -123,22 +95,13 @@ def choices(method: Method, step: Step) -> Iterator[Choice]:
     """What a method may choose from; it does not depend on costs, so that better links never hurt."""
     match method:
         case Method.CENTAURI | Method.CENTAURI_FSDP:
-            for pieces, hierarchical, priority in product(PIECE_COUNTS, (False, True), Priority):
-                base = Choice(pieces=pieces, hierarchical=hierarchical, priority=priority)
+            for pieces, hierarchical, first in product(PIECE_COUNTS, (False, True), (False, True)):
+                base = Choice(pieces=pieces, hierarchical=hierarchical, weight_first=first)
                 if method is Method.CENTAURI_FSDP:
                     yield from (replace(base, lag=lag) for lag in (1, 2, 3))
                 else:
                     yield from (replace(base, substituted=cut) for cut in (True, False))
         case Method.OOO_BACKPROP:
             yield from (Choice(delayed=k, substituted=False) for k in range(step.layers + 1))
-        case Method.DDP:
-            yield Choice(substituted=False)
-        case Method.ZERO1 | Method.ZERO2 | Method.ZERO3:
-            yield Choice()
-
-
-def state_bytes(method: Method, parameters: int, ranks: int) -> int:
-    """Parameters and gradients in two bytes, master weights and Adam's moments in four each, of one rank."""
-    whole = {Method.DDP: 16, Method.OOO_BACKPROP: 16, Method.ZERO1: 4, Method.CENTAURI: 4, Method.ZERO2: 2}
-    kept = whole.get(method, 0)
-    return parameters * (kept * ranks + 16 - kept) // ranks
+        case _:
+            yield Choice(substituted=method is not Method.DDP)

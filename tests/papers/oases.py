@@ -13,12 +13,12 @@ from typing import Final
 from braid.scheduling.plan.tensor_degrees import DegreeProblem, plan_degrees, strategy_cost
 from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize, problem_from_profile
 from tests.papers.rows import RATE_TOLERANCE, Row, claim, number
-from tests.papers.sub_batch import SubBatching, layer_times, simulate_step, sub_batch_schedule, total_ns
+from tests.papers.sub_batch import Operation, Phase, SubBatching, step_times, total_ns
 from tests.scheduling.test_tensor_degrees import fully_recomputed
 
 DEVICES: Final = 32
-"""8 nodes of 4 GPUs (section VI-A), whose tokens are counted together; `_premises` shows that fewer could not
-reach the published throughput."""
+"""8 nodes of 4 GPUs (section VI-A), whose tokens are counted together: fewer could not reach the published
+throughput if they only computed."""
 
 USABLE_BYTES: Final = 24 * 2**30 * 95 // 100
 """What the paper's planner leaves to the model on a 24 GiB GPU, by the authors' public source."""
@@ -77,7 +77,6 @@ def oases_rows(profile: BlockProfile) -> Iterator[Row]:
             yield strategy_row(model, planned, lambda degrees, free=free: _cost_ns(free, degrees))
         if model.ktokens_per_s:
             yield from ablation_rows(model, _ablation(model, costs, free))
-            yield from _premises(model, costs)
 
 
 def ablation_rows(model: PublishedModel, simulated: Mapping[str, float]) -> Iterator[Row]:
@@ -106,23 +105,6 @@ def strategy_row(
     return row("table II", what, "%", 100 * (published_ns / own_ns - 1), own_ns <= published_ns, note)
 
 
-def _premises(model: PublishedModel, profile: BlockProfile) -> Iterator[Row]:
-    """What the published numbers say of the devices and of the collective, for information."""
-    per_device = max(
-        size.batch * profile.sequence / size.degree / (model.layers * _compute_ns(costs)) * 1e6
-        for size, costs in profile.measured.items()
-        if size.hidden == model.hidden
-    )
-    what = f"{model.name}: 16 GPUs if they only computed, of the best published (below 100: there were 32)"
-    yield row("table V", what, "%", 100 * 16 * per_device / max(model.ktokens_per_s.values()), None)
-    costs = profile.costs(model.hidden, model.degree, model.global_batch * model.degree // DEVICES)
-    step_ns = model.global_batch * profile.sequence / model.ktokens_per_s[SubBatching.MEGATRON] * 1e6
-    left_ns = step_ns - model.layers * _compute_ns(costs)
-    what = f"{model.name}: a collective as Megatron's published step leaves it, of the profile's"
-    collectives = 3 * len(costs.forward_ns) * model.layers
-    yield row("table V", what, "%", 100 * left_ns / collectives / costs.collective_ns, None)
-
-
 def _ktokens(model: PublishedModel, profile: BlockProfile, step_ns: float) -> float:
     """Thousands of tokens per second of all devices."""
     return model.global_batch * profile.sequence / step_ns * 1e6
@@ -131,9 +113,16 @@ def _ktokens(model: PublishedModel, profile: BlockProfile, step_ns: float) -> fl
 def _step_ns(model: PublishedModel, profile: BlockProfile, kind: SubBatching, degree: int) -> int:
     """A simulated step at a degree."""
     batch = model.global_batch * degree // DEVICES
-    size = {"hidden": model.hidden, "degree": degree, "batch": batch}
-    layer = layer_times(profile, **size, sub_batches=kind.sub_batches)
-    return total_ns(simulate_step(sub_batch_schedule(kind, model.layers), layer * model.layers))
+    parts = profile.split(model.hidden, degree, batch, parts=kind.sub_batches)
+
+    def ns(operation: Operation) -> int:
+        costs = parts[operation.sub_batch]
+        if operation.collective:
+            return costs.collective_ns
+        times = costs.backward_ns if operation.phase is Phase.BACKWARD else costs.forward_ns
+        return times[operation.block % len(times)]
+
+    return total_ns(step_times(kind, model.layers, ns))
 
 
 def _problem(
@@ -196,8 +185,3 @@ def at_twice_the_hidden(profile: BlockProfile, hidden: int) -> BlockProfile:
                 **times, collective_ns=twice.collective_ns, runtime_bytes=4 * costs.runtime_bytes
             )
     return replace(profile, source=f"{profile.source} extrapolated", measured=measured)
-
-
-def _compute_ns(costs: BlockCosts) -> int:
-    """Computation of one layer and step: forward, recomputation, backward."""
-    return 2 * sum(costs.forward_ns) + sum(costs.backward_ns)

@@ -40,6 +40,11 @@ class Steps:
         """Time of a step."""
         return self.outcomes[schedule].numbers.step_seconds
 
+    @property
+    def communication(self) -> float:
+        """Share of Megatron-LM's step."""
+        return self.outcomes["megatron"].numbers.communication_seconds / self.seconds("megatron")
+
     def hidden(self, schedule: str) -> float:
         """Percent of the communication that compute hides."""
         return 100 * self.outcomes[schedule].numbers.hidden_fraction

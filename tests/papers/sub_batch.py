@@ -1,19 +1,18 @@
 """Schedules of a tensor-parallel training step with recomputation in sub-batches (Oases section IV).
 
-A schedule is data: the order of operations on a rank's two streams, and what each of them waits for. The
-four here hold the same computation; they differ in sub-batches, in waiting, and ``fine`` in leaving out
-collectives. A collective starts when it is its turn on the communication stream and its input is there.
+The four here hold the same computation on a rank's two streams; they differ in sub-batches, in waiting, and
+``fine`` in leaving out collectives. A collective starts when it is its turn on the communication stream and
+its input is there. Recomputation takes as long as the forward pass.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.schedule.timeline import run_in_order
-from tests.papers.block_profile import BLOCKS, BlockProfile
+from tests.papers.block_profile import BLOCKS
 
 
 class SubBatching(StrEnum):
@@ -56,33 +55,15 @@ class Operation(NamedTuple):
         return self._replace(collective=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubBatchSchedule:
-    """Order of the operations on each stream, and the operations that must have ended before each."""
-
-    compute: tuple[Operation, ...]
-    communication: tuple[Operation, ...]
-    after: Mapping[Operation, tuple[Operation, ...]]
+Times = dict[Operation, tuple[int, int]]
+"""When every operation begins and ends, in nanoseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockTimes:
-    """Times of one block, per sub-batch; recomputation takes as long as forward."""
+def step_times(kind: SubBatching, layers: int, ns: Callable[[Operation], int]) -> Times:
+    """A step: forward through all layers, then recomputation and backward from the last.
 
-    forward_ns: tuple[int, ...]
-    backward_ns: tuple[int, ...]
-    collective_ns: tuple[int, ...]
-
-    def of(self, operation: Operation) -> int:
-        """Time of an operation of this block."""
-        if operation.collective:
-            return self.collective_ns[operation.sub_batch]
-        backward = operation.phase is Phase.BACKWARD
-        return (self.backward_ns if backward else self.forward_ns)[operation.sub_batch]
-
-
-def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
-    """The schedule of a step: forward through all layers, then recomputation and backward from the last."""
+    ``ns``: what an operation takes. Both streams run in their orders.
+    """
     fine = kind is SubBatching.FINE
     passes = list(_passes(kind, layers))
     compute = [operation for order in passes for operation in order]
@@ -92,7 +73,15 @@ def sub_batch_schedule(kind: SubBatching, layers: int) -> SubBatchSchedule:
     if kind in (SubBatching.MEGATRON, SubBatching.MERAK):
         for before, order in pairwise(passes):
             after[order[0]] += (before[-1].reduced,)
-    return SubBatchSchedule(compute=tuple(compute), communication=tuple(collectives), after=after)
+    orders = {Stream.COMPUTE: compute, Stream.INTRA: collectives}
+    found, stuck = run_in_order(orders, after.__getitem__, ns)
+    assert not stuck, "the streams wait for each other for ever"
+    return found
+
+
+def total_ns(times: Times) -> int:
+    """Length of a step."""
+    return max(end_ns for _, end_ns in times.values())
 
 
 def _passes(kind: SubBatching, layers: int) -> Iterator[list[Operation]]:
@@ -135,36 +124,3 @@ def _inputs(operation: Operation, blocks: int, fine: bool) -> Iterator[Operation
             yield again if fine else again.reduced
             last = block == blocks - 1
             yield Operation(Phase.FORWARD if last else Phase.BACKWARD, block + (not last), part).reduced
-
-
-def simulate_step(
-    schedule: SubBatchSchedule, times: Sequence[BlockTimes]
-) -> dict[Operation, tuple[int, int]]:
-    """When every operation begins and ends, in nanoseconds, as both streams run in their orders.
-
-    ``times`` holds all blocks, in the order of the forward pass.
-    """
-    orders = {Stream.COMPUTE: schedule.compute, Stream.INTRA: schedule.communication}
-    found, stuck = run_in_order(orders, schedule.after.__getitem__, lambda op: times[op.block].of(op))
-    assert not stuck, "the streams wait for each other for ever"
-    return found
-
-
-def total_ns(times: Mapping[Operation, tuple[int, int]]) -> int:
-    """Length of a step."""
-    return max(end_ns for _, end_ns in times.values())
-
-
-def layer_times(
-    profile: BlockProfile, *, hidden: int, degree: int, batch: int, sub_batches: int
-) -> tuple[BlockTimes, ...]:
-    """Times of a layer's blocks for a replica's batch; the first sub-batches are the larger ones."""
-    parts = profile.split(hidden, degree, batch, parts=sub_batches)
-    return tuple(
-        BlockTimes(
-            forward_ns=tuple(part.forward_ns[place] for part in parts),
-            backward_ns=tuple(part.backward_ns[place] for part in parts),
-            collective_ns=tuple(part.collective_ns for part in parts),
-        )
-        for place in range(len(BLOCKS))
-    )

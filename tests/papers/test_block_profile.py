@@ -46,12 +46,12 @@ def test_a_profile_is_read_and_its_collectives_fitted(tmp_path: Path, latency: f
         rows += [f"{hidden},2,{batch},1,2,3,4,{time:.9f},5", f"{hidden},1,{batch},1,2,3,4,999,5"]
     (tmp_path / "profile.csv").write_text("\n".join(rows), encoding="utf-8")
     profile = read_block_profile(tmp_path / "profile.csv")
-    one, fit = profile.costs(1024, 1, 8), profile.fit_all_reduce()
+    one, (fitted_latency, fitted_rate) = profile.costs(1024, 1, 8), profile.fit_all_reduce()
     times = {"forward_ns": (10**6, 3 * 10**6), "backward_ns": (2 * 10**6, 4 * 10**6)}
     assert one == BlockCosts(**times, collective_ns=0, runtime_bytes=5 * 2**20)
     assert {size.degree for size in profile.measured} == {1, 2}
-    assert fit.latency_ns == pytest.approx(latency * 1e6, rel=1e-3, abs=50)
-    assert fit.ns_per_byte == pytest.approx(rate * 1e6 / 2**20, rel=1e-3)
+    assert fitted_latency == pytest.approx(latency * 1e6, rel=1e-3, abs=50)
+    assert fitted_rate == pytest.approx(rate * 1e6 / 2**20, rel=1e-3)
 
 
 def made_up_profile() -> BlockProfile:

@@ -8,25 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.scheduling.cost.collectives import collective_ns
-from braid.scheduling.mesh.cluster import RankGroup, Stream
+from braid.scheduling.mesh.cluster import RankGroup
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.presets.library import cluster_preset
 from tests.papers.centauri import centauri_rows
 from tests.papers.data_parallel import schedule_step, step_tasks
-from tests.papers.methods import Matmul, Method, Step, choices, weight
-from tests.papers.step_builder import StepTask
-from tests.papers.tasks import Task, makespan_ns, run_in_order
+from tests.papers.methods import Method, Step, Unit, choices
 
 CLUSTER = cluster_preset("centauri_a")
 GROUPS = (RankGroup(size=16, per_node=8), RankGroup(size=8, per_node=8), RankGroup(size=4, per_node=1))
-REPLICATED = (Method.DDP, Method.OOO_BACKPROP, Method.ZERO1, Method.ZERO2, Method.CENTAURI)
 
 
 def step(hidden: int, tokens: int, layers: int, micro_batches: int, group: RankGroup) -> Step:
     units = (
-        weight("qkv", Matmul(tokens, hidden, 3 * hidden), 100_000, 200_000),
-        weight("out", Matmul(tokens, hidden, hidden)),
-        weight("mlp", Matmul(tokens, hidden, 8 * hidden)),
+        Unit("qkv", tokens, hidden, 3 * hidden, (100_000, 200_000)),
+        Unit("out", tokens, hidden, hidden),
+        Unit("mlp", tokens, hidden, 8 * hidden),
     )
     sizes = {"layers": layers, "micro_batches": micro_batches}
     return Step(units=units, group=group, optimizer_ns_per_parameter=0.02, **sizes)
@@ -43,32 +40,28 @@ STEPS = st.builds(
 ONE = step(2048, 4096, 3, 2, GROUPS[0])
 
 
-def named(tasks: tuple[StepTask, ...], operator: str) -> list[StepTask]:
-    return [task for task in tasks if task.operator.split(".")[1] == operator]
-
-
 @pytest.mark.parametrize("method", list(Method))
 def test_every_method_does_the_same_training(method: Method) -> None:
+    """All products of every unit, perhaps in pieces, and every update once."""
+    uses = [(str(m), str(layer), unit.name) for m in range(2) for layer in range(3) for unit in ONE.units]
     for choice in choices(method, ONE):
         tasks = step_tasks(method, ONE, CLUSTER, choice)
-        weights = len(ONE.units) * ONE.layers
-        whole = sum(unit.matmul.flops for unit in ONE.units)
+        names = [task.name.split(".")[1:5] for queue in tasks.values() for task in queue]
+        done = Counter((*use, operator) for *use, operator in names)
         for operator in ("forward", "input_gradient", "weight_gradient"):
-            flops: Counter[tuple[int, int]] = Counter()
-            for task in named(tasks, operator):
-                flops[task.micro_batch, task.layer] += task.flops
-            assert flops == {(m, layer): whole for m in range(2) for layer in range(ONE.layers)}
-        assert len(named(tasks, "optimizer")) == weights
-        assert len(named(tasks, "attached")) == ONE.micro_batches * ONE.layers
+            assert all(done[*use, operator] in (1, choice.pieces) for use in uses)
+        updates = Counter((layer, name) for _, layer, name, operator in names if operator == "optimizer")
+        assert updates == Counter((layer, name) for m, layer, name in uses if m == "0")
+        assert sum(name[3] == "attached" for name in names) == ONE.micro_batches * ONE.layers
 
 
 def test_reference_by_hand() -> None:
     """One layer of one unit on the network: DDP's reduction starts with the weight gradient's end."""
-    only = weight("only", Matmul(4096, 2048, 2048))
+    only = Unit("only", 4096, 2048, 2048)
     alone = {"layers": 1, "micro_batches": 1, "optimizer_ns_per_parameter": 0.01}
     work = Step(units=(only,), group=GROUPS[2], **alone)
     gpu = CLUSTER.gpu
-    product = work.units[0].matmul.ns(gpu)
+    product = only.ns(gpu)
     reduce = gpu.launch_ns + collective_ns(CLUSTER, Kind.ALL_REDUCE, 2 * 2048 * 2048, GROUPS[2])
     update = gpu.launch_ns + round(2048 * 2048 * 0.01)
     assert schedule_step(Method.DDP, work, CLUSTER).total_ns == 3 * product + reduce + update
@@ -110,28 +103,3 @@ def test_published_figures_stand_beside_the_simulated_ones() -> None:
     }
     # Group partition sends less: what it gains beyond overlap is shown, not hidden.
     assert fits == {"whole groups, at most": True, "Centauri before": True, "with group partition": False}
-
-
-# -- tasks on streams ----------------------------------------------------------------------------------------
-
-
-def test_streams_serve_in_order() -> None:
-    tasks = (
-        Task(name="gather", stream=Stream.INTER, ns=5),
-        Task(name="own", stream=Stream.COMPUTE, ns=3),
-        Task(name="product", stream=Stream.COMPUTE, ns=4, after=("gather",)),
-        Task(name="next", stream=Stream.INTER, ns=2),
-    )
-    times = run_in_order(tasks)
-    assert times == {"gather": (0, 5), "own": (0, 3), "product": (5, 9), "next": (5, 7)}
-    assert makespan_ns(times) == 9
-
-
-def test_orders_that_lock_each_other_are_named() -> None:
-    tasks = (
-        Task(name="a", stream=Stream.COMPUTE, ns=1, after=("b",)),
-        Task(name="b", stream=Stream.INTER, ns=1, after=("c",)),
-        Task(name="c", stream=Stream.COMPUTE, ns=1),
-    )
-    with pytest.raises(ValueError, match="a for b; b for c; put what is waited for first"):
-        run_in_order(tasks)

@@ -11,11 +11,10 @@ from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import layer_pair
 from braid.scheduling.plan.pairing import pair
 from braid.scheduling.plan.space import with_schedule
-from tests.papers import centauri, dhelix, dhelix_parts, pairing
+from tests.papers import centauri, dhelix, dhelix_parts
 from tests.papers.dhelix import BATCH_TOKENS
 from tests.papers.dhelix_parts import PARTS, restricted
 from tests.papers.oases import PUBLISHED, strategy_row
-from tests.papers.pairing import LAYERS
 from tests.papers.published import run, show
 from tests.papers.rows import POINTS, percentages
 from tests.papers.steps import chosen_setting
@@ -51,23 +50,6 @@ def test_parts_of_the_breakdown_give_the_search_more_and_more() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] < problem.serial_ns
     assert times[-1] == pytest.approx(pair(problem).ns)
-
-
-# -- the pairing search beside brute force, in small -----------------------------------------------------
-
-
-def test_pairing_is_found_exact_and_every_comparison_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *_ = LAYERS
-    monkeypatch.setattr(pairing, "LAYERS", {first: LAYERS[first]})
-    found = pairing.run(graphs=25, seed=11, repeats=1)
-    exact, near, layer = found["exactness"], found["nearness"], found["layers"][first]
-    assert exact["equal_to_brute_force"] == exact["graphs"] == 25
-    assert exact["not_worse_than_round_robin"] == exact["not_worse_than_serial"] == 25
-    assert 0 < exact["median_saving"] < 1
-    assert near["equal_to_the_best"] <= near["within_two_percent_of_the_best"] <= near["graphs"] == 25
-    assert layer["operators"] == (14, 18)
-    assert layer["busiest_stream_ns"] <= layer["list_ns"] <= layer["serial_ns"]
-    assert layer["busiest_stream_ns"] <= layer["pair_ns"] <= layer["serial_ns"]
 
 
 # -- Centauri and Oases --------------------------------------------------------------------------------------

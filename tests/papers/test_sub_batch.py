@@ -1,80 +1,63 @@
 """Schedules in sub-batches: what they hold, what they may never do, and how they compare."""
 
-from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.papers.block_profile import BlockCosts, BlockProfile, BlockSize
-from tests.papers.sub_batch import (
-    BlockTimes,
-    Operation,
-    Phase,
-    SubBatching,
-    layer_times,
-    simulate_step,
-    sub_batch_schedule,
-    total_ns,
+from tests.papers.sub_batch import Operation, Phase, SubBatching, Times, step_times, total_ns
+
+HALVES = st.tuples(st.integers(0, 40), st.integers(0, 40))
+Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+"""Times of a forward pass, a backward pass and a collective, of each of two sub-batches."""
+STEPS = st.integers(1, 4).flatmap(
+    lambda layers: st.lists(st.tuples(HALVES, HALVES, HALVES), min_size=2 * layers, max_size=2 * layers)
 )
-
-TIME = st.integers(0, 40)
-HALVES = st.tuples(TIME, TIME)
+FORWARD, BACKWARD, COLLECTIVE = range(3)
 
 
-@st.composite
-def split_steps(draw: st.DrawFn) -> list[BlockTimes]:
-    """Blocks of one to four layers in two sub-batches."""
-    return [
-        BlockTimes(forward_ns=draw(HALVES), backward_ns=draw(HALVES), collective_ns=draw(HALVES))
-        for _ in range(2 * draw(st.integers(1, 4)))
-    ]
+def run(kind: SubBatching, blocks: list[Block]) -> Times:
+    """A step in a schedule; in one batch, where the schedule has one, as splitting is free here."""
 
+    def ns(operation: Operation) -> int:
+        what = BACKWARD if operation.phase is Phase.BACKWARD else FORWARD
+        both = blocks[operation.block][COLLECTIVE if operation.collective else what]
+        return sum(both) if kind is SubBatching.MEGATRON else both[operation.sub_batch]
 
-def whole(times: list[BlockTimes]) -> list[BlockTimes]:
-    """The same work in one batch, where splitting is free."""
-    return [BlockTimes(**{name: (sum(both),) for name, both in vars(block).items()}) for block in times]
-
-
-def run(kind: SubBatching, times: list[BlockTimes]) -> dict[Operation, tuple[int, int]]:
-    """Begin and end of the operations of the step in a schedule, in one batch where the schedule has one."""
-    given = whole(times) if kind is SubBatching.MEGATRON else times
-    return simulate_step(sub_batch_schedule(kind, len(times) // 2), given)
+    return step_times(kind, len(blocks) // 2, ns)
 
 
 @pytest.mark.parametrize("kind", SubBatching)
 @pytest.mark.parametrize("layers", [1, 5])
 def test_every_operation_stands_once_with_its_collective_behind_it(kind: SubBatching, layers: int) -> None:
     """The fine schedule repeats no collective in its recomputation."""
-    schedule = sub_batch_schedule(kind, layers)
+    found = step_times(kind, layers, lambda operation: 1)
     wanted = {Operation(*of) for of in product(Phase, range(2 * layers), range(kind.sub_batches))}
-    assert Counter(schedule.compute) == Counter(wanted)
     reduced = {op.reduced for op in wanted if not (kind is SubBatching.FINE and op.phase is Phase.RECOMPUTE)}
-    assert Counter(schedule.communication) == Counter(reduced)
-    for collective in schedule.communication:
-        assert schedule.after[collective] == (collective._replace(collective=False),)
+    assert found.keys() == wanted | reduced
+    assert all(found[op][0] >= found[op._replace(collective=False)][1] for op in reduced)
 
 
-@given(split_steps())
-def test_megatron_overlaps_nothing(times: list[BlockTimes]) -> None:
-    work = sum(2 * sum(block.forward_ns) + sum(block.backward_ns) for block in times)
-    collectives = 3 * sum(sum(block.collective_ns) for block in times)
-    assert total_ns(run(SubBatching.MEGATRON, times)) == work + collectives
+@given(STEPS)
+def test_megatron_overlaps_nothing(blocks: list[Block]) -> None:
+    work = sum(
+        2 * sum(forward) + sum(backward) + 3 * sum(collective) for forward, backward, collective in blocks
+    )
+    assert total_ns(run(SubBatching.MEGATRON, blocks)) == work
 
 
-@given(split_steps())
-def test_each_schedule_is_at_least_as_fast_as_the_one_before(times: list[BlockTimes]) -> None:
+@given(STEPS)
+def test_each_schedule_is_at_least_as_fast_as_the_one_before(blocks: list[Block]) -> None:
     """Splitting is free here: the sub-batches take as long as the whole."""
-    totals = [total_ns(run(kind, times)) for kind in SubBatching]
+    totals = [total_ns(run(kind, blocks)) for kind in SubBatching]
     assert totals == sorted(totals, reverse=True)
 
 
-def equation_3(times: list[BlockTimes], *names: str) -> int:
+def equation_3(blocks: list[Block], *passes: int) -> int:
     """The paper's estimate of a pass, which computes for the sum of some times of every block."""
-    first, second = ([sum(getattr(one, name)[part] for name in names) for one in times] for part in (0, 1))
-    collectives = [block.collective_ns for block in times]
+    first, second = ([sum(one[what][part] for what in passes) for one in blocks] for part in (0, 1))
+    collectives = [block[COLLECTIVE] for block in blocks]
     total = first[0] + collectives[-1][1]
     total += sum(max(compute, own) for compute, (own, _) in zip(second, collectives, strict=True))
     return total + sum(
@@ -82,35 +65,21 @@ def equation_3(times: list[BlockTimes], *names: str) -> int:
     )
 
 
-@given(split_steps())
-def test_equation_3_is_the_forward_pass_exactly(times: list[BlockTimes]) -> None:
-    found = run(SubBatching.CROSS_PASS, times)
-    estimate = equation_3(times, "forward_ns")
-    assert max(end for op, (_, end) in found.items() if op.phase is Phase.FORWARD) == estimate
+@given(STEPS)
+def test_equation_3_is_the_forward_pass_exactly(blocks: list[Block]) -> None:
+    found = run(SubBatching.CROSS_PASS, blocks)
+    ends = [end for op, (_, end) in found.items() if op.phase is Phase.FORWARD]
+    assert max(ends) == equation_3(blocks, FORWARD)
 
 
-@given(split_steps())
-def test_equation_3_is_never_below_the_fine_schedule(times: list[BlockTimes]) -> None:
+@given(STEPS)
+def test_equation_3_is_never_below_the_fine_schedule(blocks: list[Block]) -> None:
     """It is above it because recomputation need not wait for the gradient, nor for the last forward."""
-    backward = equation_3(times[::-1], "forward_ns", "backward_ns")
-    estimate = equation_3(times, "forward_ns") + backward
-    assert total_ns(run(SubBatching.FINE, times)) <= estimate
-    no_recomputation = [replace(block, forward_ns=(0, 0)) for block in times]
-    estimate = equation_3(times) + equation_3(times[::-1], "backward_ns")
-    last = times[-1].collective_ns
+    estimate = equation_3(blocks, FORWARD) + equation_3(blocks[::-1], FORWARD, BACKWARD)
+    assert total_ns(run(SubBatching.FINE, blocks)) <= estimate
+    no_recomputation = [((0, 0), backward, collective) for _, backward, collective in blocks]
+    estimate = equation_3(blocks) + equation_3(blocks[::-1], BACKWARD)
     # Without recomputation only the turn from forward to backward is left: the first sub-batch need not
     # wait for the collective of the second.
-    assert estimate - last[1] <= total_ns(run(SubBatching.FINE, no_recomputation)) <= estimate
-
-
-def test_times_come_from_the_sub_batch_sizes() -> None:
-    def costs(scale: int) -> BlockCosts:
-        forward, backward = (scale, 2 * scale), (3 * scale, 4 * scale)
-        return BlockCosts(forward_ns=forward, backward_ns=backward, collective_ns=5 * scale, runtime_bytes=1)
-
-    measured = {BlockSize(8, 2, batch): costs(batch) for batch in (1, 2, 3)}
-    profile = BlockProfile("made up", 4, 4, measured)
-    attention, mlp = layer_times(profile, hidden=8, degree=2, batch=3, sub_batches=2)
-    assert attention == BlockTimes(forward_ns=(2, 1), backward_ns=(6, 3), collective_ns=(10, 5))
-    assert mlp == BlockTimes(forward_ns=(4, 2), backward_ns=(8, 4), collective_ns=(10, 5))
-    assert layer_times(profile, hidden=8, degree=2, batch=3, sub_batches=1)[0].forward_ns == (3,)
+    last = blocks[-1][COLLECTIVE][1]
+    assert estimate - last <= total_ns(run(SubBatching.FINE, no_recomputation)) <= estimate

@@ -4,7 +4,7 @@ import argparse
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,21 +42,33 @@ def chosen(names: Iterable[str], pattern: str | None) -> list[str]:
     return [name for name in names if pattern is None or fnmatch.fnmatchcase(name, f"*{pattern}*")]
 
 
-def asked(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What a command that records or compares was asked."""
-    parser = argparse.ArgumentParser(description=description)
+def compare(
+    old: Mapping[str, Case], new: Mapping[str, Case], unlike: Callable[[Case, Case], str]
+) -> Iterator[str]:
+    """A line about every case that differs, schedule by schedule; ``unlike``: in what, or nothing."""
+    for name in sorted({*old, *new}, key=lambda name: name.rpartition(": ")[::-1]):
+        before, after = old.get(name), new.get(name)
+        if before is None or after is None:
+            yield f"{name}: only in the {'new' if before is None else 'old'} record"
+        elif (REFUSED in before) != (REFUSED in after):
+            which, case = ("old", before) if REFUSED in before else ("new", after)
+            yield f"{name}: refused in the {which} record: {case[REFUSED]}"
+        elif REFUSED not in before and (text := unlike(before, after)):
+            yield f"{name}: {text}"
+
+
+def command(what: str, record: Callable[[Path, str | None], int], unlike: Callable[[Case, Case], str]) -> int:
+    """Record, or compare two records; the exit code: 1 where they differ, else 0 or what recording says."""
+    parser = argparse.ArgumentParser(description=f"Record {what}, or compare two records.")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, help="record to this file")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two records")
-    parser.add_argument("--cache", type=Path, help="folder of profiles of trained runs")
     parser.add_argument("--only", help="only cases whose names hold this pattern")
-    return parser.parse_args(arguments)
-
-
-def both(given: argparse.Namespace, always: Sequence[str] = ()) -> list[dict[str, Case]]:
-    """The two records to compare: what was asked for, and what is ``always`` read."""
-    records = map(read_cases, given.compare)
-    return [
-        {name: one[name] for name in one if name in always or name in chosen(one, given.only)}
-        for one in records
-    ]
+    given = parser.parse_args()
+    if given.out is not None:
+        return record(given.out, given.only)
+    records = [read_cases(path) for path in given.compare]
+    old, new = ({name: one[name] for name in chosen(one, given.only)} for one in records)
+    lines = list(compare(old, new, unlike))
+    print("\n".join(lines) if lines else f"equal: {len(old)} cases")
+    return 1 if lines else 0

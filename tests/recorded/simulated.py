@@ -8,14 +8,14 @@ Record a commit in its own checkout, then compare (``--only`` takes cases whose 
 ``tests/golden/simulated.json`` is the record of the commit that wrote it. Numbers are exact, so that another
 record of the same commit equals it; ``--compare`` lists by schedule what differs by more than 1e-9 of itself.
 All cases take about three minutes. A `ValueError` counts as refused, with its message as it is. The cases of
-`cli_cases` go through ``braid simulate --json``; those of `tests.recorded.units` cannot.
+`cli_cases` go through ``braid simulate --json``; those of `unit_cases` cannot.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,8 +25,15 @@ from typer.testing import CliRunner
 
 from braid.jobs.cli import app
 from braid.scheduling.generate.named import ScheduleName
-from tests.recorded.files import REFUSED, SCHEDULES, Case, asked, both, chosen, write_cases
-from tests.recorded.units import unit_cases
+from braid.scheduling.generate.setting import Setting
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_preset, model_preset
+from braid.scheduling.model.shape import Workload
+from braid.scheduling.plan.decide import anything, modelled, outcome_of
+from braid.scheduling.plan.orders import CostedSetting, decisions
+from braid.scheduling.schedule.validate import check
+from tests.recorded.files import REFUSED, SCHEDULES, Case, chosen, command, write_cases
 
 NUMBERS: Final = (
     *("hidden_fraction", "bubble_fraction", "peak_bytes"),
@@ -126,9 +133,81 @@ def numbers_of(printed: Mapping[str, Any]) -> Case:
     return {**found, **{f"{level}_bytes": links[level]["bytes_per_gpu"] for level in ("intra", "inter")}}
 
 
-def record(out: Path, pattern: str | None) -> None:
+# -- units of layers, and costs as measured ------------------------------------------------------------------
+
+LONG: Final = ("braid", "braid:eager_w", "braid:twins", "braid:v")
+PRESETS: Final = (("a40", "llama-8b", 4), ("h100", "gpt-6.7b", 2))
+"""Cluster, model and tensor-parallel degree."""
+LAYERS_PER_STAGE: Final = 8
+SLOWDOWNS: Final = {
+    "gemm<intra": 0.18,
+    "intra<gemm": 0.45,
+    "attention<intra": 0.12,
+    "intra<attention": 0.3,
+    "memory<intra": 0.35,
+    "intra<memory": 0.2,
+    "gemm<inter": 0.06,
+    "inter<gemm": 0.1,
+}
+"""Made up: what a measured profile says of classes, each side by itself."""
+
+
+def unit_cases() -> dict[str, Callable[[], Case]]:
+    """Units of two and four layers, on one stage and two; and costs by which starting a collective and going
+    on after it take time, for units of layers and (on one cluster) for every schedule layer by layer."""
+    cases: dict[str, Callable[[], Case]] = {}
+    for (cluster, model, tp), pp in product(PRESETS, (1, 2)):
+        spec = replace(cluster_preset(cluster), nodes=1, gpus_per_node=tp * pp)
+        kinds = [
+            *product(("modelled",), LONG, (2, 4)),
+            *product(("handled",), LONG, (4,)),
+            *product(("handled",), SCHEDULES if cluster == PRESETS[0][0] else (), (0,)),
+        ]
+        for costs, schedule, unit_layers in kinds:
+            named = ScheduleName.parse(schedule)
+            setting = Setting(
+                model=replace(model_preset(model), layers=LAYERS_PER_STAGE * pp),
+                layout=ParallelLayout(tp=tp, pp=pp, placement=named.placement_on(pp)),
+                workload=Workload(global_batch=8, micro_batch=1),
+                unit_layers=unit_layers,
+                **named._asdict(),
+            )
+            title = f"{model} on {cluster}, tp {tp} pp {pp}, {costs} costs, unit {unit_layers}: {schedule}"
+            cases[title] = partial(_fastest, setting, spec, costs == "handled")
+    return cases
+
+
+def _fastest(setting: Setting, spec: ClusterSpec, handled: bool) -> Case:
+    """The step of the fastest decisions; of all, their number and the slowest step."""
+    named = (setting.pipeline,) if setting.pipeline else setting.kind.pipelines_on(setting.layout)
+    benches = [
+        modelled(spec)(replace(setting, pipeline=name)) for name in named or setting.kind.pipelines[:1]
+    ]
+    outcomes = [
+        outcome_of(bench, choices, note, anything)
+        for bench in (map(with_handling, benches) if handled else benches)
+        for choices, note in decisions(bench)
+    ]
+    for outcome in outcomes:
+        check(outcome.code)
+    found = [outcome.numbers for outcome in outcomes]
+    best = min(found, key=lambda one: one.step_seconds)
+    slowest = max(one.step_seconds for one in found)
+    return {**numbers_of(best.as_json()), "decisions": len(found), "slowest_seconds": slowest}
+
+
+def with_handling(bench: CostedSetting) -> CostedSetting:
+    """Modelled costs with what only measured ones have: starting, going on afterwards, slowdowns by side."""
+    profile = bench.profile
+    links = {key: ns for key, ns in profile.solo_ns.items() if profile.classes[key] in ("intra", "inter")}
+    handling = {"issue_ns": {key: 3000 + ns // 60 for key, ns in links.items()}}
+    handling["take_ns"] = {key: ns // 15 for key, ns in links.items()}
+    return replace(bench, profile=replace(profile, slowdowns=SLOWDOWNS, barrier_ns=0, **handling))
+
+
+def record(out: Path, pattern: str | None) -> int:
     """Write all cases whose names hold the pattern."""
-    cases = {**cli_cases(), **unit_cases(numbers_of)}
+    cases = {**cli_cases(), **unit_cases()}
     names = chosen(cases, pattern)
     found: dict[str, Case] = {}
     for number, name in enumerate(names, start=1):
@@ -138,12 +217,10 @@ def record(out: Path, pattern: str | None) -> None:
         told = f"{number}/{len(names)} {name}: {shown} ({time.perf_counter() - begin:.2f} s)"
         print(told, file=sys.stderr, flush=True)
     write_cases(out, found)
+    return 0
 
 
-# -- comparison ----------------------------------------------------------------------------------------------
-
-
-def differences(old: Case, new: Case) -> dict[str, float]:
+def unlike(old: Case, new: Case) -> str:
     """Relative differences beyond the tolerance, by number; 1 for a number that is in one of them alone."""
 
     def share(name: str) -> float:
@@ -153,33 +230,8 @@ def differences(old: Case, new: Case) -> dict[str, float]:
         return 0.0 if before == after else (after - before) / max(abs(before), abs(after))
 
     shares = {name: share(name) for name in sorted({*old, *new})}
-    return {name: found for name, found in shares.items() if abs(found) > TOLERANCE}
-
-
-def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> Iterator[str]:
-    """A line about every difference, schedule by schedule; none if there is none."""
-    for name in sorted({*old, *new}, key=lambda name: name.rpartition(": ")[::-1]):
-        before, after = old.get(name), new.get(name)
-        if before is None or after is None:
-            yield f"{name}: only in the {'new' if before is None else 'old'} record"
-        elif (REFUSED in before) != (REFUSED in after):
-            which, case = ("old", before) if REFUSED in before else ("new", after)
-            yield f"{name}: refused in the {which} record: {case[REFUSED]}"
-        elif REFUSED not in before and (found := differences(before, after)):
-            yield f"{name}: {', '.join(f'{number} {share:+.2e}' for number, share in found.items())}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where records differ."""
-    given = asked("Record simulated steps, or compare two records.", arguments)
-    if given.out is not None:
-        record(given.out, given.only)
-        return 0
-    old, new = both(given)
-    lines = list(compare(old, new))
-    print("\n".join(lines) if lines else f"equal: {len(old)} cases, within {TOLERANCE:g}")
-    return 1 if lines else 0
+    return ", ".join(f"{name} {found:+.2e}" for name, found in shares.items() if abs(found) > TOLERANCE)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("simulated steps", record, unlike))

@@ -1,16 +1,16 @@
 """The bits of short trained runs: every schedule, on layouts and models on which it can run.
 
 Whether a commit trains as another one did, on one machine (bits depend on processor and PyTorch): record each
-in a checkout of its own with one folder of profiles, so that both decide by the same costs, then compare::
+in a checkout of its own, then compare::
 
-    cd OLD && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/old.json --cache /tmp/profiles
-    cd NEW && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/new.json --cache /tmp/profiles
+    cd OLD && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/old.json
+    cd NEW && PYTHONPATH=$PWD python -m tests.recorded.training --out /tmp/new.json
     PYTHONPATH=$PWD python -m tests.recorded.training --compare /tmp/old.json /tmp/new.json
 
 All runs take a quarter of an hour. The file is written after every one; a record that was broken off goes on
-where it was, unless the sources have changed since. A profile that a commit cannot read is made anew by it,
-which changes decisions but no bits. Only what lasts is used: the command line, ``metrics.jsonl`` (its floats
-are exact) and checkpoints.
+where it was, unless the sources have changed since. Runs measure what they decide by: decisions may differ,
+and change no bits. Only what lasts is used: the command line, ``metrics.jsonl`` (its floats are exact) and
+checkpoints.
 """
 
 import hashlib
@@ -24,9 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -35,8 +33,8 @@ from typing import Any, Final
 import yaml
 
 from tests.end_to_end.command import ROOT, Outcome, braid
-from tests.recorded.files import REFUSED, Case, asked, both, chosen, read_cases, write_cases
-from tests.recorded.training_cases import BASE, CLUSTER, Training, training_cases
+from tests.recorded.files import REFUSED, Case, chosen, command, read_cases, write_cases
+from tests.recorded.training_cases import BASE, Training, training_cases
 
 ORIGIN: Final = "origin"
 """Name of the entry that says what was recorded, and where."""
@@ -44,84 +42,41 @@ FAILED: Final = "failed"
 """Key of the message where a run ended otherwise than it should; it is done again when a record goes on."""
 BITS: Final = ("losses", "norms", "parameters")
 """SHA-256 of what has to be equal."""
+MACHINE: Final = ("torch", "processor")
+"""What bits depend on beside the sources."""
 _REFUSED_EXIT: Final = 2
 _PATIENCE: Final = 600.0
 """Seconds for a command."""
 
 
-@dataclass(frozen=True)
-class Workplace:
-    """A folder in which runs are done, and the one with profiles."""
+def prepare(folder: Path) -> None:
+    """Write a corpus, the same every time, and tokenise it."""
+    random = Random(5)
+    words = ["".join(random.choices(ascii_lowercase, k=n)) for n in range(1, 9) for _ in "1234"]
+    lines = (" ".join(random.choices(words, k=12)) for _ in range(4000))
+    (folder / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    done = _braid(folder, "prepare", "data", BASE)
+    if done.code:
+        raise RuntimeError(f"the corpus cannot be prepared: {done.errors}")
 
-    folder: Path
-    cache: Path
 
-    def prepare(self) -> None:
-        """Write a corpus, the same every time, and tokenise it."""
-        random = Random(5)
-        words = ["".join(random.choices(ascii_lowercase, k=n)) for n in range(1, 9) for _ in "1234"]
-        lines = (" ".join(random.choices(words, k=12)) for _ in range(4000))
-        (self.folder / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self._write("data.yaml", dict(BASE))
-        done = braid(self.folder, "prepare", "data.yaml", timeout=_PATIENCE)
+def recorded(folder: Path, training: Training) -> Case:
+    """Do a run and say what came of it."""
+    slug = hashlib.sha256(training.name.encode()).hexdigest()[:12]
+    try:
+        done = _braid(folder, "train", slug, {**training.content(), "name": slug})
         if done.code:
-            raise RuntimeError(f"the corpus cannot be prepared: {done.errors}")
+            return {REFUSED if done.code == _REFUSED_EXIT else FAILED: _message(done)}
+        return bits_of(folder / "runs" / slug)
+    except (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError) as error:
+        return {FAILED: f"{type(error).__name__}: {error}"}
+    finally:
+        shutil.rmtree(folder / "runs" / slug, ignore_errors=True)
 
-    def record(self, training: Training) -> Case:
-        """Do a run and say what came of it."""
-        slug = hashlib.sha256(training.name.encode()).hexdigest()[:12]
-        try:
-            done = self._train(training, slug)
-            if done.code:
-                return {REFUSED if done.code == _REFUSED_EXIT else FAILED: _message(done)}
-            return bits_of(self.folder / "runs" / slug)
-        except (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError) as error:
-            return {FAILED: f"{type(error).__name__}: {error}"}
-        finally:
-            shutil.rmtree(self.folder / "runs" / slug, ignore_errors=True)
 
-    def _train(self, training: Training, slug: str) -> Outcome:
-        content = {**training.content(), "name": slug}
-        if training.costs == "plan":
-            plan = self._plan(training, content, slug)
-            if plan.code:
-                return plan
-            content["overlap"]["plan"] = f"{slug}-plan.yaml"
-        if training.costs != "profile":
-            return self._braid("train", slug, content)
-        profile = self.cache / f"{training.model.replace(' ', '-')}-{training.layout.replace(' ', '-')}.json"
-        content["overlap"]["profile"] = str(profile)
-        if profile.exists():
-            done = self._braid("train", slug, content)
-            if not (done.code == _REFUSED_EXIT and str(profile) in done.errors):
-                return done
-        made = self._profile(profile, content, slug)
-        return made if made.code else self._braid("train", slug, content)
-
-    def _profile(self, path: Path, content: Mapping[str, Any], slug: str) -> Outcome:
-        """Measure the costs of a run's operators, which do not depend on its schedule."""
-        overlap = {"schedule": "megatron"}
-        train = {**content["train"], "dtype": "fp64", "recompute": "none"}
-        # In a folder of its own: runs without costs would find it beside them and decide by it.
-        measured = {**content, "runs": "measured", "overlap": overlap, "train": train}
-        print(f"measuring {path.name}", file=sys.stderr, flush=True)
-        beside = path.with_name(f"{path.name}.partial")
-        done = self._braid("profile", f"{slug}-profile", measured, "--anew", "--output", str(beside))
-        if not done.code:
-            beside.replace(path)
-        return done
-
-    def _plan(self, training: Training, content: Mapping[str, Any], slug: str) -> Outcome:
-        self._write(f"{slug}-cluster.yaml", {**CLUSTER, "gpus_per_node": training.ranks})
-        options = ("--cluster", f"{slug}-cluster.yaml", "--output", f"{slug}-plan.yaml")
-        return self._braid("plan", f"{slug}-planned", content, *options)
-
-    def _braid(self, command: str, name: str, content: Mapping[str, Any], *options: str) -> Outcome:
-        self._write(f"{name}.yaml", content)
-        return braid(self.folder, command, f"{name}.yaml", *options, timeout=_PATIENCE)
-
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        (self.folder / name).write_text(yaml.safe_dump(dict(content)), encoding="utf-8")
+def _braid(folder: Path, command: str, name: str, content: Mapping[str, Any]) -> Outcome:
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(dict(content)), encoding="utf-8")
+    return braid(folder, command, f"{name}.yaml", timeout=_PATIENCE)
 
 
 def _message(done: Outcome) -> str:
@@ -155,18 +110,16 @@ def parameter_bytes(checkpoint: Path) -> Iterator[bytes]:
     """Name, type, shape and raw bytes of a checkpoint's parameters, by name; `LookupError` if it has none."""
     import torch
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = dcp.FileSystemReader(checkpoint)
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith("parameter.") and hasattr(entry, "size")
     }
     if not state:
         raise LookupError(f"{checkpoint} holds no parameters")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is no process group, as if no_dist did not
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
         dcp.load(state, storage_reader=reader, no_dist=True)
     for name, tensor in sorted(state.items()):
         yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
@@ -195,10 +148,10 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def record(out: Path, cache: Path, pattern: str | None) -> None:
+def record(out: Path, pattern: str | None) -> int:
     """Do all runs whose names hold the pattern and that are not in the file yet.
 
-    `ValueError` if the file is a record of other sources.
+    1 if one failed; `ValueError` if the file is a record of other sources.
     """
     here = origin()
     found = read_cases(out) if out.exists() else {ORIGIN: here}
@@ -206,16 +159,16 @@ def record(out: Path, cache: Path, pattern: str | None) -> None:
         raise ValueError(f"{out} is a record of other sources; give another file or remove it")
     cases = training_cases()
     names = [name for name in chosen(cases, pattern) if FAILED in found.get(name, {FAILED: ""})]
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        place = Workplace(Path(folder), cache.absolute())
-        place.prepare()
+    with tempfile.TemporaryDirectory(prefix="recorded-") as name_of_folder:
+        folder = Path(name_of_folder)
+        prepare(folder)
         for number, name in enumerate(names, start=1):
             begin = time.perf_counter()
-            found[name] = place.record(cases[name])
+            found[name] = recorded(folder, cases[name])
             write_cases(out, found)
             seconds = time.perf_counter() - begin
             print(f"{number}/{len(names)} {name}: {_short(found[name])} ({seconds:.0f} s)", flush=True)
+    return int(any(FAILED in case for case in found.values()))
 
 
 def _short(case: Case) -> str:
@@ -225,48 +178,18 @@ def _short(case: Case) -> str:
     return f"loss {case['read'][-1]:.6f}, parameters {case['parameters'][:12]}"
 
 
-def verdict(old: Case | None, new: Case | None) -> str:
-    """What became of a case, with details after a colon."""
-    if old is None or new is None:
-        return f"in one only: {'the new' if old is None else 'the old'}"
+def unlike(old: Case, new: Case) -> str:
+    """Which bits of a run differ, or why one failed; where the records are from, if they are not from one."""
     if FAILED in old or FAILED in new:
         return f"failed: {old.get(FAILED, 'not')} / {new.get(FAILED, 'not')}"
-    if REFUSED in old and REFUSED in new:
-        return "refused in both"
-    if REFUSED in old or REFUSED in new:
-        which, case = ("old", old) if REFUSED in old else ("new", new)
-        return f"refused in one: the {which}: {case[REFUSED]}"
-    unlike = [name for name in BITS if old[name] != new[name]]
-    if not unlike:
-        return "equal"
+    if "commit" in old:
+        return ", ".join(f"{key}: {old[key]} / {new[key]}" for key in MACHINE if old[key] != new[key])
+    if not (names := [name for name in BITS if old[name] != new[name]]):
+        return ""
     pairs = zip(old["read"], new["read"], strict=False)
     apart = max((abs(a / b - 1) for a, b in pairs if b), default=math.nan)
-    return f"different: {', '.join(unlike)}; losses {apart:.1e} apart"
-
-
-def compare(old: Mapping[str, Case], new: Mapping[str, Case]) -> tuple[list[str], bool]:
-    """Where the records are from, how many verdicts of each kind, all that is not equal; whether all is."""
-    before, after = old.get(ORIGIN, {}), new.get(ORIGIN, {})
-    lines = [f"{key}: {before.get(key)} / {after.get(key)}" for key in ("commit", "torch", "processor")]
-    names = sorted({*old, *new} - {ORIGIN})
-    verdicts = {name: verdict(old.get(name), new.get(name)) for name in names}
-    counts = Counter(text.partition(":")[0] for text in verdicts.values())
-    lines += [f"{kind}: {count}" for kind, count in sorted(counts.items())]
-    bad = {name: text for name, text in verdicts.items() if text not in ("equal", "refused in both")}
-    return [*lines, *(f"{name}\n    {text}" for name, text in bad.items())], not bad
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where records differ or a run failed."""
-    given = asked("Record trained runs, or compare two records.", arguments)
-    if given.out is not None:
-        record(given.out, given.cache or given.out.parent / "profiles", given.only)
-        return int(any(FAILED in case for case in read_cases(given.out).values()))
-    old, new = both(given, (ORIGIN,))
-    lines, equal = compare(old, new)
-    print("\n".join(lines))
-    return 0 if equal else 1
+    return f"{', '.join(names)} differ; losses {apart:.1e} apart"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("trained runs", record, unlike))

@@ -1,7 +1,6 @@
 """Which short runs are recorded: schedules, layouts, models, recomputation, number formats."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,14 +23,6 @@ BASE: Final[Mapping[str, Any]] = {
 }
 """The configuration of every run."""
 
-CLUSTER: Final[Mapping[str, Any]] = {
-    "name": "slow links",
-    "base": "a100x8",
-    "nodes": 1,
-    "intra": {"kind": "slow", "bytes_per_s": 2e8, "latency_ns": 2000, "efficiency": 0.8},
-}
-"""For plans: communication is worth hiding even for layers as small as these; ``gpus_per_node`` follows."""
-
 MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": {"family": "llama"},
     "gpt": {"family": "gpt", "kv_heads": 4},
@@ -51,9 +42,6 @@ LAYOUTS: Final[Mapping[str, Mapping[str, int]]] = {
     "dp2 pp2": {"dp": 2, "pp": 2},
 }
 
-SEARCHED: Final = ("dhelix", "braid", "braid:eager_w", "braid:twins", "braid:v", "auto")
-"""Schedules that need costs or a plan."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -64,9 +52,6 @@ class Training:
     schedule: str
     recompute: str = "none"
     dtype: str = "fp64"
-    costs: str = ""
-    """``profile``: measured ones, kept for all runs of the model and layout; ``plan``: one that is made with
-    modelled ones; else none."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of the configuration, by dotted name."""
 
@@ -74,18 +59,11 @@ class Training:
     def name(self) -> str:
         """What the run is, with the schedule at the end."""
         more = [f"{key.rpartition('.')[2]} {value}" for key, value in self.keys.items()]
-        if self.costs == "plan" or (self.costs and self.schedule not in SEARCHED):
-            more.append(self.costs)
         parts = (self.model, self.layout, self.dtype, f"recompute {self.recompute}", *more)
         return f"{', '.join(parts)}: {self.schedule}"
 
-    @property
-    def ranks(self) -> int:
-        """Number of processes that train."""
-        return math.prod(LAYOUTS[self.layout].values())
-
     def content(self) -> dict[str, Any]:
-        """The configuration, without what is decided by costs."""
+        """The configuration."""
         replicas = LAYOUTS[self.layout].get("dp", 1)
         sections: dict[str, Any] = json.loads(json.dumps(BASE))
         sections["model"].update(MODELS[self.model])
@@ -142,9 +120,6 @@ def _cases() -> Iterator[Training]:
     yield from _runs("llama", "pp2", ("megatron:folded", "zbv"), dtype="fp32")
     yield from _runs("llama", "tp2 pp2", ("braid:v",), dtype="fp32")
 
-    yield from _runs("llama", "tp2", ("intra_batch",), costs="profile")
-    yield from _runs("llama", "tp2", ("dhelix", "braid", "braid:twins"), costs="plan")
-    yield from _runs("llama", "tp2 pp2", ("braid", "braid:eager_w"), costs="plan")
     yield from _runs("llama", "tp2", ("auto",))
     yield from _runs("llama", "tp2 pp2", ("braid",), keys={"overlap.memory_slack": 0.02})
     yield from _runs("llama", "dp2 tp2", ("braid",), keys={"train.deterministic_reduction": True})
@@ -160,5 +135,4 @@ def _cases() -> Iterator[Training]:
 
 def _runs(model: str, layout: str, schedules: Iterable[str], **more: Any) -> Iterator[Training]:
     for schedule in schedules:
-        costs = {"costs": "profile"} if schedule in SEARCHED else {}
-        yield Training(model=model, layout=layout, schedule=schedule, **{**costs, **more})
+        yield Training(model=model, layout=layout, schedule=schedule, **more)

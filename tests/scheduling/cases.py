@@ -28,10 +28,8 @@ from braid.scheduling.plan.orders import FIXED
 from braid.scheduling.schedule.buckets import buckets_of
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.operations import (
-    Direction,
     Norm,
     Pass,
-    PassKind,
     Receive,
     Reduce,
     Send,
@@ -316,30 +314,6 @@ def prefetched(schedule: Schedule, *, behind: bool) -> Schedule:
     )
 
 
-def _asked_earlier(schedule: Schedule, stage: int, position: int, by: int) -> Schedule:
-    """Move a RECV up its stage's list, but not past another of its channel."""
-    instructions = [*schedule.stages[stage]]
-    receive = instructions.pop(position)
-    for _ in range(by):
-        above = instructions[position - 1] if position else None
-        if above is None or isinstance(above, Prefetch):
-            break
-        if _channel(above) == _channel(receive):
-            break
-        position -= 1
-    instructions.insert(position, receive)
-    return with_stage(schedule, stage, instructions)
-
-
-def _channel(instruction: Instruction) -> tuple[int, Direction] | None:
-    """Where an instruction asks for a message from, and which way; None for another instruction."""
-    match instruction:
-        case Start(Receive(moved, stage)):
-            return stage, moved.direction
-        case _:
-            return None
-
-
 def several(schedule: Schedule) -> bool:
     """Whether blocks of the schedule have several passes."""
     return any(isinstance(i, Block) and len(i.passes) > 1 for stage in schedule.stages for i in stage)
@@ -356,9 +330,8 @@ def valid_schedules(
 ) -> tuple[Schedule, ParallelLayout]:
     """Generated schedules of all kinds, varied in what does not make them invalid.
 
-    Strands change places (micro-batches that nothing is paired with are on either), some receives are asked
-    for early, gradients are reduced early, parameters are gathered, in the step before or not, backward
-    passes leave ends.
+    Strands change places (micro-batches that nothing is paired with are on either), gradients are reduced
+    early, parameters are gathered, in the step before or not, backward passes leave ends.
     """
     zero = draw(st.integers(0, 3)) if zero is None else zero
     name = draw(st.sampled_from(names))
@@ -379,17 +352,4 @@ def valid_schedules(
         schedule = on_strands(
             schedule, frozenset(one.micro_batch for one in passes if one.strand is Strand.ALPHA)
         )
-    for _ in range(draw(st.integers(0, 3))):
-        stage = draw(st.integers(0, stages - 1))
-        receives = [n for n, i in enumerate(schedule.stages[stage]) if _channel(i)]
-        if receives:
-            schedule = _asked_earlier(
-                schedule, stage, draw(st.sampled_from(receives)), draw(st.integers(1, 12))
-            )
     return schedule, layout
-
-
-def of_kind(kind: PassKind) -> st.SearchStrategy[Pass]:
-    """Any pass of a kind."""
-    numbers = st.integers(0, 10_000)
-    return st.builds(Pass, st.just(kind), numbers, numbers, st.sampled_from(Strand))

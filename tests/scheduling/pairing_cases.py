@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from braid.scheduling.plan.pairing import Pairing, may_join, pairing_of, segment_ns
+from braid.scheduling.plan.pairing import may_join, segment_ns
 from braid.scheduling.plan.strands import STREAMS, PairProblem, StrandGraph, bits
 from braid.scheduling.schedule.order import Issue
 
@@ -111,13 +111,3 @@ def orders(graph: StrandGraph) -> Iterator[tuple[int, ...]]:
                 yield from extend((*order, op))
 
     yield from extend(())
-
-
-def round_robin(problem: PairProblem) -> Pairing:
-    """The n-th operator of one strand beside the n-th of the other, in the graphs' own order."""
-    longest = max(len(problem.forward), len(problem.backward))
-    masks = [
-        (1 << n if n < len(problem.forward) else 0, 1 << n if n < len(problem.backward) else 0)
-        for n in range(longest)
-    ]
-    return pairing_of(problem, masks)

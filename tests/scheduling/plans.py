@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from braid.scheduling.cost.engine import BlockRun, Executed
+from braid.scheduling.cost.engine import BlockRun
 from braid.scheduling.cost.picture import moving
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.cost.simulate import Simulation
@@ -14,7 +14,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.plan.decide import Outcome, anything, outcome_of
 from braid.scheduling.plan.orders import CostedSetting, decisions
-from braid.scheduling.schedule.operations import Compute, Node, PassKind, Start
+from braid.scheduling.schedule.operations import PassKind
 from braid.scheduling.schedule.validate import check
 
 SMALL = ModelShape(
@@ -115,10 +115,3 @@ def paired_runs(simulation: Simulation) -> list[list[BlockRun]]:
     return [
         [run for run in rank.blocks if [one.kind for one in moving(run)] == both] for rank in simulation.ranks
     ]
-
-
-def part_of(executed: Executed) -> str:
-    """The part of the model that something of a block belongs to."""
-    assert isinstance(executed.operation, Compute | Start)
-    assert isinstance(executed.operation.what, Node)
-    return executed.operation.what.operator.part

@@ -109,17 +109,6 @@ def check_data_flow(part: Part) -> None:
     assert {op.module for op in part.backward.operators} <= {op.own_name for op in part.forward.operators}
 
 
-@SHAPES
-@DEGREES
-@pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
-def test_no_pass_reads_a_value_that_is_not_there(shape: ModelShape, tp: int, policy: str) -> None:
-    parts = model_parts(shape, tp, policy)
-    assert "d.loss" not in parts["head"].values
-    for part in parts.values():
-        check_data_flow(part)
-        assert not any("@" in name for name in part.values), "no built-in part needs an addition"
-
-
 # -- gradients -----------------------------------------------------------------------------------------------
 
 

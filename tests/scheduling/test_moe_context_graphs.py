@@ -163,7 +163,7 @@ def test_work_is_what_experts_have_room_for(factor: float) -> None:
 
 
 @given(
-    shape=st.sampled_from([MOE, LLAMA, GPT]),
+    shape=st.sampled_from([MOE, LLAMA, QWEN, GPT]),
     degrees=st.tuples(*(st.sampled_from([1, 2, 4]) for _ in range(3))),
     context=st.sampled_from(["all_gather", "ring"]),
     recompute=st.sampled_from(RECOMPUTE_POLICIES),
@@ -173,8 +173,12 @@ def test_data_flows_as_it_should(
     shape: ModelShape, degrees: tuple[int, int, int], context: str, recompute: str
 ) -> None:
     tp, cp, ep = degrees
-    layer = layer_of(shape, tp, cp, ep if shape.experts else 1, context, recompute)
-    check_data_flow(layer)
+    parts = parts_of(shape, tp, cp, ep if shape.experts else 1, context, recompute)
+    assert "d.loss" not in parts["head"].values
+    for part in parts.values():
+        check_data_flow(part)
+    if cp == 1 and not shape.experts:
+        assert not any("@" in name for part in parts.values() for name in part.values), "an addition"
 
 
 def test_gradients_of_the_same_value_are_added() -> None:

@@ -1,7 +1,7 @@
 """Collectives in stages and pieces: the same data flow, the same work, the same saved values."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +13,9 @@ from braid.scheduling.generate.partition_checks import operators_beside
 from braid.scheduling.generate.partitions import WAYS, cut_gemms, mega_scale, with_partitions
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.partition import Partition, parse_partition
+from braid.scheduling.mesh.partition import parse_partition
 from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Part
-from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.plan.decide import evaluate, modelled
 from braid.scheduling.plan.strands import joint_problem
@@ -24,22 +23,18 @@ from braid.scheduling.schedule.order import Issue
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.validate import ScheduleError, linked
 from tests.scheduling.cases import (
-    GPT,
     LLAMA,
     MICRO_BATCH,
     MOE,
-    TOKENS,
     choices_for,
     layout_for,
     model_parts,
     parts_for,
     setting_for,
 )
-from tests.scheduling.partition_cases import collectives_of, partition_of
+from tests.scheduling.partition_cases import SHAPES, Cut, cuts
 from tests.scheduling.plans import SMALL, cluster, lowered, setting
-from tests.scheduling.who_has_what import check_cut
 
-SHAPES = {"llama": replace(LLAMA, kv_heads=8), "gpt": GPT}
 MESHES = {2: (), 4: ((2, 2),), 8: ((2, 4), (4, 2), (2, 2, 2))}
 """Of so many tensor-parallel ranks."""
 
@@ -56,67 +51,52 @@ def in_pieces(part: Part, ways: int) -> Part:
     return partitioned(part, 2, *(f"tp/{kind} pieces {ways} of tokens with 1" for kind in kinds))
 
 
-def layers() -> dict[str, Part]:
-    """Layers with all kinds of collectives."""
-    sizes = {
-        "moe": PartSizes(shape=MOE, tp=2, micro_batch=MICRO_BATCH, cp=2, ep=2),
-        "ring": PartSizes(shape=LLAMA, tp=2, micro_batch=MICRO_BATCH, cp=2, context="ring"),
-    }
-    return {
-        "llama": model_parts(LLAMA, 2)["layer"],
-        "gpt": model_parts(GPT, 2)["layer"],
-        "full": model_parts(LLAMA, 2, "full")["layer"],
-        **{name: layer_part(s) for name, s in sizes.items()},
-    }
-
-
-LAYERS = pytest.mark.parametrize("layer", layers().values(), ids=layers().keys())
-
-
 def cut_of(graph: Graph) -> set[str]:
     """Operators that a graph has pieces of."""
     return {op.piece.whole for op in graph.operators if op.piece is not None}
 
 
+def check_cut(part: Part, cut: Part) -> None:
+    """A layer was cut into something that saves the same and does the same work, each of it once.
+
+    That it computes the same: `tests.cuda.test_special_runs`.
+    """
+    assert {name: one for name, one in cut.values.items() if name in part.values} == dict(part.values)
+    assert cut.saved() == part.saved()
+    assert [cut.saved_bytes(width) for width in (2, 4)] == [part.saved_bytes(width) for width in (2, 4)]
+    given = {*cut.saved(), *cut.constants, f"d.{cut.output}"}
+    for before, after, there in (
+        (part.forward, cut.forward, {*cut.inputs}),
+        (part.backward, cut.backward, given),
+    ):
+        written = set(there)
+        for op in after.operators:
+            assert set(op.reads) <= written, f"{op.name} reads what is not there"
+            assert not set(op.writes) & (written - there), f"{op.name} writes again"
+            written |= set(op.writes)
+        kept = {op.name: op for op in before.operators if op.name not in cut_of(after)}
+        assert {op.name: op for op in after.operators if op.piece is None} == kept
+        for name in cut_of(after):
+            op = before.named(name)
+            pieces = [one for one in after.operators if one.piece is not None and one.piece.whole == name]
+            for one in pieces:
+                assert (one.kind, one.phase, one.module) == (op.kind, op.phase, op.module)
+                assert one.piece is not None
+                assert one.piece.measured_as == op.measured_as
+            assert abs(op.flops - sum(one.flops for one in pieces)) <= len(pieces)
+            assert 0 <= op.bytes - sum(one.bytes for one in pieces) <= len(pieces)
+            assert sum(one.piece.share for one in pieces if one.piece) <= 1 + 1e-9
+            assert [one for one in pieces if one.completes] in ([], pieces[-1:])
+
+
 # -- any partition -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layer and how it is cut; texts, so that what fails can be read."""
-
-    shape: str
-    tp: int
-    recompute: str
-    partitions: tuple[str, ...]
-
-    @property
-    def found(self) -> tuple[Partition, ...]:
-        """The partitions."""
-        return tuple(map(parse_partition, self.partitions))
-
-
-@st.composite
-def cases(draw: st.DrawFn, kinds_alone: bool = False) -> Case:
-    """Partitions of some of a layer's collectives, each its own, or (``kinds_alone``) of all of a kind."""
-    tp = draw(st.sampled_from([*MESHES]))
-    shape, recompute = draw(st.sampled_from([*SHAPES])), draw(st.sampled_from(RECOMPUTE_POLICIES))
-    found: list[Partition] = []
-    for graph, op in collectives_of(model_parts(SHAPES[shape], tp, recompute)["layer"]):
-        what = f"tp/{op.kind.value}" if kinds_alone else f"layer/{op.name}"
-        if draw(st.booleans()) or any(one.what == what for one in found):
-            continue
-        most = 2 if kinds_alone else len(operators_beside(graph, op, 2))
-        own = partition_of(what, op.kind, MESHES[tp], most)
-        found.append(draw(own.filter(lambda one: one.dim == "width" or one.pieces <= TOKENS // tp)))
-    return Case(shape, tp, recompute, tuple(map(str, found)))
-
-
-@given(cases() | cases(kinds_alone=True))
+@given(cuts(MESHES) | cuts(MESHES, kinds_alone=True))
 @settings(max_examples=200)
-def test_a_cut_layer_computes_what_the_whole_one_does(case: Case) -> None:
-    """All that `check_cut` demands of what is cut; and cut are the chosen collectives and what is beside."""
-    part = model_parts(SHAPES[case.shape], case.tp, case.recompute)["layer"]
+def test_a_cut_layer_does_the_work_of_the_whole_one(case: Cut) -> None:
+    """And cut are the chosen collectives and what is beside them."""
+    part = model_parts(SHAPES[case.family], case.tp, case.recompute)["layer"]
     cut = partitioned(part, case.tp, *case.partitions, "dp/reduce_scatter mesh 2x2 order 0,1", dp=4, zero=1)
     check_cut(part, cut)
     wanted = {one.what.partition("/")[2]: one for one in case.found}
@@ -135,17 +115,17 @@ def test_a_cut_layer_computes_what_the_whole_one_does(case: Case) -> None:
 LOWERED = ("megatron", "intra_batch", "wavelet", "dhelix", "zbv", "braid:w", "braid:twins")
 
 
-@given(cases(), st.sampled_from(LOWERED), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0, 2]))
+@given(cuts(MESHES), st.sampled_from(LOWERED), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0, 2]))
 @settings(max_examples=40)
 def test_schedules_of_cut_layers_are_valid_and_round_trip(
-    case: Case, name: str, stages: int, micro_batches: int, unit_layers: int
+    case: Cut, name: str, stages: int, micro_batches: int, unit_layers: int
 ) -> None:
     layout = layout_for(name, stages, case.tp)
     own = setting_for(
         name,
         layout,
         micro_batches,
-        model=replace(SHAPES[case.shape], layers=4),
+        model=replace(SHAPES[case.family], layers=4),
         recompute=case.recompute,
         partitions=case.found,
         unit_layers=unit_layers if name.startswith("braid") else 0,
@@ -158,19 +138,6 @@ def test_schedules_of_cut_layers_are_valid_and_round_trip(
 
 
 # -- what is cut, and into what ------------------------------------------------------------------------------
-
-
-@LAYERS
-@pytest.mark.parametrize("ways", [1, 2, 4, 3])
-def test_layers_of_all_kinds_in_pieces(layer: Part, ways: int) -> None:
-    """Pieces of tokens: so many of each that is cut, the others as they were."""
-    cut = with_partitions({"layer": layer}, mega_scale(ways), ParallelLayout(tp=2, cp=2, ep=2))["layer"]
-    check_cut(layer, cut)
-    assert (cut == layer) == (ways == 1)
-    for graph in (cut.forward, cut.backward):
-        for name in cut_of(graph):
-            numbers = [op.piece.number for op in graph.operators if op.piece and op.piece.whole == name]
-            assert numbers == [*range(1, ways + 1)]
 
 
 def test_stages_of_a_piece_go_beside_those_of_the_next() -> None:
@@ -224,7 +191,7 @@ def test_what_has_no_gemm_beside_it_stays_whole() -> None:
     """Where only operators are cut; else the transfer is."""
     single = model_parts(LLAMA, 1)["layer"]
     assert partitioned(single, 1, *map(str, mega_scale(4))) == single
-    moe = layers()["moe"]
+    moe = layer_part(PartSizes(shape=MOE, tp=2, micro_batch=MICRO_BATCH, cp=2, ep=2))
     layout = {"cp": 2, "ep": 2}
     cut = partitioned(moe, 2, "tp/all_gather pieces 2 of tokens with 1", **layout)
     assert not {"dispatch", "combine", "kv_gather", "expert_gather", "expert_in"} & cut_of(cut.forward)
@@ -381,15 +348,15 @@ def test_stages_cost_what_transfers_along_their_factor_do(
         assert profile.classes[key] == ("inter", "intra")[dim]
 
 
-@given(cases())
+@given(cuts(MESHES))
 @settings(max_examples=25)
-def test_every_cut_layer_is_priced(case: Case) -> None:
+def test_every_cut_layer_is_priced(case: Cut) -> None:
     """By a model of a cluster of two nodes, and from what was measured of whole operators there."""
     tp = case.tp
     meshes = {one.mesh for one in case.found if one.mesh}
     if tp == 2 or len(meshes - {(2, tp // 2)}) > 0:
         case = replace(case, partitions=tuple(text for text in case.partitions if "mesh" not in text))
-    model = replace(SHAPES[case.shape], layers=2)
+    model = replace(SHAPES[case.family], layers=2)
     own = setting_for("megatron", ParallelLayout(tp=tp), 2, model=model, recompute=case.recompute)
     cut = replace(own, partitions=case.found)
     spec = cluster(nodes=2, gpus=tp // 2)

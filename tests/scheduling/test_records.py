@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.scheduling.cost.profile import Profile, TransferFit, parse_profile
-from braid.scheduling.mesh.cluster import ClusterSpec, Contention, Efficiency, Gpu, Link
+from braid.scheduling.cost.analytic import analytic_profile
+from braid.scheduling.cost.profile import parse_profile
+from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.presets.library import cluster_names, cluster_preset
 from braid.scheduling.text.records import from_mapping, require_fraction, require_positive, to_mapping
 from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
+from tests.scheduling.cases import model_parts
 
 
 class Colour(StrEnum):
@@ -170,78 +174,16 @@ def test_nothing_but_value_errors(changes: dict[str, Any]) -> None:
 
 # -- round trips -------------------------------------------------------------------------------------------
 
-POSITIVE, SHARE, WHOLE, TEXT = (
-    st.floats(1e-3, 1e18),
-    st.floats(0.001, 1.0),
-    st.integers(0, 10**15),
-    st.text(max_size=12),
-)
-EFFICIENCY = st.builds(Efficiency, ceiling=SHARE, half_flops=POSITIVE)
-GPU = st.builds(
-    Gpu,
-    **dict.fromkeys(("name", "source"), TEXT),
-    **dict.fromkeys(("peak_flops_per_s", "memory_bytes_per_s"), POSITIVE),
-    **dict.fromkeys(("gemm", "attention"), EFFICIENCY),
-    **dict.fromkeys(("launch_ns", "barrier_ns"), WHOLE),
-    memory_bytes=st.integers(10**12, 10**13),
-    memory_efficiency=SHARE,
-    reserved_bytes=st.integers(0, 10**11),
-)
-LINK = st.builds(
-    Link,
-    **dict.fromkeys(("kind", "source"), TEXT),
-    **dict.fromkeys(("bytes_per_s", "half_bytes"), POSITIVE),
-    latency_ns=WHOLE,
-    efficiency=SHARE,
-)
-CONTENTION = st.builds(
-    Contention,
-    **{one.name: TEXT if one.name == "source" else st.floats(-1, 1) for one in fields(Contention)},
-)
-CLUSTERS = st.integers(1, 4096).flatmap(
-    lambda nodes: st.builds(
-        ClusterSpec,
-        **dict.fromkeys(("name", "source"), TEXT),
-        nodes=st.just(nodes),
-        gpus_per_node=st.integers(1, 16),
-        gpu=GPU,
-        intra=LINK,
-        contention=CONTENTION,
-        inter=LINK if nodes > 1 else st.none() | LINK,
-    )
-)
-FITS = st.builds(TransferFit, latency_ns=st.floats(0, 1e9), ns_per_byte=st.floats(0, 1e3))
 
-
-def by_name(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A few of them under any names."""
-    return st.dictionaries(TEXT, values, max_size=4)
-
-
-PROFILES = st.builds(
-    Profile,
-    source=TEXT,
-    classes=by_name(TEXT),
-    oef=by_name(st.floats(-10, 1.5)),
-    transfers=by_name(FITS),
-    **dict.fromkeys(("solo_ns", "spread_ns"), by_name(WHOLE)),
-    barrier_ns=WHOLE,
-    optimizer_ns_per_parameter=st.floats(0, 1e3),
-)
-
-
-@given(CLUSTERS)
-def test_clusters_round_trip(cluster: ClusterSpec) -> None:
+@pytest.mark.parametrize("name", cluster_names())
+def test_clusters_and_profiles_round_trip(name: str) -> None:
+    cluster = cluster_preset(name)
     content = to_mapping(cluster)
     assert from_mapping(ClusterSpec, content, "cluster.json") == cluster
     assert from_mapping(ClusterSpec, json.loads(json.dumps(content)), "cluster.json") == cluster
-    assert (
-        from_mapping(ClusterSpec, parse_yaml(write_yaml(content), "cluster.yaml"), "cluster.yaml") == cluster
-    )
-
-
-@given(PROFILES)
-def test_profiles_round_trip(profile: Profile) -> None:
+    text = write_yaml(content)
+    assert from_mapping(ClusterSpec, parse_yaml(text, "cluster.yaml"), "cluster.yaml") == cluster
+    profile = analytic_profile(cluster, ParallelLayout(tp=2), model_parts(tp=2))
     assert parse_profile(profile.to_json(), "profile.json") == profile
 
 

@@ -209,6 +209,16 @@ NO_INSTRUCTIONS = """
 F0.3junk 0F3 F03.1 F3.01 F3 F3. F.1 f3.1 F3.1B F3.1bb F-1.0 F+1.0 F1_0.0 F٣.0 X3.1 []x NORMS norm STEPS step
 compute barrier prefetch SEND(F3.1>1)x [F3.1|B2.1 GATHER(norm) PREFETCH(1)
 """
+BEHIND = (
+    "behind the passes stand gathers of parameters and then sums of gradients "
+    "([B3.1|GATHER(1 dp)|REDUCE(1 dp)])"
+)
+MISPLACED = """
+[REDUCE(0 dp)|B2.0] [REDUCE(0 dp)|REDUCE(0 tp)] [GATHER(0 dp)|B2.0] [B2.0|REDUCE(norm tp)]
+[B2.0|GATHER(norm dp)] [B2.0|REDUCE(0 dp)|GATHER(0 dp)] [B2.0|GATHER(0 dp)|B3.0|REDUCE(0 dp)]
+[B2.0|REDUCE(0 dp)|WAIT(GATHER 0 dp)] [B2.0|REDUCE(0 dp)|B3.0] [B2.0|REDUCE(0)] [B2.0|GATHER(0)]
+[B2.0|GATHER(00 dp)] [B2.0|GATHER(0 DP)]
+"""
 NO_TRANSFERS = ("GATHER 1 dp", "PREFETCH", "F0.1", "STEP", "SEND(F0.1>1)", "SENDF0.1>1")
 
 
@@ -217,7 +227,13 @@ NO_TRANSFERS = ("GATHER 1 dp", "PREFETCH", "F0.1", "STEP", "SEND(F0.1>1)", "SEND
     [
         *[(token, f"{token!r} {NO_INSTRUCTION}") for token in NO_INSTRUCTIONS.split()],
         ("F0.1WAIT(SEND F0.1>1)", f"'F0.1WAIT(SEND F0.1>1)' {NO_INSTRUCTION}"),
-        ("[F3.1]", "'[F3.1]' holds one pass; write it without brackets"),
+        *((block, f"{block!r}: {BEHIND}") for block in re.findall(r"\[.*?\]", MISPLACED)),
+        *(
+            (f"[{one}]", f"'[{one}]' holds one pass; write it without brackets")
+            for one in ("F3.1", "REDUCE(0 dp)", "GATHER(0 dp)")
+        ),
+        ("[B2.0|WAIT(REDUCE 0 dp)]", f"'WAIT(REDUCE 0 dp)' {NO_PASS}"),
+        ("[WAIT(GATHER 0 dp)|B2.0]", f"'WAIT(GATHER 0 dp)' {NO_PASS}"),
         ("[F3.1|B2.1|X1.1]", f"'X1.1' {NO_PASS}"),
         ("[F3.1|B2.1|]", f"'' {NO_PASS}"),
         ("[F3.1,B2.1]", f"'F3.1,B2.1' {NO_PASS}"),

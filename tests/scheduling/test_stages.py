@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
-from itertools import permutations, product
+from itertools import permutations
 from math import prod
 from unittest.mock import patch
 
@@ -21,12 +20,11 @@ from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.stages import Move, moves_of
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.code import Code
-from braid.scheduling.schedule.operations import Compute, Gather, Node, Norm, Operation, Reduce, Start, Wait
+from braid.scheduling.schedule.operations import Compute, Gather, Node, Operation, Reduce, Start
 from braid.scheduling.schedule.schedule import Prefetch
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.validate import linked
-from tests.scheduling.cases import LLAMA, choices_for, layout_for, parts_for, setting_for
-from tests.scheduling.test_sharing import LEAST, check_shared
+from tests.scheduling.cases import LLAMA, layout_for, parts_for, setting_for
 
 KINDS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
 MESHES = ((2, 2), (2, 3), (3, 2), (2, 2, 3))
@@ -158,135 +156,44 @@ def test_stages_of_sums_and_gathers_come_to_the_whole(
 
 # -- in linked code ------------------------------------------------------------------------------------------
 
-DP, MESH = 4, (2, 2)
-MICRO_BATCHES = 4
-DISTANCES = ((0, 0), (1, 0), (3, 7), (1000, 1000))
-NAMES = ("megatron", "ddp", "zbv", "interleaved", "braid:w", "braid:twins", "braid:together_2")
 
-
-def partitions_of(zero: int, order: tuple[int, ...]) -> tuple[Partition, ...]:
-    """Of all that replicas exchange under a ZeRO stage, gathers in the other order."""
-    if not zero:
-        return (Partition(what="dp/all_reduce", mesh=MESH, order=order),)
-    return (
-        Partition(what="dp/reduce_scatter", mesh=MESH, order=order),
-        Partition(what="dp/all_gather", mesh=MESH, order=order[::-1]),
-    )
-
-
-@cache
-def code_with(
-    name: str, pp: int, zero: int, order: tuple[int, ...], distances: tuple[int, int], shards: int = 0
-) -> Code:
-    """Validated code over four replicas that share everything in stages, with layers of several buckets."""
-    layout = layout_for(name, pp, 1, DP * (1 + bool(shards)), zero)
-    layout = replace(layout, shards=shards)
-    shape = replace(LLAMA, layers=4)
-    own = setting_for(name, layout, MICRO_BATCHES, model=shape, partitions=partitions_of(zero, order))
+def code_of(zero: int, order: tuple[int, int]) -> Code:
+    """Validated code over four replicas that share everything in stages, gathers in the other order."""
+    ways = {"reduce_scatter": order, "all_gather": order[::-1]} if zero else {"all_reduce": order}
+    cut = tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=own) for kind, own in ways.items())
+    distances = ((0, 0), (0, 0), (3, 0), (3, 7))[zero]
+    shape, layout = replace(LLAMA, layers=4), layout_for("ddp", 1, 1, 4, zero)
+    own = setting_for("ddp", layout, 4, model=shape, partitions=cut, distances=distances)
     parts = parts_for(own)
-    schedule = training_schedule(own, parts, choices_for(own))
-    ahead, keep = distances
-    schedule = replace(schedule, prefetch=ahead if zero > 1 else 0, keep=keep if zero > 2 else 0)
+    schedule = training_schedule(own, parts)
     assert parse(write(schedule)) == schedule
-    with patch.object(buckets, "LEAST_ELEMENTS", LEAST):
+    with patch.object(buckets, "LEAST_ELEMENTS", 5000):
         return linked(schedule, layout, own.model.kinds, parts)
 
 
-def shared_by(operation: Operation) -> Gather | Reduce | None:
-    """What an operation starts or waits for of what replicas share in stages."""
-    what = getattr(operation, "what", None)
-    return what if isinstance(what, Gather | Reduce) and what.move is not None else None
-
-
-def two_steps(code: Code, stage: int) -> Iterator[Operation]:
+def two_steps(code: Code) -> Iterator[Operation]:
     """Operations of two steps, with what a step before them has begun."""
-    own = code.stages[stage]
-    last = own[-1]
-    if isinstance(last.instruction, Prefetch):
-        yield from (one for one in last.operations if isinstance(one, Start))
+    (own,) = code.stages
+    if isinstance(own[-1].instruction, Prefetch):
+        yield from (one for one in own[-1].operations if isinstance(one, Start))
     for _ in range(2):
         yield from (one for stretch in own for one in stretch.operations)
 
 
-CASES = [
-    pytest.param(name, pp, zero, order, id=f"{name}-pp{pp}-zero{zero}-{order[0]}{order[1]}")
-    for n, (name, pp, zero) in enumerate(product(NAMES, (1, 2), range(4)))
-    for order in [((0, 1), (1, 0))[(n + n // 4 + n // 8) % 2]]
-]
-
-
-@pytest.mark.parametrize(("name", "pp", "zero", "order"), CASES)
-def test_every_stage_is_over_before_the_next_begins(
-    name: str, pp: int, zero: int, order: tuple[int, ...]
-) -> None:
-    """Started once and waited for once, in order, for every transfer of every bucket, before the norm."""
-    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
-        code = code_with(name, pp, zero, order, distances)
-        for stage in range(pp):
-            check_stages(code, stage)
-
-
-def check_stages(code: Code, stage: int) -> None:
-    """The rules of stages; what comes of them for parameters and gradients is for `check_shared`."""
-    zero = code.layout.zero
-    kinds = {Reduce: Kind.REDUCE_SCATTER if zero else Kind.ALL_REDUCE, Gather: Kind.ALL_GATHER}
-    moves = {cls: moves_of(kind, code.schedule.partitions, "dp") for cls, kind in kinds.items()}
-    under_way: dict[Gather | Reduce, Move] = {}
-    over: dict[Gather | Reduce, Move] = {}
-    """What is between two stages."""
-    complete = {Reduce: 0, Gather: 0}
-    for operation in two_steps(code, stage):
-        what = getattr(operation, "what", None)
-        if isinstance(what, Reduce | Gather) and what.axis == "dp" and isinstance(operation, Start | Wait):
-            assert (what.move is None) == (what.chunk is None), "squares are summed as they were"
-        if over and not isinstance(operation, Wait):  # waits for others may come in between
-            assert isinstance(operation, Start), "the next stage begins at once"
-        if isinstance(what, Reduce) and what.axis == "replica":
-            assert replace(what, axis="dp") not in {*under_way, *over}
-        if (move := what.move if shared_by(operation) else None) is None:
-            if isinstance(what, Norm):
-                assert not any(isinstance(one, Reduce) for one in under_way)
-            continue
-        whole = replace(what, move=None)
-        assert move == moves[type(what)][move.number]
-        if isinstance(operation, Start):
-            assert whole not in under_way
-            before = over.pop(whole, None)
-            assert move.number == (0 if before is None else before.number + 1)
-            under_way[whole] = move
-        else:
-            assert under_way.pop(whole) == move
-            if move.last:
-                complete[type(whole)] += 1
-            else:
-                over[whole] = move
-    assert not over
-    assert all(isinstance(one, Gather) and move.number == 0 for one, move in under_way.items())
-    assert bool(complete[Gather]) == bool(zero)
-    assert complete[Reduce]
-
-
-@pytest.mark.parametrize(("name", "pp", "zero", "order"), CASES)
-@pytest.mark.slow
-def test_what_is_read_is_there_and_what_is_added_is_summed(
-    name: str, pp: int, zero: int, order: tuple[int, ...]
-) -> None:
-    """As where nothing is divided: a gather ends right before a use, a sum before anything is added."""
-    for distances in DISTANCES if zero > 1 else DISTANCES[:1]:
-        check_shared(code_with(name, pp, zero, order, distances))
-
-
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_stages_are_under_way_beside_operators(zero: int, order: tuple[int, ...]) -> None:
-    """Every stage of gathers and of sums of some bucket runs beside what computes."""
-    code = code_with("ddp", 1, zero, order, (3, 7))
+def test_stages_are_under_way_beside_operators(zero: int, order: tuple[int, int]) -> None:
+    """Every stage of gathers and of sums of some bucket runs beside what computes.
+
+    That they follow each other, and what they come to: `tests.cuda.test_special_runs`.
+    """
     begun: dict[Gather | Reduce, int] = {}
     beside: set[tuple[type, int]] = set()
     computed = 0
-    for operation in two_steps(code, 0):
+    for operation in two_steps(code_of(zero, order)):
         computed += isinstance(operation, Compute) and isinstance(operation.what, Node)
-        if (what := shared_by(operation)) is None or what.move is None:
+        what = getattr(operation, "what", None)
+        if not isinstance(what, Gather | Reduce) or what.move is None:
             continue
         if isinstance(operation, Start):
             begun[what] = computed
@@ -296,14 +203,3 @@ def test_stages_are_under_way_beside_operators(zero: int, order: tuple[int, ...]
     if zero == 3:
         wanted |= {(Gather, n) for n in range(2)}
     assert beside >= wanted
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("name", ["ddp", "zbv"])
-def test_shares_are_summed_over_replicas_when_all_stages_are_over(name: str, zero: int) -> None:
-    """Hybrid sharding."""
-    code = code_with(name, 1, zero, (1, 0), (2, 2), 4)
-    check_stages(code, 0)
-    operations = [one for stretch in code.stages[0] for one in stretch.operations]
-    axes = [one.what.axis for one in operations if isinstance(one, Start) and isinstance(one.what, Reduce)]
-    assert "replica" in axes

@@ -6,48 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.scheduling.generate.lower import Choices, training_schedule
-from braid.scheduling.generate.named import PairMethod
 from braid.scheduling.generate.pipelines import paired_w, twin_ended
 from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.list_schedule import issue_ns
 from braid.scheduling.plan.strands import joint_problem
 from braid.scheduling.schedule.operations import Direction, PassKind
-from braid.scheduling.schedule.order import parse_orders
-from braid.scheduling.schedule.schedule import Block, Schedule, Side
+from braid.scheduling.schedule.schedule import Block, Side
 from braid.scheduling.schedule.text import parse, write
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
-from tests.scheduling.cases import code_of, in_turn, model_parts, setting_for
+from tests.scheduling.cases import linked_schedule
 from tests.scheduling.plans import cluster, fastest, setting
 
-LAYOUT = ParallelLayout(tp=2)
-PARTS = model_parts(tp=2)
 F, B = PassKind.FORWARD, PassKind.BACKWARD
-
-
-def both(names: list[str]) -> tuple[str, ...]:
-    """The first micro-batch a step ahead of the second."""
-    order = []
-    for n in range(len(names) + 1):
-        order += [f"0:{names[n]}"] if n < len(names) else []
-        order += [f"1:{names[n - 1]}"] if n else []
-    return tuple(order)
-
-
-def schedule_of(micro_batches: int) -> Schedule:
-    """``braid:twins`` with orders that need no profile."""
-    layer = PARTS["layer"]
-    names = {"F": layer.forward.operators, "B": layer.backward.operators}
-    twins = {f"{key}:layer|{key}:layer": both([op.name for op in ops]) for key, ops in names.items()}
-    choices = Choices(orders=parse_orders({**in_turn(layer, PairMethod.ORDER), **twins}))
-    return training_schedule(setting_for("braid:twins", LAYOUT, micro_batches), PARTS, choices)
 
 
 @pytest.mark.parametrize("m", range(3, 14))
 def test_no_pass_is_alone_where_there_is_another(m: int) -> None:
-    schedule = schedule_of(m)
-    code_of(schedule, LAYOUT)
+    schedule = linked_schedule("braid:twins", 1, m, 2).schedule
     blocks = [i for i in schedule.stages[0] if isinstance(i, Block)]
     kinds = [tuple(one.kind for one in block.passes) for block in blocks]
     assert kinds == [(F, F), *([(F, B)] * (m - 2)), *([(B,), (B,)] if m % 2 else [(B, B)])]

@@ -1,6 +1,6 @@
 """A fault for every rule of schedules: validation finds it and says where and why.
 
-Faults at random places are drawn in `test_soundness`.
+Schedules are edited at random in `tests.cuda.test_standstills`.
 """
 
 import re

@@ -14,7 +14,7 @@ from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.presets.library import cluster_preset, model_preset
-from braid.scheduling.model.shape import Workload
+from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.plan.orders import decisions
 from braid.scheduling.plan.space import with_schedule
@@ -22,8 +22,12 @@ from braid.scheduling.schedule.memory import rank_memory
 from braid.scheduling.schedule.validate import linked
 
 A40 = cluster_preset("a40")
-# Layers alone: embedding and head, both on stage 0 of a folded model, are as good as left out.
-LAYERS = replace(model_preset("llama-25b"), vocabulary=64)
+
+
+def model_with(layers: int, tables: bool) -> ModelShape:
+    """Without ``tables`` embedding and head, both on stage 0 of a folded model, are as good as left out."""
+    whole = replace(model_preset("llama-25b"), layers=layers)
+    return whole if tables else replace(whole, vocabulary=64)
 
 
 @cache
@@ -32,7 +36,7 @@ def peaks(schedule: str, layers: int, tables: bool = False, unit_layers: int = 0
 
     Of every decision. ``unit_layers``: most layers of a unit.
     """
-    model = replace(LAYERS, layers=layers, vocabulary=128256 if tables else 64)
+    model = model_with(layers, tables)
     base = Setting(
         model=model,
         layout=ParallelLayout(dp=4, tp=8, pp=2, zero=1),
@@ -85,7 +89,7 @@ def test_as_many_layers_fit_but_one_in_forty(schedule: str) -> None:
     assert largest(schedule) >= 0.975 * largest("megatron")
     single, two = largest("megatron", tables=True), largest(schedule, tables=True)
     assert two == single - 1
-    counts = [replace(LAYERS, layers=n, vocabulary=128256).parameters() for n in (single, two)]
+    counts = [model_with(layers, tables=True).parameters() for layers in (single, two)]
     assert counts[1] >= 0.975 * counts[0]
 
 
