@@ -1,6 +1,6 @@
-"""What a schedule costs, without running it.
+"""Costs of a schedule, without running it.
 
-`profile.py`: times of operators alone and beside each other, measured; `analytic.py`: the same from a
-cluster's rates. `simulate.py` is the door of the simulator, `prices.py` looks costs up, `engine.py` advances
-the ranks and `physics.py` says how fast operators that run together advance.
+`profile.py`: times of operators alone and together, as measured; `analytic.py`: the same from a cluster's
+rates. `simulate.py` is the entry of the simulator, `prices.py` looks costs up, `engine.py` advances the ranks
+and `physics.py` computes the progress of operators that run together.
 """

@@ -1,6 +1,6 @@
-"""Modelled profiles: what a job's operators and transfers cost on a `ClusterSpec` that is not at hand.
+"""Modelled profiles: costs of a job's operators and transfers on a `ClusterSpec` that is not at hand.
 
-GEMMs and attention run at their share of the peak rate (a function of their size), everything else at its
+GEMMs and attention run at their share of the peak rate (a function of their size), other operators at their
 share of the memory bandwidth; collectives follow `braid.scheduling.cost.collectives`.
 """
 
@@ -27,17 +27,17 @@ OPTIMIZER_BYTES_PER_PARAMETER = 34
 weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
 
 NORM_BYTES_PER_PARAMETER = 4
-"""The norm reads the gradients."""
+"""The norm reads the gradients, in single precision."""
 
 _FIT_SIZES = (1e5, 1e9)
-"""Bytes between which transfers are fitted by a line."""
+"""The two payloads in bytes through whose times a line is drawn."""
 
 
 def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
-    """The rank group of every mesh axis, ranks filling nodes in order (tp innermost).
+    """Return the rank group of every mesh axis, with ranks filling nodes in order (tp innermost).
 
-    ``edp`` are the ranks that hold the same experts: those of ``dp`` that differ not along ``ep``. ``dp``
-    includes ``cp``: both hold the same parameters.
+    ``edp`` holds the ranks with the same experts: ranks of ``dp`` at one position along ``ep``. ``dp``
+    includes ``cp``, since its ranks hold the same parameters.
     """
     tp, data = layout.tp, layout.data_ranks
     inner = data // layout.replicas
@@ -57,14 +57,14 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGro
 
 
 def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:
-    """The stream of the collectives along every mesh axis."""
+    """Return the stream of the collectives along every mesh axis."""
     return {axis: group.stream for axis, group in axis_groups(layout, gpus_per_node).items()}
 
 
 def analytic_profile(
     cluster: ClusterSpec, layout: ParallelLayout, parts: Mapping[str, Part], activation_bytes: int = 2
 ) -> Profile:
-    """Costs of the parts' operators and of all transfers of a layout, modelled."""
+    """Return modelled costs of the parts' operators and of all transfers of a layout."""
     groups = axis_groups(layout, cluster.gpus_per_node)
     solo, classes = {}, {}
     for part in parts.values():
@@ -95,17 +95,17 @@ def analytic_profile(
 
 
 SHARING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
-"""What ranks that share parameters exchange."""
+"""Kinds of collectives among ranks that share parameters."""
 
 
 def _group_along(groups: Mapping[str, RankGroup], axis: str) -> RankGroup:
-    """Of an axis, or of a factor of one."""
+    """Return the group of an axis, or of a factor of an axis."""
     factor = factor_of(axis)
     return groups[axis] if factor is None else dim_group(groups[factor.axis], factor.mesh, factor.dim)
 
 
 def operator_class(op: Operator) -> str:
-    """The class by which contention is modelled."""
+    """Return the class by which contention is modelled: gemm, attention, memory, intra or inter."""
     if op.kind.communicates:
         return op.stream.value
     match op.kind:
@@ -118,7 +118,7 @@ def operator_class(op: Operator) -> str:
 
 
 def contention_oef(contention: Contention) -> dict[str, float]:
-    """The pairs of classes of a contention model."""
+    """Return the overlap effectiveness of every pair of classes, with the names of profiles."""
     return {
         "gemm|intra": contention.gemm_intra,
         "gemm|inter": contention.gemm_inter,
@@ -133,8 +133,8 @@ def contention_oef(contention: Contention) -> dict[str, float]:
 def _collective_operator_ns(
     cluster: ClusterSpec, op: Operator, group: RankGroup, activation_bytes: int
 ) -> int:
-    sent = op.bytes * activation_bytes / 2
-    payload = sent if op.kind is Kind.SEND_RECEIVE else sent * group.size / (group.size - 1)
+    sent_bytes = op.bytes * activation_bytes / 2
+    payload = sent_bytes if op.kind is Kind.SEND_RECEIVE else sent_bytes * group.size / (group.size - 1)
     return cluster.gpu.launch_ns + collective_ns(cluster, op.kind, payload, group)
 
 
@@ -143,7 +143,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
     touched = 0
     for name in {*op.reads, *op.writes}:
         value = part.values.get(name)
-        # What is only handed on under another name is not touched.
+        # A value that is only passed on under another name is not touched.
         if value is not None and not (name in op.writes and value.alias_of):
             touched += value.bytes(activation_bytes)
     if op.kind is Kind.RESIDUAL and all(part.values[name].alias_of for name in op.writes):
@@ -151,14 +151,14 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
     ns = touched / (gpu.memory_bytes_per_s * gpu.memory_efficiency) * 1e9
     if op.flops:
         curve = gpu.attention if op.kind is Kind.ATTENTION else gpu.gemm
-        # The peak of the data sheet is for 16-bit inputs; wider ones run at their share of it.
+        # The data sheet's peak holds for 16-bit inputs; the rate falls with their width.
         rate = gpu.peak_flops_per_s * curve.at(op.flops) * 2 / activation_bytes
         ns = max(ns, op.flops / rate * 1e9)
     return round(gpu.launch_ns + ns)
 
 
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, RankGroup]) -> dict[str, TransferFit]:
-    """Lines through small and large payloads of everything that is not an operator of a layer."""
+    """Fit lines through a small and a large payload for every transfer outside layers."""
     fits = {}
     wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
     wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]

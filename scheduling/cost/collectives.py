@@ -1,7 +1,7 @@
-"""What collectives cost on a cluster: volumes of ring and pairwise algorithms over two levels of links.
+"""Costs of collectives on a cluster: volumes of ring and pairwise algorithms over two levels of links.
 
-``payload`` is always the bytes of the whole: of all ranks' parts together for an all-gather or a
-reduce-scatter, of the reduced tensor for an all-reduce, of one rank's send buffer for an all-to-all.
+``payload`` is always the bytes of the whole: all ranks' parts together for an all-gather or a reduce-scatter,
+the reduced tensor for an all-reduce, one rank's send buffer for an all-to-all.
 """
 
 from braid.scheduling.mesh.cluster import ClusterSpec, RankGroup, Stream
@@ -9,7 +9,7 @@ from braid.scheduling.model.operators import Kind
 
 
 def sent_bytes(kind: Kind, payload: float, size: int) -> float:
-    """Bytes that each rank of a group of ``size`` sends (ring algorithms; pairwise all-to-all)."""
+    """Return the bytes that each rank of a group of ``size`` sends (ring, or pairwise all-to-all)."""
     if size == 1:
         return 0.0
     match kind:
@@ -24,7 +24,7 @@ def sent_bytes(kind: Kind, payload: float, size: int) -> float:
 
 
 def hops(kind: Kind, size: int) -> int:
-    """Messages that each rank sends one after the other."""
+    """Return the number of messages that each rank sends one after the other."""
     match kind:
         case _ if size == 1:
             return 0
@@ -33,17 +33,17 @@ def hops(kind: Kind, size: int) -> int:
         case Kind.SEND_RECEIVE:
             return 1
         case Kind.ALL_TO_ALL:
-            # All partners are served at the same time: start-up once, and once more for the last.
+            # All partners are served at once: one start-up, and one more for the last.
             return 2
         case _:
             return size - 1
 
 
 def bytes_by_level(kind: Kind, payload: float, group: RankGroup) -> dict[Stream, float]:
-    """Bytes that one rank sends over the links of each level.
+    """Return the bytes that one rank sends over the links of each level.
 
     A ring over k ranks on each node leaves the node once for k ranks: each rank's share of that traffic is
-    1/k of what it sends on. An all-to-all leaves it with the share of partners that are elsewhere.
+    1/k of what it sends. An all-to-all sends between nodes the share of partners on other nodes.
     """
     sent = sent_bytes(kind, payload, group.size)
     if group.stream is Stream.INTRA:
@@ -56,10 +56,10 @@ def bytes_by_level(kind: Kind, payload: float, group: RankGroup) -> dict[Stream,
 
 
 def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: RankGroup) -> int:
-    """Time of one collective that all ranks of its nodes run at the same time, each in its own group.
+    """Return the time in ns of a collective that all ranks of its nodes run at once, each in its group.
 
-    Both levels work at the same time; the slower one is the time. A hop between nodes is counted for every
-    node boundary, the others inside.
+    Both levels work at the same time, and the slower one determines the time. Latency counts a hop between
+    nodes for every node boundary, and the other hops inside nodes.
     """
     if group.size == 1 or payload == 0:
         return 0
@@ -69,7 +69,7 @@ def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: RankG
     intra = cluster.intra.transfer_ns(volume[Stream.INTRA] / share, count if group.per_node > 1 else 0)
     if group.stream is Stream.INTRA:
         return round(intra)
-    # NCCL's rings between nodes are as long as the group, its trees are not: latency grows with the nodes.
+    # NCCL's rings between nodes are as long as the group, its trees are shorter: latency grows with nodes.
     passes = 2 if kind is Kind.ALL_REDUCE else 1
     between = min(count, 2 * passes * group.nodes)
     inter = cluster.link(Stream.INTER).transfer_ns(volume[Stream.INTER], between)

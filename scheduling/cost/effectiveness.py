@@ -1,4 +1,4 @@
-"""Overlap effectiveness (DHelix equation 1) of layers' compute operators beside communication, as a table."""
+"""Overlap effectiveness (DHelix equation 1) of layers' compute operators with communication, as a table."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from braid.scheduling.cost.profile import Profile
 
 @dataclass(frozen=True)
 class Measured:
-    """An operator with its solo time; alike: further collectives with equal effects."""
+    """An operator and its solo time in ns; ``alike``: further collectives with equal effects."""
 
     name: str
     ns: int
@@ -16,7 +16,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Effectiveness:
-    """Compute operators (rows) beside communication (columns): from 1, hidden at no cost, to -1."""
+    """A table of compute operators (rows) and communication (columns); values from 1 (hidden) to -1."""
 
     source: str
     rows: tuple[Measured, ...]
@@ -25,11 +25,11 @@ class Effectiveness:
 
 
 def effectiveness(profile: Profile) -> Effectiveness:
-    """The table of layers' operators; pairs that were not measured alone have the value of their classes.
+    """Return the table of layers' operators; pairs that were not measured have their classes' value.
 
-    `ValueError` where the profile does not say.
+    `ValueError` where the profile has neither.
     """
-    # Pieces of operators are timed alone and have no class: they have no row.
+    # Pieces of operators are timed alone and have no class, and so no row.
     names = {key: name for key, name in profile.layer_operators.items() if key in profile.classes}
     links = [key for key in names if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in names if key not in links and profile.solo_ns[key] > 0]
@@ -40,8 +40,8 @@ def effectiveness(profile: Profile) -> Effectiveness:
         profile.source,
         tuple(Measured(names[key], profile.solo_ns[key]) for key in compute),
         tuple(
-            Measured(names[first], profile.solo_ns[first], tuple(names[key] for key in more))
-            for first, *more in alike.values()
+            Measured(names[first], profile.solo_ns[first], tuple(names[key] for key in others))
+            for first, *others in alike.values()
         ),
         tuple(zip(*alike, strict=True)),
     )

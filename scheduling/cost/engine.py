@@ -1,15 +1,14 @@
 """Runs the ranks of linked code with prices.
 
-A rank runs its operations in order. A compute operator occupies it; a transfer starts at the moment it is
-issued or when its lane is free, never before the compute operators that were issued earlier have finished.
-How they then advance together `physics` says. Links are shared between the ranks of a node
-in equal parts, which the profile's times contain.
+A rank runs its operations in order. A compute operator occupies it; a transfer starts when it is issued or
+when its lane is free, never before the compute operators issued earlier have finished. `physics` computes
+their progress together. The ranks of a node share links in equal parts, which the profile's times contain.
 
-Ranks meet in messages alone, so each runs on its own until it needs one that is still under way. When all of
-them do, the transfer that ends first, over all ranks, is certain to end undisturbed.
+Ranks meet in messages alone, so each runs on its own until it needs a message that is still under way. When
+all ranks wait, the transfer that ends first, over all ranks, is certain to end undisturbed.
 
-A body that begins with the same transfers under way, with the same work left, always takes the same course:
-it is run once and remembered.
+A body that begins with the same transfers under way, with the same work remaining, always takes the same
+course: it is run once and remembered.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +35,12 @@ from braid.scheduling.schedule.operations import (
 from braid.scheduling.schedule.schedule import Block, Prefetch
 
 _OF_LAYERS = 2
-"""The first lanes are those that a barrier waits for."""
+"""Number of lanes, the first ones, whose transfers a barrier waits for."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """An operation with the times at which it began and ended, in nanoseconds."""
+    """An operation with its begin and end in nanoseconds."""
 
     operation: Operation
     price: Price
@@ -51,7 +50,7 @@ class Executed:
 
 @dataclass
 class _Flight:
-    """A transfer that was issued."""
+    """A transfer that was issued, with its begin and end in nanoseconds."""
 
     operation: Operation | None
     price: Price
@@ -61,44 +60,44 @@ class _Flight:
 
 
 def _token(operation: Start | Wait) -> object:
-    """What a transfer is known by until its wait."""
+    """Return the key of a transfer between its start and its wait."""
     what = operation.what
     return (operation.turn, id(what)) if isinstance(what, Node) else what
 
 
 def _shared(token: object) -> Shared | None:
-    """What a body may wait for that another one has begun: parameters and sums of gradients."""
+    """Return the gather or sum that a body may wait for although another body began it; else None."""
     return token if isinstance(token, Shared) else None
 
 
 @dataclass(frozen=True)
 class _Fate:
-    """What becomes of a transfer during a body; times relative to its begin."""
+    """The progress of an earlier transfer during a body; times are relative to the body's begin."""
 
-    left: float
+    remaining: float
     start: float | None
     end: float | None
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a body went, times relative to its begin."""
+    """The execution of a body; times in nanoseconds relative to its begin."""
 
     duration: float
     executed: tuple[Executed, ...]
     fates: tuple[_Fate, ...]
-    """Of every transfer under way at the begin."""
+    """Progress of every transfer under way at the begin."""
     begun: tuple[tuple[int, _Flight, float], ...] = ()
-    """Transfers that are under way at the end: lane, when they began, what is left of them."""
+    """Transfers under way at the end: lane, flight with its begin, remaining time."""
     finished: tuple[object, ...] = ()
-    """Those that have ended and are waited for later."""
+    """Gathers and sums that have ended and are waited for later."""
     taken: tuple[object, ...] = ()
-    """Those that other instructions began and this body has waited for."""
+    """Gathers and sums that other bodies began and this body has waited for."""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One execution of a block."""
+    """One execution of a block, from ``start`` in nanoseconds."""
 
     start: float
     course: Course
@@ -107,7 +106,7 @@ class BlockRun:
 
 @dataclass
 class RankRun:
-    """One rank: its clock, its lanes, what it has executed."""
+    """One rank of the simulation: its clock in nanoseconds, its lanes and its executed operations."""
 
     number: int
     stretches: Sequence[Stretch]
@@ -116,22 +115,22 @@ class RankRun:
     courses: dict[tuple[object, ...], Course]
     clock: float = 0.0
     executed: list[Executed] = field(default_factory=list)
-    """Transfers between ranks and the update; what blocks execute stands in their courses."""
+    """Transfers between ranks and the update; operations of blocks are in their courses."""
     blocks: list[BlockRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._next = 0
         self._links = 0.0
-        """The time up to which the lanes have been advanced; equals the clock but while stalled."""
+        """The time up to which the lanes have advanced; it equals the clock except while stalled."""
         self._lanes: list[Lane] = [[] for _ in LANES]
         self._flights: list[list[_Flight]] = [[] for _ in LANES]
         self._finished: set[object] = set()
         self._waits: dict[int, frozenset[object]] = {}
         self._completion: float | None = None
-        """What `next_completion` found, while stalled."""
+        """Result of `next_completion` while stalled."""
 
     def run(self) -> Pass | None:
-        """Go on to the end, or to a message whose arrival is not known yet, which is returned."""
+        """Run to the end, or to a message with unknown arrival, whose pass is returned."""
         self._completion = None
         while self._next < len(self.stretches):
             stretch = self.stretches[self._next]
@@ -143,7 +142,7 @@ class RankRun:
                         return moved
                     self._wait(max(self.arrivals[moved], self._links, self.clock))
                 case Start(Receive()):
-                    pass  # a message arrives when it was sent: receives are asked for in time
+                    pass  # a message arrives when it was sent: receives are started in time
                 case _:
                     self._run(stretch)
             self._next += 1
@@ -179,17 +178,17 @@ class RankRun:
 
     def _run_block(self, stretch: Stretch) -> None:
         under_way = [
-            (number, flight, left)
+            (number, flight, remaining)
             for number, (flights, lane) in enumerate(zip(self._flights, self._lanes, strict=True))
-            for flight, (_, left) in zip(flights, lane, strict=True)
+            for flight, (_, remaining) in zip(flights, lane, strict=True)
         ]
         landed = frozenset(self._finished & self._awaited(stretch.body))
         key = (
             id(stretch.body),
             landed,
             *(
-                (n, flight.price.task, round(left), flight.start is None, _shared(flight.token))
-                for n, flight, left in under_way
+                (n, flight.price.task, round(remaining), flight.start is None, _shared(flight.token))
+                for n, flight, remaining in under_way
             ),
         )
         course = self.courses.get(key)
@@ -202,27 +201,27 @@ class RankRun:
         for (number, flight, _), fate in zip(under_way, course.fates, strict=True):
             if fate.start is not None:
                 flight.start = begin + fate.start
-            self._lanes[number].append((flight.price.task, fate.left))
+            self._lanes[number].append((flight.price.task, fate.remaining))
             self._flights[number].append(flight)
         for (number, flight, _), fate in zip(under_way, course.fates, strict=True):
             if fate.end is not None:
-                place = self._flights[number].index(flight)
-                self._lanes[number].pop(place)
-                self._flights[number].pop(place)
+                index = self._flights[number].index(flight)
+                self._lanes[number].pop(index)
+                self._flights[number].pop(index)
                 self._note(flight, begin + fate.end)
-        for number, flight, left in course.begun:
+        for number, flight, remaining in course.begun:
             start = None if flight.start is None else begin + flight.start
-            self._lanes[number].append((flight.price.task, left))
+            self._lanes[number].append((flight.price.task, remaining))
             self._flights[number].append(replace(flight, start=start))
         self._finished.difference_update(course.taken)
         self._finished.update(course.finished)
         self.clock = self._links = begin + course.duration
 
     def _awaited(self, body: Body) -> frozenset[object]:
-        """What a body waits for of what it need not have begun itself."""
+        """Return the gathers and sums for which a body waits, whether or not it began them."""
         if id(body) not in self._waits:
-            found = (one.what for one in body.operations if isinstance(one, Wait))
-            self._waits[id(body)] = frozenset(what for what in found if _shared(what) is not None)
+            waited = (op.what for op in body.operations if isinstance(op, Wait))
+            self._waits[id(body)] = frozenset(what for what in waited if _shared(what) is not None)
         return self._waits[id(body)]
 
     def _first_course(
@@ -231,14 +230,14 @@ class RankRun:
         under_way: Sequence[tuple[int, _Flight, float]],
         landed: frozenset[object],
     ) -> Course:
-        """Run a block on a rank like this one, whose clock begins at zero."""
+        """Run a block on a copy of this rank, whose clock begins at zero."""
         rank = RankRun(self.number, (), self.prices, {}, {})
         rank._finished.update(landed)
         copies = []
-        for place, (number, flight, left) in enumerate(under_way):
-            token = _shared(flight.token) or ("before", place)
+        for index, (number, flight, remaining) in enumerate(under_way):
+            token = _shared(flight.token) or ("before", index)
             copy = _Flight(None, flight.price, token, None if flight.start is None else 0.0)
-            rank._lanes[number].append((flight.price.task, left))
+            rank._lanes[number].append((flight.price.task, remaining))
             rank._flights[number].append(copy)
             copies.append(copy)
         rank._run(stretch)
@@ -247,7 +246,7 @@ class RankRun:
             for fs, lane in zip(rank._flights, rank._lanes, strict=True)
             for f, (_, rest) in zip(fs, lane, strict=True)
         }
-        known = {id(copy) for copy in copies}
+        earlier = {id(copy) for copy in copies}
         return Course(
             duration=rank.clock,
             executed=tuple(rank.executed),
@@ -259,7 +258,7 @@ class RankRun:
                 (number, flight, rests[id(flight)])
                 for number, flights in enumerate(rank._flights)
                 for flight in flights
-                if id(flight) not in known
+                if id(flight) not in earlier
             ),
             finished=tuple(token for token in rank._finished if _shared(token) is not None),
             taken=(*landed, *(f.token for _, f, _ in under_way if f.token in self._awaited(stretch.body))),
@@ -268,7 +267,7 @@ class RankRun:
     # -- time ------------------------------------------------------------------------------------------------
 
     def _drain(self, unfinished: Callable[[], bool]) -> None:
-        """Let the lanes run until what is waited for has finished."""
+        """Let the lanes run until ``unfinished`` is false."""
         while unfinished():
             assert any(self._lanes), "what is waited for was never started"
             self._advance(float("inf"))
@@ -288,7 +287,7 @@ class RankRun:
         self.clock += run_lanes(self._lanes, self.prices.slow, limit, ended=ended)
 
     def next_completion(self) -> float:
-        """While stalled: when the next transfer ends if nothing else starts; infinity without one."""
+        """Return, while stalled, when the next transfer ends if no other starts; infinity if none runs."""
         if self._completion is None:
             self._completion = float("inf")
             if any(self._lanes):
@@ -297,7 +296,7 @@ class RankRun:
         return self._completion
 
     def complete_next(self) -> None:
-        """While stalled: let the transfers run until the next one has ended."""
+        """While stalled, let the transfers run until the next one has ended."""
         self._completion = None
         stalled_at, self.clock = self.clock, self._links
         self._advance(float("inf"))
@@ -315,7 +314,7 @@ class RankRun:
         return token not in self._finished
 
     def _ended(self, since: float, lane: int, passed: float) -> None:
-        """The first transfer of a lane has ended."""
+        """Note that the first transfer of a lane has ended, ``passed`` nanoseconds after ``since``."""
         time = since + passed
         flight = self._flights[lane].pop(0)
         if self._flights[lane] and self._flights[lane][0].start is None:
@@ -333,10 +332,10 @@ class RankRun:
 
 
 def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
-    """A step from one update to the next, where gathers for the next step follow it: all ranks meet there."""
+    """Rotate a step that ends with gathers for the next step to begin at its update, where all ranks meet."""
     if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
         return stretches
-    at = next((n for n, one in enumerate(stretches) if one.instruction == Compute(Step())), 0)
+    at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == Compute(Step())), 0)
     return (*stretches[at:], *stretches[:at])
 
 
@@ -344,19 +343,19 @@ def run_ranks(stages: Sequence[Sequence[Stretch]], prices: Prices) -> list[RankR
     """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
     arrivals: dict[Pass, float] = {}
     courses: dict[tuple[object, ...], Course] = {}
-    ranks = [RankRun(n, _from_update(own), prices, arrivals, courses) for n, own in enumerate(stages)]
-    ready, stalled, known = list(ranks), dict[Pass, RankRun](), 0
+    ranks = [RankRun(n, _from_update(stage), prices, arrivals, courses) for n, stage in enumerate(stages)]
+    ready, stalled, counted = list(ranks), dict[Pass, RankRun](), 0
     while ready or stalled:
         for rank in ready:
             if (needed := rank.run()) is not None:
                 stalled[needed] = rank
-        if stalled and len(arrivals) == known:
+        if stalled and len(arrivals) == counted:
             first = min(stalled.values(), key=RankRun.next_completion)
             if first.next_completion() == float("inf"):
                 numbers = sorted(rank.number for rank in stalled.values())
                 raise ValueError(f"deadlock: ranks {numbers} wait for each other")
             first.complete_next()
-        news = islice(reversed(arrivals), len(arrivals) - known)
+        news = islice(reversed(arrivals), len(arrivals) - counted)
         ready = [stalled.pop(moved) for moved in news if moved in stalled]
-        known = len(arrivals)
+        counted = len(arrivals)
     return ranks

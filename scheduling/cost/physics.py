@@ -1,8 +1,8 @@
-"""How what runs at the same time on a rank advances: the one place that says it.
+"""The progress of tasks that run together on a rank; no other file defines it.
 
-A rank has a compute stream and lanes of transfers. Of each lane the first transfer runs. While several tasks
+A rank has a compute stream and lanes of transfers. The first transfer of each lane runs. While several tasks
 run, each advances at 1 / (1 + sum of its slowdowns by the others); two transfers on one link share it, which
-is a slowdown of 1. Tasks are numbers, ``slow[a][b]`` is how much longer a takes while b runs.
+is a slowdown of 1. Tasks are numbers; ``slow[a][b]`` is the fraction by which a takes longer while b runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,52 +16,52 @@ EPSILON: Final = 1e-6
 
 FloatArray = NDArray[np.float64]
 Lane = list[tuple[int, float]]
-"""Tasks that were issued and have not finished, with the time alone that each still needs."""
+"""Tasks that were issued and have not finished, with the remaining time of each if it ran alone."""
 
 
 class Slowdowns(Protocol):
-    """``slow[a][b]``."""
+    """``slow[a]``: the slowdowns of task a."""
 
     def __getitem__(self, task: int, /) -> "Sequence[float] | TaskSlowdowns": ...
 
 
 class TaskSlowdowns(Protocol):
-    """Slowdowns of one task."""
+    """Slowdowns of one task by others: ``slow[a][b]``."""
 
     def __getitem__(self, task: int, /) -> float: ...
 
 
 Ended = Callable[[int, float], None]
-"""Told of every transfer that ends: the number of its lane, the time since the call."""
+"""Called for every transfer that ends, with the number of its lane and the time since the call's begin."""
 
 
 def run_lanes(
     lanes: Sequence[Lane], slow: Slowdowns, limit: float, compute: int = -1, ended: Ended | None = None
 ) -> float:
-    """Let the first of each lane advance until one is done or the limit is reached; the time that passes.
+    """Advance the first task of each lane until one ends or ``limit`` ns passed; return the time passed.
 
-    compute: the task that runs on the compute stream meanwhile; -1: none.
+    ``compute``: the task on the compute stream in the meantime; -1: none.
     """
     busy = [number for number, lane in enumerate(lanes) if lane]
     paces = []
     passed = limit
     for number in busy:
-        task, left = lanes[number][0]
+        task, remaining = lanes[number][0]
         row, pace = slow[task], 1.0
-        for other in busy:
-            if other != number:
-                pace += row[lanes[other][0][0]]
+        for other_lane in busy:
+            if other_lane != number:
+                pace += row[lanes[other_lane][0][0]]
         if compute >= 0:
             pace += row[compute]
         paces.append(pace)
-        if left * pace < passed:
-            passed = left * pace
+        if remaining * pace < passed:
+            passed = remaining * pace
     for number, pace in zip(busy, paces, strict=True):
         lane = lanes[number]
-        task, left = lane[0]
-        left -= passed / pace
-        if left > EPSILON:
-            lane[0] = (task, left)
+        task, remaining = lane[0]
+        remaining -= passed / pace
+        if remaining > EPSILON:
+            lane[0] = (task, remaining)
         else:
             del lane[0]
             if ended is not None:
@@ -72,21 +72,21 @@ def run_lanes(
 def run_compute(
     lanes: Sequence[Lane], slow: Slowdowns, task: int, ns: float, ended: Ended | None = None
 ) -> float:
-    """Run a compute task beside what is under way; the time it takes."""
-    left, total = ns, 0.0
+    """Run a compute task beside the transfers under way; return the time that it takes in ns."""
+    remaining, total = ns, 0.0
     row = slow[task]
-    while left > EPSILON:
+    while remaining > EPSILON:
         pace, alone = 1.0, True
         for lane in lanes:
             if lane:
                 pace += row[lane[0][0]]
                 alone = False
         if alone:
-            return total + left
+            return total + remaining
         before = total
         later = None if ended is None else _later(ended, before)
-        passed = run_lanes(lanes, slow, left * pace, task, later)
-        left -= passed / pace
+        passed = run_lanes(lanes, slow, remaining * pace, task, later)
+        remaining -= passed / pace
         total += passed
     return total
 
@@ -96,13 +96,13 @@ def _later(ended: Ended, by: float) -> Ended:
 
 
 STREAM_PAIRS: Final = ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1))
-"""A stream that suffers and the one that it suffers from."""
+"""(a, b): a stream, and the stream that slows it down."""
 
 
 def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
-    """Time in which three streams finish their loads when all start together, of many cases at once.
+    """Return the times in which three streams that start together finish their loads, for many cases.
 
-    loads: (n, 3) in ns. slowdowns: (n, 6), of a stream by another as in `STREAM_PAIRS`.
+    ``loads``: (n, 3) in ns. ``slowdowns``: (n, 6), of a stream by another as in `STREAM_PAIRS`. Result: (n,).
     """
     remaining = loads.astype(float, copy=True)
     total = np.zeros(len(loads))
@@ -111,9 +111,9 @@ def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
         a0, a1, a2 = (remaining > 1e-9).T.astype(float)
         pace = np.stack([1 + a1 * s01 + a2 * s02, 1 + a0 * s10 + a2 * s12, 1 + a0 * s20 + a1 * s21], axis=1)
         active = remaining > 1e-9
-        left = np.where(active, remaining * pace, np.inf).min(axis=1)
-        left = np.where(np.isfinite(left), left, 0.0)
-        total += left
-        remaining = np.where(active, remaining - left[:, None] / pace, 0.0)
+        elapsed = np.where(active, remaining * pace, np.inf).min(axis=1)
+        elapsed = np.where(np.isfinite(elapsed), elapsed, 0.0)
+        total += elapsed
+        remaining = np.where(active, remaining - elapsed[:, None] / pace, 0.0)
         remaining[remaining < EPSILON] = 0.0
     return total

@@ -1,4 +1,4 @@
-"""What the operations of linked code cost: their times alone, lanes and names for contention."""
+"""Prices of the operations of linked code: times alone, lanes, and tasks for contention."""
 
 from dataclasses import dataclass, replace
 
@@ -25,31 +25,31 @@ from braid.scheduling.schedule.operations import (
 )
 
 LANES = ("intra", "inter", "tp sums", "data", "data inside", "send")
-"""Queues of transfers, as ranks have them: of layers, one per stream; of gradients over tp; of gradients and
-parameters over other axes, between nodes and inside; of messages."""
+"""Queues of transfers on a rank: collectives of layers, one queue per stream; sums over tp; sums and gathers
+over other axes, between nodes and inside; messages."""
 
 NORM_BYTES = 8 << 10
-"""Of the squares that are summed for the norm: a number for every parameter, latency in other words."""
+"""Bytes of the squares that are summed for the norm, one number per parameter tensor: mainly latency."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Cost of an operation."""
+    """Cost of an operation; times in nanoseconds."""
 
     task: int
-    """By which contention is looked up."""
+    """Number by which contention is looked up."""
     ns: float
-    """Alone."""
+    """Time of the operation alone."""
     stream: Stream
     lane: int = -1
     busy_ns: float = 0.0
-    """How long the rank itself is busy with a start, or with what a wait brings."""
+    """Time for which a start, or the end of a wait, occupies the rank."""
     bytes: int = 0
     flops: int = 0
 
 
 class Prices:
-    """Prices of operations, each found once. `ValueError` for a cost that the profile does not have."""
+    """Prices of operations, each computed once. `ValueError` for a cost that the profile lacks."""
 
     def __init__(
         self,
@@ -58,21 +58,21 @@ class Prices:
         dtype: str,
         reduce_dtype: str | None = None,
     ) -> None:
-        """``reduce_dtype``: to which gradients are rounded where ranks sum them."""
+        """``reduce_dtype``: dtype to which gradients are rounded where ranks sum them."""
         self._code = code
         self._profile, self._dtype = profile, dtype
         self._summed, self._sent = sum_width(dtype), sent_width(dtype, reduce_dtype)
-        self._known: dict[int, Price] = {}
-        """By the identity of an operation of the code."""
+        self._prices: dict[int, Price] = {}
+        """Prices by the identity of the code's operations."""
         self._tasks: dict[tuple[str, Stream], int] = {}
         self.slow = _ProfileSlowdowns(profile)
         self.barrier_ns = float(profile.barrier_ns)
 
     def of(self, operation: Operation) -> Price:
-        """The price of a compute operator, a start or a wait."""
-        price = self._known.get(id(operation))
+        """Return the price of a compute operator, a start or a wait."""
+        price = self._prices.get(id(operation))
         if price is None:
-            price = self._known[id(operation)] = self._find(operation)
+            price = self._prices[id(operation)] = self._find(operation)
         return price
 
     def _find(self, operation: Operation) -> Price:
@@ -80,9 +80,9 @@ class Prices:
             case Compute(Node() as node):
                 return self._operator(node, 0.0, 0.0)
             case Start(Node() as node, lone=lone):
-                key, known = node.operator.key, self._profile
-                take = 0.0 if lone else float(known.take_ns.get(key, 0))
-                return self._operator(node, take, 0.0 if lone else float(known.issue_ns.get(key, 0)))
+                key, profile = node.operator.key, self._profile
+                take = 0.0 if lone else float(profile.take_ns.get(key, 0))
+                return self._operator(node, take, 0.0 if lone else float(profile.issue_ns.get(key, 0)))
             case Wait(Node() as node, lone=lone):
                 take = 0.0 if lone else float(self._profile.take_ns.get(node.operator.key, 0))
                 return Price(-1, 0.0, node.operator.stream, busy_ns=take)
@@ -115,7 +115,7 @@ class Prices:
         return Price(-1, 0.0, Stream.COMPUTE)
 
     def _copies(self, what: Reduce | Gather, move: Move) -> float:
-        """What a rank copies where blocks of ranks have to change places (`kernels.collectives.stages`)."""
+        """Return the ns for reordering blocks of ranks for one stage (`kernels.collectives.stages`)."""
         if move.outer == 1 or what.chunk is None:
             return 0.0
         width = self._sent if isinstance(what, Reduce) else DTYPE_BYTES[self._dtype]
@@ -123,12 +123,12 @@ class Prices:
         return self._profile.copy_ns_per_byte * count * width
 
     def _scatters(self, axis: str) -> bool:
-        """Whether ranks along an axis are left shares of sums."""
+        """Tell whether ranks along an axis each keep a share of the sums."""
         return self._code.layout.zero > 0 and axis in ("dp", "edp")
 
     def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
-        """What a rank is busy with rounding gradients before a sum's first stage, or with taking what the
-        last one leaves ``back``: a copy that reads numbers of one width and writes those of another."""
+        """Return the ns that a rank spends on rounding gradients before a sum's first stage or, with
+        ``back``, on copying the last stage's result: it reads numbers of one width and writes the other."""
         move = reduce.move
         if self._sent == self._summed or (move and (not move.last if back else move.number)):
             return 0.0
@@ -152,7 +152,7 @@ class Prices:
     def _sharing(
         self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
     ) -> Price:
-        """A transfer over the ranks that share parameters of a chunk or a bucket of it (`Buckets.axes`)."""
+        """Return the price of a transfer over the ranks that share parameters of a chunk or bucket."""
         count, ranks = self._shared(chunk, axis, bucket)
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
@@ -162,33 +162,33 @@ class Prices:
         return self._transfer(axis, kind, count * width, round(count * width * share))
 
     def _shared(self, chunk: int, axis: str, bucket: int | None) -> tuple[int, int]:
-        """Parameters of a chunk or a bucket that ranks along an axis share, and how many ranks these are."""
+        """Return the count of parameters that ranks along an axis share, and the number of ranks."""
         layout = self._code.layout
-        held = self._code.parameters(chunk, bucket)
+        parameters = self._code.parameters(chunk, bucket)
         match axis:
             case "tp":
-                return held.whole + held.summed_apart("tp"), layout.tp
+                return parameters.whole + parameters.summed_apart("tp"), layout.tp
             case "ends":
-                return held.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
+                return parameters.tied // (layout.share_ranks if layout.zero > 1 else 1), 2
             case "edp":
-                return held.experts, layout.expert_replicas
+                return parameters.experts, layout.expert_replicas
             case axis if is_tensor(axis):
-                return held.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
+                return parameters.summed_apart(axis), layout.mesh.size(layout.mesh.factors_of(axis))
             case "replica":
-                return held.total // layout.share_ranks, layout.replicas
+                return parameters.total // layout.share_ranks, layout.replicas
             case _:
-                return held.dense, layout.data_ranks // layout.replicas
+                return parameters.dense, layout.data_ranks // layout.replicas
 
-    def _transfer(self, axis: str, kind: Kind, payload: int, sent: int) -> Price:
+    def _transfer(self, axis: str, kind: Kind, payload: int, sent_bytes: int) -> Price:
         along = "pp" if axis == "ends" else axis  # between stages
         fit, stream = self._profile.transfer(along, kind), self._profile.streams[along]
         data = "data" if stream is Stream.INTER else "data inside"
         lane = "send" if kind is Kind.SEND_RECEIVE else "tp sums" if is_tensor(axis) else data
         task = self._task(f"{along}/{kind.value}", stream)
-        return Price(task, float(fit.ns(payload)), stream, LANES.index(lane), 0.0, sent)
+        return Price(task, float(fit.ns(payload)), stream, LANES.index(lane), 0.0, sent_bytes)
 
     def _update(self, key: str, ns_each: float) -> Price:
-        """The norm or the optimizer, over a rank's share of the parameters; all stages' longest."""
+        """Return the price of norm or optimizer over a rank's share of parameters, for the longest stage."""
         layout = self._code.layout
         shares = layout.share_ranks
         count = max(
@@ -198,14 +198,14 @@ class Prices:
         return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)
 
     def _task(self, key: str, stream: Stream) -> int:
-        """Transfers outside layers and the optimizer are no operators: their class stands for them."""
+        """Return a task's number; the class stands for transfers outside layers and the optimizer."""
         if key not in self._profile.solo_ns:
             key = key if stream is Stream.COMPUTE else stream.value
         return self.slow.task(key, stream)
 
 
 class _ProfileSlowdowns:
-    """Slowdowns between tasks, looked up in the profile when two first run together."""
+    """Slowdowns between tasks, looked up in the profile when two tasks first run together."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -214,7 +214,7 @@ class _ProfileSlowdowns:
         self._rows: list[_SlowdownRow] = []
 
     def task(self, key: str, stream: Stream) -> int:
-        """The number of a task."""
+        """Return the number of a task."""
         if (key, stream) not in self._numbers:
             self._numbers[key, stream] = len(self._tasks)
             self._tasks.append((key, stream))
@@ -225,9 +225,9 @@ class _ProfileSlowdowns:
         return self._rows[task]
 
     def between(self, key: str, stream: Stream, other: int) -> float:
-        """How much longer an operator takes beside another task; two on one link share it."""
-        name, beside = self._tasks[other]
-        if stream is beside and stream is not Stream.COMPUTE:
+        """Return the slowdown of an operator by task ``other``; two transfers on one link share it."""
+        name, other_stream = self._tasks[other]
+        if stream is other_stream and stream is not Stream.COMPUTE:
             return 1.0
         return self._profile.slowdown(key, name)
 

@@ -1,10 +1,10 @@
-"""Profile: what every operator, every pair of operators and every transfer of a job costs.
+"""Profile: the costs of every operator, every pair of operators and every transfer of a job.
 
-One format for measured and modelled costs. A cost that is missing is a `ValueError`, never zero.
+Measured and modelled costs have one format. A missing cost is a `ValueError`, never zero.
 
-Names: an operator is ``PART/OPERATOR`` (``layer/qkv.dgrad``); a pair is two of them, or two classes of
-operators, joined by ``|`` in alphabetical order (``gemm|intra``); what one of them suffers from the other
-stands under ``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``dp/reduce_scatter``).
+Names: an operator is ``PART/OPERATOR`` (``layer/qkv.dgrad``); a pair is two operators, or two classes of
+operators, joined by ``|`` in alphabetical order (``gemm|intra``); the slowdown of one by the other is
+``SUFFERS<CAUSE`` (``intra<gemm``); a transfer is ``AXIS/KIND`` (``dp/reduce_scatter``).
 """
 
 import json
@@ -24,7 +24,7 @@ VERSION: Final = 6
 
 
 class UnknownCostError(ValueError):
-    """A cost that a profile does not have."""
+    """A cost that a profile lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,43 +38,43 @@ class TransferFit:
         require_positive(self, ("latency_ns", "ns_per_byte"), zero=True)
 
     def ns(self, payload_bytes: float) -> int:
-        """Time for a payload; an empty one takes none."""
+        """Return the time in ns for a payload; 0 for an empty payload."""
         return round(self.latency_ns + payload_bytes * self.ns_per_byte) if payload_bytes else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Costs of one job on one kind of hardware; times of operators running alone, in nanoseconds."""
+    """Costs of one job on one kind of hardware; times are of operators alone, in nanoseconds."""
 
     source: str
-    """Where the numbers come from: ``modelled: CLUSTER`` or ``measured: HARDWARE``."""
+    """Origin of the numbers: ``modelled: CLUSTER`` or ``measured: HARDWARE``."""
     solo_ns: Mapping[str, int]
     classes: Mapping[str, str] = field(default_factory=dict)
     """Class of an operator (gemm, attention, memory, intra, inter), for pairs that are not listed."""
     oef: Mapping[str, float] = field(default_factory=dict)
     """Overlap effectiveness of pairs of operators or of classes (DHelix equation 1)."""
     slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """How much longer an operator or class takes while another one runs: 0.2 is a fifth. Where it was
-    measured, it stands for the one number of both sides that the OEF gives."""
+    """Fraction by which an operator or class takes longer while another runs: 0.2 is a fifth. A measured
+    slowdown takes precedence over the OEF, which is one number for both sides."""
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """What transfers along every axis, and factor of one, go over: links inside nodes or between them."""
+    """Stream of the transfers along every axis and every factor of an axis."""
     issue_ns: Mapping[str, int] = field(default_factory=dict)
-    """How long a rank is busy with starting a collective that something else runs beside; by key. What is not
-    listed takes no time: modelled GPUs, whose host runs ahead."""
+    """Time for which the start of a collective that overlaps occupies the rank, by key. A collective that is
+    not listed takes no time: modelled GPUs, whose host runs ahead."""
     take_ns: Mapping[str, int] = field(default_factory=dict)
-    """How long it then takes from the collective's end until the rank can go on: to wake up, to put parts
-    together. It is part of the solo time, where the rank does nothing else."""
+    """Time from the end of such a collective until the rank can continue (wake-up, putting parts together),
+    by key. It is part of the solo time, during which the rank does nothing else."""
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
     norm_ns_per_parameter: float = 0.0
     copy_ns_per_byte: float = 0.0
-    """Of what pieces of values bring to its place in the whole."""
+    """Time per byte of copying pieces of values to their positions in the whole value."""
     expert_imbalance: float = 0.0
-    """Rows of the rank of ep with most over the average, mean over the passes that were measured. 0: there
-    are none, or all ranks have as many."""
+    """Rows of the rank of ep with most rows over the average, as a mean over the measured passes. 0: there
+    are no experts, or all ranks have equally many rows."""
     transfers_alone: bool = False
-    """Whether solo times of collectives contain no waiting for the rank that comes last."""
+    """Whether solo times of collectives exclude waiting for the rank that comes last."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
     """Interquartile range of measured solo times."""
     version: int = VERSION
@@ -99,19 +99,19 @@ class Profile:
 
     @property
     def told(self) -> str:
-        """Its source, and what it assumes of routing."""
+        """The profile's source and its assumption about routing, for people."""
         uneven = f", fullest rank of experts {self.expert_imbalance:.2f} x the average"
         return self.source + (uneven if self.expert_imbalance else "")
 
     @property
     def layer_operators(self) -> dict[str, str]:
-        """Operators of layers by key, as people are told of them: with the kind where there are several."""
+        """Names of layers' operators by key, for people: with the kind of layer if there are several."""
         keys = [key for key in self.solo_ns if is_layer(key.partition("/")[0])]
         several = len({key.partition("/")[0] for key in keys}) > 1
         return {key: key if several else key.partition("/")[2] for key in keys}
 
     def solo(self, key: str) -> int:
-        """Solo time of an operator by its key (`Operator.key`); recomputation costs what the operator did."""
+        """Return the solo time of an operator by its key (`Operator.key`), also for its recomputation."""
         if key not in self.solo_ns:
             raise UnknownCostError(
                 f"profile ({self.source}): no cost of operator {key!r}, which the plan needs; "
@@ -120,7 +120,7 @@ class Profile:
         return self.solo_ns[key]
 
     def effect(self, first: str, second: str) -> float:
-        """The OEF of two operators (by key): their own, or that of their classes."""
+        """Return the OEF of two operators (by key): of the pair, or of their classes."""
         for pair in self._names(first, second):
             if (effect := self.oef.get("|".join(sorted(pair)))) is not None:
                 return effect
@@ -131,10 +131,10 @@ class Profile:
         )
 
     def slowdown(self, first: str, second: str) -> float:
-        """How much longer ``first`` takes while ``second`` runs (operators by key).
+        """Return the fraction by which ``first`` takes longer while ``second`` runs (operators by key).
 
-        It advances at 1 / (1 + slowdown) of its rate. With nothing but the OEF both sides suffer 1 - OEF,
-        which gives exactly the time together that the OEF was computed from.
+        ``first`` advances at 1 / (1 + slowdown) of its rate. If only the OEF is known, both sides are slowed
+        by 1 - OEF, which gives exactly the time together from which the OEF was computed.
         """
         for suffers, cause in self._names(first, second):
             if (slowdown := self.slowdowns.get(f"{suffers}<{cause}")) is not None:
@@ -142,9 +142,9 @@ class Profile:
         return max(0.0, 1.0 - self.effect(first, second))
 
     def _names(self, first: str, second: str) -> Iterator[tuple[str, str]]:
-        """What a pair may be listed under, the most special first.
+        """Yield the names under which a pair may be listed, the most specific first.
 
-        What is in no class is one: links and the optimizer are asked for by the name of their class.
+        A name without a class is its own class: links and the optimizer are looked up by class name.
         """
         classes = self.classes.get(first, first), self.classes.get(second, second)
         yield first, second
@@ -153,11 +153,11 @@ class Profile:
         yield classes
 
     def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
-        """Time of a transfer that is no operator of a layer (messages between stages, gradients)."""
+        """Return the time in ns of a transfer outside layers (messages between stages, gradients)."""
         return self.transfer(axis, kind).ns(payload_bytes)
 
     def transfer(self, axis: str, kind: Kind) -> TransferFit:
-        """The fit of a transfer; `ValueError` if there is none."""
+        """Return the fit of a transfer; `ValueError` if there is none."""
         key = f"{axis}/{kind.value}"
         if key not in self.transfers:
             raise UnknownCostError(
@@ -166,59 +166,58 @@ class Profile:
         return self.transfers[key]
 
     def to_json(self) -> str:
-        """The profile as JSON that `parse_profile` reads back to an equal object."""
+        """Return the profile as JSON that `parse_profile` reads back to an equal object."""
         return json.dumps(to_mapping(self), indent=1)
 
 
 def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) -> Profile:
-    """The profile with costs of what partitions have cut (`braid.scheduling.generate.partitions`).
+    """Add costs of the pieces of partitions to a profile (`braid.scheduling.generate.partitions`).
 
-    Where the first of equal pieces of a GEMM was measured (``NAME.1of4``), all of them cost what it did, with
-    the copies that bring its rows to their places. Stages over nodes, or inside them, cost what the transfer
-    along that factor does, with ``width`` bytes of an activation. All else follows from the whole operator:
-    pieces of a GEMM share its time, those of a collective what exceeds the latency of its kind of transfer.
-    To begin with a piece, and to go on behind one, takes as long as with the whole, and what a rank copies to
-    bring rows together, into order and to their places (`copied_bytes`).
+    If the first of equal pieces of a GEMM was measured (``NAME.1of4``), every piece costs the same, including
+    the copies that position its rows. Stages over or inside nodes cost as a transfer along their factor, with
+    ``width`` bytes per activation. Other costs follow from the whole operator: pieces of a GEMM share its
+    time, pieces of a collective share its time beyond the latency of its kind of transfer. Starting a piece,
+    and continuing behind it, takes as long as for the whole, plus the rank's copies (`copied_bytes`).
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
     for part, op in ((p, op) for p in parts for op in (*p.forward.operators, *p.backward.operators)):
         if op.piece is None:
             continue
-        piece, own = op.piece, op.key
+        piece, key = op.piece, op.key
         name = replace(op, measured_as=piece.measured_as).key
         measured = profile.solo_ns.get(f"{name}.1of{piece.ways}")
         equal = abs(piece.share * piece.ways - 1) < 0.01
         if op.axis is not None and (factor := factor_of(op.axis)) is not None:
             payload = op.bytes * factor.size / (factor.size - 1) * width / 2
-            solo[own] = profile.transfer(op.axis, op.kind).ns(payload)
-            classes[own] = op.stream.value
+            solo[key] = profile.transfer(op.axis, op.kind).ns(payload)
+            classes[key] = op.stream.value
         elif measured is not None and equal:
-            solo[own] = measured
+            solo[key] = measured
         else:
             whole = profile.solo(name)
             fit = profile.transfers.get(f"{op.axis}/{op.kind.value}")
             latency = min(float(whole), fit.latency_ns) if fit is not None else 0.0
-            solo[own] = round(latency + (whole - latency) * piece.share)
-        if (known := profile.classes.get(name)) is not None:
-            classes.setdefault(own, known)
+            solo[key] = round(latency + (whole - latency) * piece.share)
+        if (class_ := profile.classes.get(name)) is not None:
+            classes.setdefault(key, class_)
         if op.axis is None:
             continue
         before, after = (profile.copy_ns_per_byte * count for count in copied_bytes(part, op, width))
-        issue[own] = round(issue.get(name, 0) + before)
-        take[own] = round(take.get(name, 0) * min(1.0, piece.share) + after)
-        solo[own] += round(before + after)
+        issue[key] = round(issue.get(name, 0) + before)
+        take[key] = round(take.get(name, 0) * min(1.0, piece.share) + after)
+        solo[key] += round(before + after)
     return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
 
 
 def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
-    """What a rank copies for a piece of a collective before it begins, and once it has come.
+    """Return the bytes that a rank copies for a piece of a collective before its begin and after its end.
 
-    Before: rows or columns that do not lie side by side, and blocks of a stage of a scatter that have to
-    change places; behind: those of a stage of a gather, and a piece that goes to its place in the whole.
+    Before: rows or columns that are not contiguous, and blocks to be reordered for a stage of a scatter.
+    After: blocks of a stage of a gather, and a piece that is copied to its position in the whole value.
     """
-    read, made = part.values[op.reads[0]], part.values[op.writes[0]]
-    region, factor = made.region, factor_of(op.axis or "")
+    read, written = part.values[op.reads[0]], part.values[op.writes[0]]
+    region, factor = written.region, factor_of(op.axis or "")
     gathers = op.kind is Kind.ALL_GATHER
     before = after = 0
     whole = read.region is None and region is not None
@@ -231,16 +230,16 @@ def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
             (spans[dim].of(mesh[dim]) if spans else mesh[dim] if gathers else 1) for dim in range(factor.dim)
         )
         if outer > 1 and gathers:
-            after += made.bytes(width)
+            after += written.bytes(width)
         elif outer > 1:
-            before += made.bytes(width) * factor.size
-    if made.piece_of is not None:
-        after += made.bytes(width)
+            before += written.bytes(width) * factor.size
+    if written.piece_of is not None:
+        after += written.bytes(width)
     return before, after
 
 
 def parse_profile(text: str, where: str) -> Profile:
-    """A profile from JSON; `ValueError` names place, key, value and remedy."""
+    """Parse a profile from JSON; `ValueError` names source, key, value and remedy."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -249,7 +248,7 @@ def parse_profile(text: str, where: str) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read ``profile.json``."""
+    """Read ``profile.json``; `ValueError` names the file and a remedy."""
     try:
         return parse_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

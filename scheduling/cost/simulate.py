@@ -1,10 +1,10 @@
-"""Simulate linked code with a profile: spans as the runtime would record them, and numbers made of them.
+"""Simulates linked code with a profile: spans as the runtime would record them, and numbers from spans.
 
 The numbers: docs/design.md, Numbers of overlap.
 
-Exact for the symmetric case: one rank is simulated per pipeline stage and stands for all ranks of the stage,
-which do the same at the same time on a homogeneous cluster. Where experts have unequal numbers of rows, that
-rank is the fullest one (`braid.scheduling.cost.uneven`); modelled costs have equal ones.
+The simulation is exact for the symmetric case: one rank is simulated per pipeline stage and stands for all
+ranks of the stage, which do the same at the same time on a homogeneous cluster. Where experts have unequal
+numbers of rows, the rank is the fullest one (`braid.scheduling.cost.uneven`); modelled costs have equal rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a simulated step came to (docs/design.md, Numbers of overlap); means over the ranks."""
+    """Results of a simulated step (docs/design.md, Numbers of overlap); means over the ranks."""
 
     step_seconds: float
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs per second over the peak of all GPUs; None without a cluster's peak rate."""
+    """Model FLOPs per second over the peak of all GPUs; None if the peak rate is unknown."""
     hidden_fraction: float
     communication_seconds: float
     exposed_seconds: float
@@ -55,7 +55,7 @@ class Numbers:
     inter: LinkUse
 
     def as_json(self) -> dict[str, object]:
-        """The object that ``braid simulate --json`` prints."""
+        """Return the object that ``braid simulate --json`` prints."""
         values = dict(vars(self))
         links = {name: dict(vars(values.pop(name))) for name in ("intra", "inter")}
         return {**values, "communication": links}
@@ -63,28 +63,28 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step of linked code that was validated; run when its times are asked for, memory is not."""
+    """A simulated step of validated code. It runs when its times are first read; memory needs no run."""
 
     code: Code
     shape: ModelShape
     profile: Profile
     dtype: str = "bf16"
     reduce_dtype: str | None = None
-    """To which gradients are rounded where ranks sum them."""
+    """Dtype to which gradients are rounded where ranks sum them."""
 
     @cached_property
     def ranks(self) -> tuple[RankRun, ...]:
-        """One rank of every stage. `ValueError` for a cost that the profile does not have."""
+        """One rank of every stage. `ValueError` for a cost that the profile lacks."""
         prices = Prices(self.code, self.profile, self.dtype, self.reduce_dtype)
         return tuple(run_ranks(self.code.stages, prices))
 
     @cached_property
     def step_ns(self) -> float:
-        """From the first operation's start to the last one's end, over all ranks."""
+        """Time from the first operation's begin to the last operation's end, over all ranks."""
         return max(rank.clock for rank in self.ranks)
 
     def spans(self) -> Iterator[Span]:
-        """Everything that takes time on every simulated rank; ``rank`` is the first rank of its stage."""
+        """Yield every operation that takes time; ``rank`` is the first rank of a simulated stage."""
         first = dict.fromkeys(self.code.layout.mesh.sizes, 0)
         for rank in self.ranks:
             number = self.code.layout.rank_at({**first, "pp": rank.number})
@@ -97,30 +97,30 @@ class Simulation:
     def _span(self, rank: int, executed: Executed, offset: float, block: Stretch | None) -> Span:
         operation, price = executed.operation, executed.price
         assert isinstance(operation, Compute | Start)
-        what, of, layer = operation.what, None, -1
+        what, pass_, layer = operation.what, None, -1
         if isinstance(what, Node):
             assert block is not None
-            of = block.passes[operation.turn]
-            layer = chunk_parts(self.code.layout, self.code.kinds, of.chunk)[what.part][1]
+            pass_ = block.passes[operation.turn]
+            layer = chunk_parts(self.code.layout, self.code.kinds, pass_.chunk)[what.part][1]
         return Span(
             rank=rank,
             step=0,
-            strand=(of.strand if of else Strand.ALPHA).value,
-            micro_batch=of.micro_batch if of else -1,
-            chunk=of.chunk if of else -1,
+            strand=(pass_.strand if pass_ else Strand.ALPHA).value,
+            micro_batch=pass_.micro_batch if pass_ else -1,
+            chunk=pass_.chunk if pass_ else -1,
             layer=layer,
             operator=name_of(what),
             stream=price.stream,
             start_ns=round(offset + executed.start),
             end_ns=round(offset + executed.end),
-            direction="" if of is None else "forward" if of.forward else "backward",
+            direction="" if pass_ is None else "forward" if pass_.forward else "backward",
             bytes=price.bytes,
             flops=price.flops,
         )
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """What a rank of every stage needs."""
+        """Memory of a rank of every stage."""
         stages = range(self.code.layout.pp)
         return [
             rank_memory(self.code, self.shape, self.dtype, stage, reduce_dtype=self.reduce_dtype)
@@ -128,21 +128,21 @@ class Simulation:
         ]
 
     def numbers(self, micro_batch: int, peak_flops_per_s: float | None = None) -> Numbers:
-        """The step's numbers; ``micro_batch`` in samples, as the parts were built with."""
+        """Return the step's numbers; ``micro_batch``: samples per micro-batch, as for the parts."""
         code, step = self.code, self.step_ns / 1e9
         samples = code.schedule.micro_batches * micro_batch * code.layout.sample_ranks
         tokens = samples * self.shape.sequence
         intervals = [_Intervals.of(rank) for rank in self.ranks]
-        found = [own.numbers() for own in intervals]
-        count = len(found)
+        numbers = [rank.numbers() for rank in intervals]
+        count = len(numbers)
         blocks_end = max(
             (r.start + r.course.duration for rank in self.ranks for r in rank.blocks), default=0.0
         )
         blocks_begin = min((r.start for rank in self.ranks for r in rank.blocks), default=0.0)
-        in_blocks = sum(own.in_blocks for own in intervals) / count
+        in_blocks = sum(rank.in_blocks for rank in intervals) / count
         bubble = max(0.0, blocks_end - blocks_begin - in_blocks)  # below 0 by rounding, without bubbles
-        in_flight = sum(own.communication_ns for own in found) / count
-        exposed = sum(own.exposed_ns for own in found) / count
+        in_flight = sum(rank.communication_ns for rank in numbers) / count
+        exposed = sum(rank.exposed_ns for rank in numbers) / count
         mfu = None
         if peak_flops_per_s is not None:
             mfu = model_flops(self.shape, tokens) / step / (peak_flops_per_s * code.layout.ranks)
@@ -155,8 +155,8 @@ class Simulation:
             exposed_seconds=exposed / 1e9,
             bubble_fraction=bubble / self.step_ns,
             bubble_seconds=bubble / 1e9,
-            slowdown_seconds=sum(own.slowdown_ns or 0 for own in found) / count / 1e9,
-            launch_gap_seconds=sum(own.launch_gap_ns for own in found) / count / 1e9,
+            slowdown_seconds=sum(rank.slowdown_ns or 0 for rank in numbers) / count / 1e9,
+            launch_gap_seconds=sum(rank.launch_gap_ns for rank in numbers) / count / 1e9,
             peak_bytes=max(rank.total_bytes for rank in self.memory),
             intra=_link_use(intervals, Stream.INTRA),
             inter=_link_use(intervals, Stream.INTER),
@@ -171,7 +171,7 @@ def simulate(
     dtype: str = "bf16",
     reduce_dtype: str | None = None,
 ) -> Simulation:
-    """Run linked code that was validated. `ValueError` for a cost that the profile does not have."""
+    """Run validated linked code. `ValueError` for a cost that the profile lacks."""
     simulation = Simulation(code, shape, profile, dtype, reduce_dtype)
     _ = simulation.ranks
     return simulation
@@ -179,7 +179,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Intervals:
-    """What a rank did when, as arrays (n, 2) of begins and ends."""
+    """Times of a rank's operations, as arrays (n, 2) of begins and ends in nanoseconds."""
 
     compute: FloatArray
     solo_ns: FloatArray
@@ -190,8 +190,8 @@ class _Intervals:
 
     @classmethod
     def of(cls, rank: RankRun) -> "_Intervals":
-        """Those of a rank; equal courses are taken apart once."""
-        known: dict[int, tuple[dict[Stream, FloatArray], FloatArray, dict[Stream, int]]] = {}
+        """Collect the intervals of a rank; each course is unpacked once."""
+        unpacked: dict[int, tuple[dict[Stream, FloatArray], FloatArray, dict[Stream, int]]] = {}
         rows: dict[Stream, list[FloatArray]] = {stream: [] for stream in Stream}
         solo: list[FloatArray] = []
         sent = dict.fromkeys(Stream, 0)
@@ -199,9 +199,9 @@ class _Intervals:
             (0.0, rank.executed, -1),
             *((run.start, run.course.executed, id(run.course)) for run in rank.blocks),
         ):
-            if key not in known:
-                known[key] = _apart(executed)
-            times, alone, moved = known[key]
+            if key not in unpacked:
+                unpacked[key] = _unpacked(executed)
+            times, alone, moved = unpacked[key]
             for stream in Stream:
                 rows[stream].append(times[stream] + start)
                 sent[stream] += moved[stream]
@@ -218,29 +218,29 @@ class _Intervals:
 
     @property
     def in_blocks(self) -> float:
-        """Time inside blocks."""
+        """Time inside blocks, in nanoseconds."""
         return float((self.blocks[:, 1] - self.blocks[:, 0]).sum())
 
     def numbers(self) -> OverlapNumbers:
-        """The numbers of overlap."""
+        """Return the numbers of overlap."""
         links = [*self.transfers.values()]
         return overlap_numbers(self.compute, self.solo_ns, links, self.blocks, self.paired)
 
     def in_flight_ns(self, stream: Stream) -> float:
-        """Time in which some transfer of a link is in flight."""
+        """Return the time in nanoseconds in which a transfer of a link is in flight."""
         busy = union(self.transfers[stream])
         return float((busy[:, 1] - busy[:, 0]).sum())
 
 
-def _apart(executed: Sequence[Executed]) -> tuple[dict[Stream, FloatArray], FloatArray, dict[Stream, int]]:
+def _unpacked(executed: Sequence[Executed]) -> tuple[dict[Stream, FloatArray], FloatArray, dict[Stream, int]]:
     times: dict[Stream, list[tuple[float, float]]] = {stream: [] for stream in Stream}
     sent = dict.fromkeys(Stream, 0)
     solo = []
-    for one in executed:
-        times[one.price.stream].append((one.start, one.end))
-        sent[one.price.stream] += one.price.bytes
-        if one.price.stream is Stream.COMPUTE:
-            solo.append(one.price.ns)
+    for operation in executed:
+        times[operation.price.stream].append((operation.start, operation.end))
+        sent[operation.price.stream] += operation.price.bytes
+        if operation.price.stream is Stream.COMPUTE:
+            solo.append(operation.price.ns)
     arrays = {stream: np.array(rows, float).reshape(-1, 2) for stream, rows in times.items()}
     return arrays, np.array(solo, float), sent
 

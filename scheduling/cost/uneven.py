@@ -1,8 +1,8 @@
-"""Costs of the rank that the others wait for, where experts have unequal numbers of rows.
+"""Costs of the rank that other ranks wait for, where experts have unequal numbers of rows.
 
-Profiles hold means over ranks. On a CPU a collective's time contains what ranks waited there for the fullest
-of them. As costs of a simulation that would be a link's time, which other work could hide; but the fullest
-rank computes all the while.
+Profiles hold means over ranks. On a CPU a collective's time includes the ranks' wait for the fullest rank. A
+simulation would treat this wait as time of a link, which other work could hide; but the fullest rank computes
+all the while.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 
 
 def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
-    """The profile with operators on rows of experts as long as on the rank with most rows.
+    """Return the profile with operators on experts' rows as long as on the rank with most rows.
 
-    They take `Profile.expert_imbalance` times their mean. What that adds is taken from the collective that
-    comes next in the serial order, where the others waited for it, so that the serial step takes as long as
-    before; from none where the times of collectives contain no waiting (`Profile.transfers_alone`).
+    They take `Profile.expert_imbalance` times their mean. The added time is subtracted from the next
+    collective in the serial order, where the other ranks waited, so that the serial step takes as long as
+    before; nothing is subtracted where collectives' times exclude waiting (`Profile.transfers_alone`).
     """
     ratio = profile.expert_imbalance
     if ratio <= 1:
@@ -33,8 +33,8 @@ def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
 
 
 def _on_rows(graph: Graph, rows: set[str]) -> set[str]:
-    """Names of operators that compute on rows of this rank's experts; adds their values to ``rows``."""
-    found = set[str]()
+    """Return the operators that compute on rows of this rank's experts; add their values to ``rows``."""
+    names = set[str]()
     for op in graph.operators:
         reads = any(name in rows for name in op.reads)
         if op.kind is Kind.ALL_TO_ALL:
@@ -43,8 +43,8 @@ def _on_rows(graph: Graph, rows: set[str]) -> set[str]:
         elif reads:
             rows.update(op.writes)
             if op.axis is None:
-                found.add(op.name)
-    return found
+                names.add(op.name)
+    return names
 
 
 def _added(
@@ -55,9 +55,9 @@ def _added(
     before: float,
     into: dict[str, int] | None = None,
 ) -> float:
-    """What the fullest rank computes longer than the mean, and no collective has waited for yet; nanoseconds.
+    """Return the fullest rank's added time in ns for which no collective has waited yet.
 
-    before: the same of the pass before. into: takes the costs of the fullest rank.
+    ``before``: the result for the previous pass. ``into``: receives the costs of the fullest rank.
     """
     added = before
     for op in graph.operators:
@@ -76,5 +76,5 @@ def _added(
 
 
 def _with_pieces(op: Operator, profile: Profile) -> list[str]:
-    """The keys of an operator, and of the pieces of it that were measured."""
+    """Return the keys of an operator and of its measured pieces."""
     return [key for key in profile.solo_ns if key == op.key or key.startswith(f"{op.key}.1of")]

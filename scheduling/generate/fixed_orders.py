@@ -1,6 +1,6 @@
-"""Orders of several passes' operators that need no search: those of other systems, and one behind the other.
+"""Orders of several passes' operators that need no search: other systems' orders, and the serial order.
 
-Each takes what a program is for, and the parts; it gives what `programs.program_of` reads.
+Each function takes a program's sides and the parts, and returns an order for `programs.program_of`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ Item = TypeVar("Item")
 _FixedOrder = Callable[[Sides, Mapping[str, Part]], Order]
 
 _HEAVY = frozenset((Kind.GEMM, Kind.ATTENTION, Kind.GROUPED_GEMM, Kind.CROSS_ENTROPY, Kind.CUSTOM))
-"""What a collective can hide behind: norms and residuals are too short."""
+"""Kinds of operators behind which a collective can hide; norms and residuals are too short."""
 
 
 def one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """All operators of the first pass, those of the second, and so on."""
+    """Return all operators of the first pass, then all of the second, and so on."""
     graphs = enumerate(_graphs(sides, parts))
     return tuple(Issue(turn, op.name) for turn, graph in graphs for op in graph)
 
 
 def round_robin(strands: Sequence[Sequence[Item]]) -> tuple[Item, ...]:
-    """One item of each strand, the last strand first, and so on (Wavelet)."""
+    """Return the first item of each strand, the last strand first, then the second items, ... (Wavelet)."""
     return tuple(
         strand[number]
         for number in range(max(map(len, strands)))
@@ -38,16 +38,16 @@ def round_robin(strands: Sequence[Sequence[Item]]) -> tuple[Item, ...]:
 
 
 def by_turns(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """One operator of each pass by turns."""
+    """Return an order in which the passes take turns, one operator each."""
     graphs = enumerate(_graphs(sides, parts))
     return round_robin([[Issue(turn, op.name) for op in graph] for turn, graph in graphs])
 
 
 def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """The order in which Megatron-Core and torchtitan overlap the exchanges of experts, for a forward and a
-    backward pass: each all-to-all stands behind the other pass's attention, or experts, which hide it.
+    """Return the order in which Megatron-Core and torchtitan overlap the exchanges of experts, for a forward
+    and a backward pass: each all-to-all follows the other pass's attention or experts, which hide it.
 
-    Passes without exchanges run one behind the other.
+    Passes without exchanges run one after the other.
     """
     stretches = [list(_cut_at_exchanges(graph)) for graph in _graphs(sides, parts)]
     turns = list(reversed(range(len(sides))))  # the backward pass begins
@@ -60,7 +60,7 @@ def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
 
 
 def _cut_at_exchanges(graph: Sequence[Operator]) -> Iterator[list[str]]:
-    """Operators up to and with an all-to-all, those up to and with the next one, and so on."""
+    """Yield operators up to and including an all-to-all, then up to the next, and so on, and the rest."""
     stretch: list[str] = []
     for op in graph:
         stretch.append(op.name)
@@ -71,21 +71,21 @@ def _cut_at_exchanges(graph: Sequence[Operator]) -> Iterator[list[str]]:
 
 
 def across_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """Two sub-batches by turns: each goes on up to a collective, which the other one then hides.
+    """Return Oases' cross-pass order: two sub-batches by turns, each up to a collective that the other hides.
 
-    Oases' cross-pass schedule (section IV-A, algorithm 1): no turn ends with a pass, so what is recomputed
-    hides collectives of the backward pass. Where recomputation repeats no collective, every operator comes
-    right before what needs it (IV-B; line 18), else a layer's is done before its backward pass. The paper's
-    all-reduce is here a reduce-scatter, norms on shares of tokens, and an all-gather: the latter two go into
-    the middle of the other sub-batch's turn.
+    Section IV-A, algorithm 1: no turn ends with a pass, so recomputed operators hide collectives of the
+    backward pass. Where recomputation repeats no collective, every recomputed operator comes right before its
+    first reader (IV-B; line 18), otherwise a layer's recomputation precedes its backward pass. The paper's
+    all-reduce is a reduce-scatter, norms on shares of tokens, and an all-gather in Braid; norms and
+    all-gather go into the middle of the other sub-batch's turn.
     """
     return tuple(_in_turn([_just_in_time(graph) for graph in _graphs(sides, parts)]))
 
 
 def within_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """The same within each pass alone: all waits where recomputation of a layer begins and where it ends.
+    """Return Merak's order: turns within each pass; barriers where recomputation begins and where it ends.
 
-    Merak's schedule, as Oases describes it (section IV-A, figure 4b).
+    Oases describes it in section IV-A, figure 4b.
     """
     stretches = [
         [list(ops) for _, ops in groupby(graph, lambda op: op.phase is Phase.RECOMPUTE)]
@@ -102,40 +102,40 @@ def _graphs(sides: Sides, parts: Mapping[str, Part]) -> list[tuple[Operator, ...
 
 
 def _just_in_time(graph: Sequence[Operator]) -> list[Operator]:
-    """The same operators; what is recomputed comes right before its first reader, unless it communicates."""
+    """Move each recomputed operator right before its first reader, unless recomputation communicates."""
     again = {name: op for op in graph if op.phase is Phase.RECOMPUTE for name in op.writes}
     if any(op.kind.communicates for op in again.values()):
         return list(graph)
-    placed: dict[str, Operator] = {}
+    ordered: dict[str, Operator] = {}
 
-    def place(op: Operator) -> None:
-        if op.name in placed:
+    def add(op: Operator) -> None:
+        if op.name in ordered:
             return
         for name in op.reads:
             if name in again and again[name] is not op:
-                place(again[name])
-        placed[op.name] = op
+                add(again[name])
+        ordered[op.name] = op
 
     for op in graph:
         if op.phase is not Phase.RECOMPUTE:
-            place(op)
+            add(op)
     for op in graph:
-        place(op)
-    return list(placed.values())
+        add(op)
+    return list(ordered.values())
 
 
 def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
-    """Steps of sub-batches that go on by turns up to a collective behind heavy operators.
+    """Yield the steps of sub-batches that take turns; a turn ends at a collective behind heavy operators.
 
-    What stands before the heavy operators of a turn, up to its last collective, is put into the middle of the
-    turn before: what it waits for has come by then, and its own collective comes by the end.
+    The light operators of a turn, up to its last collective before the heavy ones, go into the middle of the
+    previous turn: by then their inputs have arrived, and by its end so has their collective's result.
     """
     stretches = [list(_cut_behind_heavy(graph)) for graph in graphs]
     turns = [
-        (number, *own[place])
-        for place in range(max(map(len, stretches)))
+        (number, *own[index])
+        for index in range(max(map(len, stretches)))
         for number, own in enumerate(stretches)
-        if place < len(own)
+        if index < len(own)
     ]
     for (number, light, heavy), following in zip(turns, [*turns[1:], None], strict=True):
         if (number, light, heavy) == turns[0]:
@@ -150,14 +150,14 @@ def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
 def _cut_behind_heavy(
     graph: Sequence[Operator],
 ) -> Iterator[tuple[list[Operator], list[Operator]]]:
-    """Turns: operators up to the last collective before any heavy one; those up to the collective behind."""
+    """Yield turns: operators up to the last collective before a heavy one, and from there to the next."""
     light: list[Operator] = []
     heavy: list[Operator] = []
     for op in graph:
         heavy.append(op)
         if not op.kind.communicates:
             continue
-        if any(one.kind in _HEAVY for one in heavy):
+        if any(heavy_op.kind in _HEAVY for heavy_op in heavy):
             yield light, heavy
             light, heavy = [], []
         else:
@@ -166,11 +166,11 @@ def _cut_behind_heavy(
 
 
 def _middle(ops: Sequence[Operator]) -> int:
-    """The place before which half of the operators' work is done."""
+    """Return the index before which half of the operators' FLOPs are done."""
     half, done = sum(op.flops for op in ops) / 2, 0
-    for place, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if done >= half:
-            return place
+            return index
         done += op.flops
     return len(ops)
 
@@ -184,7 +184,7 @@ _ORDERS: Mapping[PairMethod, _FixedOrder] = {
 
 
 def fixed_order(method: PairMethod | None, sides: Sides, parts: Mapping[str, Part]) -> Order | None:
-    """How passes that meet are ordered where nothing else was decided; None where it has to be."""
+    """Return the fixed order of passes in a block; None where an order has to be decided."""
     if method is not None and method in _ORDERS:
         return _ORDERS[method](sides, parts)
     alike = len({side.kind for side in sides}) == 1

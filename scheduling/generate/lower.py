@@ -1,4 +1,4 @@
-"""Passes from an order of blocks to a complete `Schedule`; each is pure."""
+"""Steps from an order of blocks to a complete `Schedule`; each is pure."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Program, Sche
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
-    """Receive before a block, send after it; wait for a send when its answer is back or two blocks' went."""
+    """Receive before a block, send after it; wait for a send after its answer or after two later blocks."""
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
@@ -36,26 +36,26 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
     sent: dict[Pass, Send] = {}
     gradients: dict[int, deque[Pass]] = defaultdict(deque)
     for block in blocks:
-        travelling = [one.whole for one in block.passes if one.kind.travels]
-        for one in travelling:
-            before = one.before(layout)
+        travelling = [pass_.whole for pass_ in block.passes if pass_.kind.travels]
+        for pass_ in travelling:
+            before = pass_.before(layout)
             if before is not None and layout.stage_of(before.chunk) != stage:
-                received = Receive(one, layout.stage_of(before.chunk))
+                received = Receive(pass_, layout.stage_of(before.chunk))
                 yield Start(received)
                 yield Wait(received)
                 activation = before._replace(kind=PassKind.FORWARD)
-                if not one.forward and activation in sent:
-                    # The gradient is back, so the activation arrived long ago: let go of it without waiting.
+                if not pass_.forward and activation in sent:
+                    # The gradient is back, so the activation arrived long ago: free it without waiting.
                     yield Wait(sent.pop(activation))
         yield block
-        for one in travelling:
-            after = one.after(layout)
+        for pass_ in travelling:
+            after = pass_.after(layout)
             if after is not None and layout.stage_of(after.chunk) != stage:
                 message = Send(after, layout.stage_of(after.chunk))
-                if not one.forward:
-                    # Nothing comes back for a gradient: keep no more than those of two blocks under way.
+                if not pass_.forward:
+                    # No answer follows a gradient: keep only the sends of two blocks under way.
                     channel = gradients[message.stage]
-                    if len(channel) >= 2 * sum(not own.forward for own in travelling):
+                    if len(channel) >= 2 * sum(not moved.forward for moved in travelling):
                         yield Wait(sent.pop(channel.popleft()))
                     channel.append(after)
                 yield Start(message)
@@ -65,24 +65,24 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
 
 
 def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
-    """Start every receive so many blocks before the block that needs it.
+    """Start every receive ``ahead`` blocks before the block that needs it.
 
-    gloo and NCCL let a message travel only once both sides have asked for it: a receive that is started when
-    its result is needed exposes the whole message, however long ago it was sent. Of several messages of one
-    kind for a block the first alone: who asks for the next one waits for it, while the other side, whose own
+    gloo and NCCL move a message only once both sides have asked for it: a receive that starts when its result
+    is needed exposes the whole message, however long ago it was sent. Of several messages of one kind for a
+    block only the first starts early: a rank that asks for the second waits for it, while its peer, whose
     messages go the other way, does the same.
     """
     moved = []
     for stage in stages:
         instructions: list[Instruction] = []
-        blocks: list[int] = []  # the places of the last ones
+        blocks: list[int] = []  # positions of the last blocks
         asked: set[tuple[PassKind, int]] = set()
         for instruction in stage:
             match instruction:
                 case Start(Receive() as receive) if blocks and _way(receive) not in asked:
                     asked.add(_way(receive))
                     instructions.insert(blocks[0], instruction)
-                    blocks = [place + 1 for place in blocks]
+                    blocks = [position + 1 for position in blocks]
                     continue
             if isinstance(instruction, Block):
                 blocks = [*blocks, len(instructions)][-ahead:]
@@ -93,13 +93,13 @@ def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
 
 
 def _way(receive: Receive) -> tuple[PassKind, int]:
-    """What it receives, and from which stage."""
+    """Return the kind of pass that a message is for, and the stage that sends it."""
     return receive.moved.kind, receive.stage
 
 
 @lru_cache(maxsize=4)
 def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, hop: int) -> Stages:
-    """Blocks with their messages: the same whatever passes compute."""
+    """Return the blocks with their messages, which do not depend on the computation of the passes."""
     order = pipeline.order(layout, micro_batches, hop)
     return with_early_receives(with_transfers(order, layout), max(1, (hop or pipeline.hops[0]) - 1))
 
@@ -109,18 +109,18 @@ def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Decisions that a schedule is lowered with, beside its setting; the defaults need no profile."""
+    """Decisions about a schedule beyond its setting; the defaults need no profile."""
 
     orders: Orders = field(default_factory=dict)
-    """How the operators of programs are issued. Passes alone are serial where no order is given."""
+    """Orders in which programs issue operators. Passes alone are serial where no order is given."""
 
     @classmethod
     def from_plain(cls, content: Any, where: str) -> "Choices":
-        """Of a plan's YAML."""
+        """Read the choices from a plan's YAML."""
         return cls(orders=parse_orders(content.get("orders", {}), f"{where}.orders"))
 
     def to_plain(self) -> dict[str, Any]:
-        """As a plan writes them."""
+        """Return the choices as a plan writes them."""
         return {"orders": write_orders(self.orders)}
 
 
@@ -132,16 +132,16 @@ def scheduled_parts(
     unit_layers: int = 0,
     partitions: Sequence[Partition] = (),
 ) -> dict[str, Part]:
-    """The graphs that a schedule's programs are of: parts with ``partitions``, then joined to units."""
+    """Return the graphs that a schedule's programs run: parts with ``partitions``, joined to units."""
     return unit_parts(with_partitions(members, partitions, layout), layout, kinds, unit_layers)
 
 
 def training_schedule(
     setting: Setting, parts: Mapping[str, Part], choices: Choices | None = None
 ) -> Schedule:
-    """Lower a setting; `ValueError` for decisions that are missing or of something else.
+    """Lower a setting; `ValueError` for missing decisions, or decisions about something else.
 
-    ``parts``: those of `scheduled_parts`.
+    ``parts``: the result of `scheduled_parts`.
     """
     kind, layout = setting.kind, setting.layout
     stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
@@ -165,15 +165,15 @@ def training_schedule(
 def _programs(
     setting: Setting, stages: Stages, parts: Mapping[str, Part], choices: Choices
 ) -> dict[Sides, Program]:
-    """A program of every pass that runs, by itself, and those that were decided."""
-    kinds = {one.kind for stage in stages for i in stage for one in passes_in(i)}
+    """Return a program for every kind of pass alone, and the programs with a decided order."""
+    kinds = {pass_.kind for stage in stages for i in stage for pass_ in passes_in(i)}
     programs: dict[Sides, Program] = {}
     for kind in (kind for kind in PassKind if kind in kinds):
         for name in parts:
             side = Side(kind, name)
             programs[side,] = own_program(side, parts, trains=True)
     blocks = (passes_in(i) for stage in stages for i in stage)
-    together = dict.fromkeys(tuple(one.kind for one in passes) for passes in blocks if len(passes) > 1)
+    together = dict.fromkeys(tuple(p.kind for p in passes) for passes in blocks if len(passes) > 1)
     orders = dict(choices.orders)
     for sides in _meeting(setting, stages, parts):
         if not orders.get(sides) and (order := fixed_order(setting.pairs, sides, parts)) is not None:
@@ -181,7 +181,7 @@ def _programs(
     decided = set()
     for sides, order in orders.items():
         if not order:
-            continue  # a plan's word for one that needs none
+            continue  # an empty order in a plan: none is needed
         movers = tuple(side.kind for side in sides if side.kind is not PassKind.END)
         if len(movers) == 1 or movers in together:
             programs[sides] = program_of(sides, parts, order)
@@ -195,66 +195,66 @@ def _programs(
 
 
 def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
-    """Units with layers that blocks of several passes bring together."""
+    """Yield the combinations of units with layers that meet in blocks of several passes."""
     kinds, units = setting.kinds, [name for name, part in parts.items() if part.has_layers]
-    of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
+    rounds_of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
     for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
-        yield from (sides for sides in of(instruction) if len(sides) > 1)
+        yield from (sides for sides in rounds_of(instruction) if len(sides) > 1)
 
 
 def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Schedule:
-    """Name the ends of backward passes in the blocks that take them up.
+    """Name the ends of backward passes in the blocks that run them.
 
-    A block does if nothing but messages stands between it and the one that leaves the end, and it begins with
-    a program that has a side for it: the one that the other block has ended with, or that of a backward pass
-    by itself.
+    A block runs an end if only messages stand between it and the block that leaves the end, and if its first
+    program has a side for the end: the last program of that other block, or the program of a backward pass
+    alone.
     """
     if not any(side.kind is PassKind.END for sides in schedule.programs for side in sides):
         return schedule
-    of, stages = rounds(schedule, layout, kinds), []
+    rounds_of, stages = rounds(schedule, layout, kinds), []
     for stage in schedule.stages:
         instructions: list[Instruction] = []
-        left: tuple[Pass, Sides] | None = None
+        pending: tuple[Pass, Sides] | None = None
         for instruction in stage:
             if isinstance(instruction, Block):
-                found = of(instruction)
-                if left is not None and _takes_up(schedule, found[0], left[1]):
-                    passes = (*instruction.passes, left[0]._replace(kind=PassKind.END))
+                programs = rounds_of(instruction)
+                if pending is not None and _takes_up(schedule, programs[0], pending[1]):
+                    passes = (*instruction.passes, pending[0]._replace(kind=PassKind.END))
                     instruction = replace(instruction, passes=passes)
-                left = _leaves(schedule, instruction, found[-1])
+                pending = _leaves(schedule, instruction, programs[-1])
             elif not isinstance(instruction, Start | Wait) or not isinstance(instruction.what, Message):
-                left = None
+                pending = None
             instructions.append(instruction)
         stages.append(tuple(instructions))
     return replace(schedule, stages=tuple(stages))
 
 
 def _end_of(sides: Sides) -> Side | None:
-    """The side that takes up the end of a program's backward pass."""
+    """Return the side that runs the end of a program's backward pass; None without a backward pass."""
     back = next((side for side in sides if side.kind is PassKind.BACKWARD), None)
     return None if back is None else Side(PassKind.END, back.unit)
 
 
-def _takes_up(schedule: Schedule, first: Sides, left: Sides) -> bool:
-    end = _end_of(left)
+def _takes_up(schedule: Schedule, first: Sides, last: Sides) -> bool:
+    end = _end_of(last)
     assert end is not None
     alone = first == (Side(PassKind.BACKWARD, end.unit),)
-    return (*first, end) in schedule.programs and (first == left or alone)
+    return (*first, end) in schedule.programs and (first == last or alone)
 
 
 def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides] | None:
-    """The backward pass of a block whose end its last program leaves; where there is a whole one, none."""
+    """Return the backward pass whose end a block's last program leaves; None if it leaves none."""
     end = _end_of(last)
     whole = last in schedule.programs
     if len(last) < 2 or end is None or whole or (*last, end) not in schedule.programs:
         return None
-    return next(one for one in block.passes if one.kind is PassKind.BACKWARD), last
+    return next(p for p in block.passes if p.kind is PassKind.BACKWARD), last
 
 
 def validation_schedule(
     model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
 ) -> Schedule:
-    """Forward passes alone over the same layout."""
+    """Return a schedule of forward passes alone on the layout of training."""
     forwards = [Side(PassKind.FORWARD, name) for name in parts]
     stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
     return Schedule(

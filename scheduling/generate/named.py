@@ -1,4 +1,4 @@
-"""The schedules by the names that users know: each a pipeline, or a choice of some, and a way to pair."""
+"""The schedules by name: each has one pipeline, or a choice of pipelines, and a method of pairing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,49 +29,49 @@ class PairMethod(StrEnum):
     """How the passes of a block share the rank."""
 
     TURNS = "turns"
-    """They take turns, operator by operator (Wavelet's round robin)."""
+    """Passes take turns, operator by operator (Wavelet's round robin)."""
     EXCHANGES = "exchanges"
-    """What experts exchange goes beside the other pass's attention and experts, in one fixed order."""
+    """Exchanges of experts run beside the other pass's attention and experts, in one fixed order."""
     WITHIN_PASSES = "within_passes"
-    """Sub-batches by turns, each pass for itself (Merak)."""
+    """Sub-batches take turns, within each pass (Merak)."""
     ACROSS_PASSES = "across_passes"
-    """Sub-batches by turns, through forward, recomputation and backward (Oases)."""
+    """Sub-batches take turns, across forward pass, recomputation and backward pass (Oases)."""
     BARRIERS = "barriers"
-    """Paired segments between barriers (DHelix)."""
+    """Paired segments of both passes run between barriers (DHelix)."""
     ORDER = "order"
-    """One searched order of issue, events and waits only."""
+    """One searched order of issue, with events and waits but no barriers."""
 
 
 @lru_cache(maxsize=8)
 def _generated(
     generator: Callable[..., BlockOrder], layout: ParallelLayout, micro_batches: int, hop: int
 ) -> BlockOrder:
-    """Settings that differ in what their passes compute share it."""
+    """Return a generator's blocks, cached for settings that differ only in what passes compute."""
     return generator(layout, micro_batches, *((hop,) if hop else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """An order of blocks, and where its chunks are."""
+    """An order of blocks, and the placement of its chunks."""
 
     generator: Callable[..., BlockOrder]
-    """Of layout and number of micro-batches; where there are `hops`, of one of them, too."""
+    """Makes the order from layout and number of micro-batches, and a hop if there are `hops`."""
     placement: Placement
     alone: Placement
-    """The placement on one stage, which need not fold for pairs of strands."""
+    """The placement on a single stage, which need not fold for pairs of strands."""
     hops: tuple[int, ...] = (0,)
-    """Slots that a message between stages may be given, the usual number first; 0: there is no choice."""
+    """Choices of slots for a message between stages, the usual one first; (0,): no choice."""
     pairs: bool = False
-    """Whether blocks bring a forward beside a backward pass."""
+    """Whether blocks combine a forward and a backward pass."""
     twins: bool = False
-    """Whether blocks bring the same pass of two micro-batches together."""
+    """Whether blocks combine the same pass of two micro-batches."""
 
     def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
-        """The blocks of every stage; ``hop``: one of `hops`."""
+        """Return the blocks of every stage; ``hop``: a member of `hops`."""
         return _generated(self.generator, layout, micro_batches, hop)
 
     def placement_on(self, stages: int) -> Placement:
-        """The placement on a number of stages."""
+        """Return the placement of chunks on a number of stages."""
         return self.alone if stages == 1 else self.placement
 
 
@@ -84,7 +84,7 @@ def _pipeline(
     return Pipeline(generator=generator, placement=placement, alone=alone or placement, **more)
 
 
-# Backward passes that go layer by layer at a step's end: so many at most.
+# Most backward passes that go layer by layer together at a step's end.
 _TOGETHER = {
     f"together_{count}": _pipeline(partial(layer_by_layer, together=count), Placement.LINEAR)
     for count in (2, 4, 8)
@@ -112,26 +112,26 @@ class ScheduleKind:
     """A named schedule: its pipelines, and how blocks of several passes run."""
 
     pipelines: tuple[str, ...]
-    """The one that is taken where none is named, or those that are searched for the best."""
+    """The default pipeline, or the pipelines that are searched for the best."""
     more: tuple[str, ...] = ()
-    """Those that can only be named."""
+    """Pipelines that are used only where they are named."""
     pairs: PairMethod | None = None
-    """None where no block has passes of two kinds."""
+    """Method of pairing; None where no block has passes of two kinds."""
     cuts_collectives: bool = False
     long_units: bool = False
-    """Whether orders go over the borders of layers wherever they can, as they take no search."""
+    """Whether orders cross the borders of layers wherever they can, since they need no search."""
     searched: bool = False
-    """Our own: orders are searched for, also of passes that run alone."""
+    """Whether orders are searched for, also of passes that run alone (Braid's schedule)."""
     early_sums: bool = False
-    """Whether gradients are summed as soon as they are final, beside what is left of the last passes."""
+    """Whether gradients are summed as soon as they are final, beside the remaining passes."""
     partitions: bool = False
-    """Whether it is searched for how collectives are cut (Centauri's operation tier)."""
+    """Whether the cuts of collectives are searched for (Centauri's operation tier)."""
     reorders: bool = False
-    """Whether operators of a backward pass by itself are brought into the best order (its layer tier)."""
+    """Whether the order of a lone backward pass is searched for (Centauri's layer tier)."""
 
     @property
     def nameable(self) -> tuple[str, ...]:
-        """All pipelines that it may have."""
+        """All pipelines that can be named with the schedule."""
         return (*self.pipelines, *self.more)
 
     @property
@@ -140,21 +140,21 @@ class ScheduleKind:
         return self.searched or self.pairs is PairMethod.BARRIERS
 
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Where none is named, those that suit a layout; of pipelines that are the same on it, the first."""
+        """Return the unnamed pipelines that suit a layout; of pipelines that coincide on it, the first."""
         fitting = [
             name for name in self.pipelines if PIPELINES[name].placement_on(layout.pp) is layout.placement
         ]
         if layout.pp > 1 and len(fitting) > 1 and "twins" in fitting:
-            fitting.remove("twins")  # with several stages it is w
+            fitting.remove("twins")  # with several stages it coincides with w
         if layout.data_ranks == 1 or not self.early_sums:
             fitting = [name for name in fitting if name not in _TOGETHER] or fitting
         return tuple(fitting)
 
     def distances(self, zero: int) -> tuple[tuple[int, int], ...]:
-        """How far ahead buckets travel under a ZeRO stage (`Schedule.prefetch`), for how long they are kept.
+        """Return choices of (`Schedule.prefetch`, `Schedule.keep`) under a ZeRO stage, the default first.
 
-        The usual ones first; those that are searched for, of a layer's four buckets: from half a layer ahead
-        to four. Nothing travels ahead where nothing overlaps.
+        The searched choices reach from half a layer (of four buckets) to four layers ahead. Without overlap
+        of sums nothing is started ahead.
         """
         if zero < 2 or not self.early_sums:
             return ((0, 0),)
@@ -190,11 +190,11 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
 }
-"""Training schedules by the names that users know."""
+"""Training schedules by name."""
 
 
 def schedule_trouble(name: str) -> str | None:
-    """Why a schedule's name cannot be used, to stand behind it in a message; None if it can."""
+    """Return why a schedule's name cannot be used, for a message behind the name; None if it can."""
     if name in GONE:
         return replacement(name)
     return None if name in SCHEDULES else must_be_one_of(name, SCHEDULES)
@@ -205,13 +205,13 @@ class ScheduleName(NamedTuple):
 
     schedule: str
     pipeline: str = ""
-    """Empty: the schedule's own one, or the best of those that it searches."""
+    """Empty: the schedule's default pipeline, or the best of those that it searches."""
     hop: int = 0
     """Slots for a message between stages; 0: the usual number, or the best."""
 
     @classmethod
     def parse(cls, text: str) -> "ScheduleName":
-        """Read what ``str`` writes; `ValueError` says what is not known."""
+        """Parse the text that ``str`` writes; `ValueError` names the unknown word."""
         schedule, _, pipeline = text.partition(":")
         pipeline, _, hop = pipeline.partition("/")
         if hop and not hop.isdecimal():
@@ -219,7 +219,7 @@ class ScheduleName(NamedTuple):
         return cls(schedule, pipeline, int(hop or 0)).checked()
 
     def checked(self) -> "ScheduleName":
-        """Itself; `ValueError` says what of it is not known."""
+        """Return itself; `ValueError` names the unknown word."""
         schedule, pipeline, hop = self
         if trouble := schedule_trouble(schedule):
             raise ValueError(f"schedule={schedule!r} {trouble}")
@@ -227,11 +227,11 @@ class ScheduleName(NamedTuple):
         if pipeline and pipeline not in nameable:
             wrong = must_be_one_of(pipeline, nameable)
             raise ValueError(f"pipeline={pipeline!r} {wrong} with schedule {schedule}")
-        hops = [one for one in PIPELINES[pipeline or nameable[0]].hops if one]
+        hops = [slots for slots in PIPELINES[pipeline or nameable[0]].hops if slots]
         if hop and hop not in hops:
             one_of = f"must be one of {', '.join(map(str, hops))}"
-            known = one_of if hops else "cannot be chosen; leave it out"
-            raise ValueError(f"hop={hop}, slots of a message in pipeline {pipeline or nameable[0]}, {known}")
+            remedy = one_of if hops else "cannot be chosen; leave it out"
+            raise ValueError(f"hop={hop}, slots of a message in pipeline {pipeline or nameable[0]}, {remedy}")
         return self
 
     def __str__(self) -> str:
@@ -239,5 +239,5 @@ class ScheduleName(NamedTuple):
         return self.schedule + (f":{pipeline}" if pipeline else "")
 
     def placement_on(self, stages: int) -> Placement:
-        """The placement on a number of stages; all pipelines that a schedule searches share it."""
+        """Return the placement on a number of stages, which all pipelines of a search share."""
         return PIPELINES[self.pipeline or SCHEDULES[self.schedule].pipelines[0]].placement_on(stages)

@@ -1,4 +1,4 @@
-"""What a partition of a collective can cut; every other partition is refused with one line."""
+"""Checks whether a partition can cut its collective; other partitions are refused with one line."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -14,99 +14,103 @@ CUT: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 
 def can_be_cut(part: Part, op: Operator) -> bool:
-    """Whether a partition may divide an operator: a collective of rows of which every rank has as many."""
+    """Tell whether a partition may cut an operator: a collective of equally many rows per rank."""
     return op.kind in CUT and len(op.reads) == 1 and part.values[op.reads[0]].precision is not Precision.INDEX
 
 
 def operators_beside(graph: Graph, op: Operator, most: int) -> list[Operator]:
-    """Operators that can be cut with a collective, nearest first: a GEMM, and what works row by row."""
-    found: list[Operator] = []
+    """Return operators that can be cut with a collective, nearest first: a GEMM, then row-wise operators."""
+    chain: list[Operator] = []
     gathers = op.kind is Kind.ALL_GATHER
-    while len(found) < most:
-        value = (found[-1] if found else op).writes[0] if gathers else (found[-1] if found else op).reads[0]
-        nearest = _reader(graph, value, found) if gathers else _writer(graph, value)
-        kinds: Collection[Kind] = (Kind.ACTIVATION,) if found else (Kind.GEMM,)
+    while len(chain) < most:
+        value = (chain[-1] if chain else op).writes[0] if gathers else (chain[-1] if chain else op).reads[0]
+        nearest = _reader(graph, value, chain) if gathers else _writer(graph, value)
+        kinds: Collection[Kind] = (Kind.ACTIVATION,) if chain else (Kind.GEMM,)
         if nearest is None or nearest.kind not in kinds or not _plain(nearest):
             break
-        found.append(nearest)
-    return found
+        chain.append(nearest)
+    return chain
 
 
 def _plain(op: Operator) -> bool:
     return len(op.reads) == len(op.writes) == 1 and op.phase is not Phase.WEIGHT_GRADIENT
 
 
-def _reader(graph: Graph, value: str, found: Sequence[Operator]) -> Operator | None:
+def _reader(graph: Graph, value: str, chain: Sequence[Operator]) -> Operator | None:
     readers = (op for op in graph.operators if value in op.reads and op.phase is not Phase.WEIGHT_GRADIENT)
-    return next((op for op in readers if op not in found), None)
+    return next((op for op in readers if op not in chain), None)
 
 
 def _writer(graph: Graph, value: str) -> Operator | None:
     return next((op for op in graph.operators if value in op.writes), None)
 
 
-def check_partition(one: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
-    """`ValueError` for what the model's layers or the layout do not have, or what would not be exact."""
-    first, second = one.where, one.collective
+def check_partition(partition: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
+    """Raise `ValueError` for a partition that layers or layout lack, or that would change results."""
+    first, second = partition.where, partition.collective
     axis = first
     if first in parts:
         operators = (*parts[first].forward.operators, *parts[first].backward.operators)
-        found = next((op for op in operators if op.name == second), None)
+        collective = next((op for op in operators if op.name == second), None)
         part = parts[first]
-        if found is None or not is_layer(first) or not can_be_cut(part, found):
-            known = [op.name for op in operators if can_be_cut(part, op)] if is_layer(first) else []
+        if collective is None or not is_layer(first) or not can_be_cut(part, collective):
+            names = [op.name for op in operators if can_be_cut(part, op)] if is_layer(first) else []
             raise ValueError(
-                f"partition {one.what}: that is no all-gather or reduce-scatter of a layer; "
-                f"{first} has {', '.join(known) or 'none'}"
+                f"partition {partition.what}: that is no all-gather or reduce-scatter of a layer; "
+                f"{first} has {', '.join(names) or 'none'}"
             )
-        axis = found.axis or ""
-        _check_stages(one, found.kind)
+        axis = collective.axis or ""
+        _check_stages(partition, collective.kind)
         graphs = (parts[first].forward, parts[first].backward)
-        graph = next(g for g in graphs if any(op is found for op in g.operators))
-        beside = len(operators_beside(graph, found, one.operators))
-        if one.operators > beside:
+        graph = next(g for g in graphs if any(op is collective for op in g.operators))
+        beside = len(operators_beside(graph, collective, partition.operators))
+        if partition.operators > beside:
             raise ValueError(
-                f"partition {one.what}: operators={one.operators}, but {beside} beside it can be cut"
+                f"partition {partition.what}: operators={partition.operators}, but {beside} beside it "
+                f"can be cut"
             )
     elif first not in PARTITIONED or second not in set(Kind):
         raise ValueError(
-            f"partition {one.what}: there is no such part or axis; parts are {', '.join(parts)}, "
+            f"partition {partition.what}: there is no such part or axis; parts are {', '.join(parts)}, "
             f"axes {', '.join(PARTITIONED)}"
         )
     else:
-        _check_kind(one, axis, second)
+        _check_kind(partition, axis, second)
         if axis == "dp" and (second == Kind.ALL_REDUCE) == bool(layout.zero):
             used = f"{Kind.REDUCE_SCATTER} and {Kind.ALL_GATHER}" if layout.zero else str(Kind.ALL_REDUCE)
             raise ValueError(
-                f"partition {one.what}: with parallel.zero={layout.zero} replicas use {used}; give that"
+                f"partition {partition.what}: with parallel.zero={layout.zero} replicas use {used}; give that"
             )
     ranks = {"dp": layout.share_ranks if layout.zero else layout.data_ranks}.get(axis)
     ranks = ranks or layout.degree(axis)
-    if one.mesh and prod(one.mesh) != ranks:
+    if partition.mesh and prod(partition.mesh) != ranks:
         raise ValueError(
-            f"partition {one.what}: mesh={'x'.join(map(str, one.mesh))} has {prod(one.mesh)} ranks, "
-            f"the axis {axis} has {ranks}"
+            f"partition {partition.what}: mesh={'x'.join(map(str, partition.mesh))} has "
+            f"{prod(partition.mesh)} ranks, the axis {axis} has {ranks}"
         )
 
 
-def _check_stages(one: Partition, kind: Kind) -> None:
-    if one.about_own and one.dim == "width":
+def _check_stages(partition: Partition, kind: Kind) -> None:
+    if partition.about_own and partition.dim == "width":
         raise ValueError(
-            f"partition {one.what}: along the width a product needs all rows at once, which order=1,0,1 "
-            f"brings in two; give every dim of the mesh once"
+            f"partition {partition.what}: along the width a product needs all rows at once, which "
+            f"order=1,0,1 brings in two; give every dim of the mesh once"
         )
-    if kind is not Kind.ALL_GATHER and (one.about_own or one.delivered):
-        what = "order=1,0,1" if one.about_own else "what is cut as delivered"
-        raise ValueError(f"partition {one.what}: {what} is for all-gathers; give every dim of the mesh once")
+    if kind is not Kind.ALL_GATHER and (partition.about_own or partition.delivered):
+        cut = "order=1,0,1" if partition.about_own else "what is cut as delivered"
+        raise ValueError(
+            f"partition {partition.what}: {cut} is for all-gathers; give every dim of the mesh once"
+        )
 
 
-def _check_kind(one: Partition, axis: str, kind: str) -> None:
-    """Of all collectives of a kind."""
-    known = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) + (() if axis == "tp" else (Kind.ALL_REDUCE,))
-    if kind not in known:
-        raise ValueError(f"partition {one.what}: over {axis} it can be of {', '.join(known)}")
-    if axis == "dp" and (one.pieces > 1 or one.dim or one.about_own):
+def _check_kind(partition: Partition, axis: str, kind: str) -> None:
+    """Check a partition of all collectives of a kind."""
+    kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) + (() if axis == "tp" else (Kind.ALL_REDUCE,))
+    if kind not in kinds:
+        raise ValueError(f"partition {partition.what}: over {axis} it can be of {', '.join(kinds)}")
+    if axis == "dp" and (partition.pieces > 1 or partition.dim or partition.about_own):
         raise ValueError(
-            f"partition {one.what}: what replicas share is cut in buckets; give a mesh and an order alone"
+            f"partition {partition.what}: what replicas share is cut in buckets; give a mesh and an "
+            f"order alone"
         )
-    _check_stages(one, Kind(kind))
+    _check_stages(partition, Kind(kind))

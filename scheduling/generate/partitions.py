@@ -1,9 +1,9 @@
-"""Partitions carried out in graphs: a collective becomes stages and pieces, operators beside it pieces.
+"""Applies partitions to graphs: collectives become stages and pieces, adjacent operators become pieces.
 
-So that a micro-batch overlaps with itself: a piece of a GEMM runs while the next one of the all-gather before
-it, or the last one of the reduce-scatter behind it, is on a link; and a stage inside nodes of one piece while
-one between nodes of another is. All of them are operators like any others for whoever schedules, prices or
-runs them. MegaScale's pipelines of gathers and GEMMs are the partition `mega_scale`.
+A micro-batch then overlaps with itself: a piece of a GEMM runs while the next piece of the preceding
+all-gather, or the previous piece of the following reduce-scatter, is on a link; and one piece's stage inside
+nodes runs beside another piece's stage between nodes. All pieces are ordinary operators for scheduling,
+pricing and execution. MegaScale's pipelines of gathers and GEMMs are the partition `mega_scale`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,27 +18,27 @@ from braid.scheduling.model.stages import Stage, gather_stages, scatter_stages
 from braid.scheduling.text.pattern import is_layer
 
 WAYS = (2, 4, 8)
-"""Numbers of pieces that are tried, and measured."""
+"""Numbers of pieces that are tried and measured."""
 
 
 def mega_scale(ways: int) -> tuple[Partition, ...]:
-    """Gathers of layers that a GEMM reads, in pieces of tokens (as DHelix describes it, section 2.3)."""
+    """Cut gathers of layers that a GEMM reads into pieces of tokens (MegaScale, as in DHelix section 2.3)."""
     return (Partition(what="tp/all_gather", pieces=ways, dim="tokens", operators=1),) if ways > 1 else ()
 
 
 def with_partitions(
     parts: Mapping[str, Part], partitions: Sequence[Partition], layout: ParallelLayout
 ) -> dict[str, Part]:
-    """The parts of a model with collectives of its layers cut. `ValueError` for what cannot be cut so.
+    """Return the parts of a model with collectives of its layers cut. `ValueError` for impossible cuts.
 
-    Weight gradients keep the whole tensors. A piece's result is part of the whole value's memory, where
-    something reads that; the last piece completes it. (Executed, a piece also has its rows side by side for
-    itself while it is under way.) Partitions of sums and gathers outside layers are left to the linker.
+    Weight gradients read the whole tensors. Where a whole value has a reader, its pieces lie in its memory,
+    and the last piece completes it. (In execution a piece under way also has its rows contiguously for
+    itself.) The linker cuts sums and gathers outside layers.
     """
     if not partitions:
         return dict(parts)
-    for one in partitions:
-        check_partition(one, parts, layout)
+    for partition in partitions:
+        check_partition(partition, parts, layout)
     return {
         name: _Cutter(part, partitions, layout).part() if is_layer(name) else part
         for name, part in parts.items()
@@ -46,29 +46,29 @@ def with_partitions(
 
 
 def cut_gemms(part: Part) -> frozenset[str]:
-    """The GEMMs, by key, that a partition of the layer's gathers can run in pieces of tokens."""
-    found = set()
+    """Return the keys of the GEMMs that a partition of a layer's gathers can run in pieces of tokens."""
+    keys = set()
     for graph in (part.forward, part.backward):
         for op in graph.operators:
             gathers = op.kind is Kind.ALL_GATHER and can_be_cut(part, op)
-            if gathers and (beside := operators_beside(graph, op, 1)):
-                found.add(beside[0].key)
-    return frozenset(found)
+            if gathers and (chain := operators_beside(graph, op, 1)):
+                keys.add(chain[0].key)
+    return frozenset(keys)
 
 
 @dataclass
 class _Cutter:
-    """Cuts a layer."""
+    """Cuts the collectives of one layer."""
 
     original: Part
     partitions: Sequence[Partition]
     layout: ParallelLayout
     _values: dict[str, Value] = field(default_factory=dict)
     _readers: dict[str, set[str]] = field(default_factory=dict)
-    """Names of operators of both passes, by what they read."""
+    """Names of the operators of both passes that read a value, by the value's name."""
 
     def part(self) -> Part:
-        """The layer, cut."""
+        """Return the cut layer."""
         part = self.original
         self._values = dict(part.values)
         for op in (*part.forward.operators, *part.backward.operators):
@@ -85,13 +85,13 @@ class _Cutter:
             how = chosen(self.partitions, f"{self.original.name}/{op.name}", f"{op.axis}/{op.kind.value}")
             if how is None or not can_be_cut(self.original, op):
                 continue
-            beside = [one for one in operators_beside(graph, op, how.operators) if one.name not in taken]
-            if how.operators and not beside:
+            chain = [near for near in operators_beside(graph, op, how.operators) if near.name not in taken]
+            if how.operators and not chain:
                 if not how.mesh:
                     continue
                 how = replace(how, operators=0, dim="", delivered=False, pieces=1)
-            taken.update((op.name, *(one.name for one in beside)))
-            cutting = _Cutting(self, op, how, beside)
+            taken.update((op.name, *(near.name for near in chain)))
+            cutting = _Cutting(self, op, how, chain)
             groups[cutting.first.name] = list(cutting.operators())
         operators: list[Operator] = []
         for op in graph.operators:
@@ -102,17 +102,17 @@ class _Cutter:
         return Graph(operators=tuple(operators))
 
     def values(self) -> dict[str, Value]:
-        """Those of the layer, to be added to."""
+        """Return the layer's values, to which pieces are added."""
         return self._values
 
     def read_by_others(self, value: str, *readers: str) -> bool:
-        """Whether something else needs it whole."""
+        """Tell whether an operator other than ``readers`` reads the whole value."""
         return bool(self._readers.get(value, set()).difference(readers))
 
 
 @dataclass
 class _Cutting:
-    """Cuts one collective and what is ``beside`` it, nearest first."""
+    """Cuts one collective and the operators ``beside`` it, nearest first."""
 
     layer: _Cutter
     op: Operator
@@ -130,70 +130,70 @@ class _Cutting:
 
     @property
     def first(self) -> Operator:
-        """What all of it stands in the place of."""
+        """The operator of the graph that the first piece replaces."""
         return self.beside[-1] if self.beside and not self.gathers else self.op
 
     def operators(self) -> Iterator[Operator]:
-        """Stages of pieces, and pieces of what is beside."""
+        """Yield the stages of all pieces, and the pieces of adjacent operators."""
         return self._gather() if self.gathers else self._scatter()
 
     def _gather(self) -> Iterator[Operator]:
-        """The stages of a piece beside those of the next; then what follows, piece by piece."""
+        """Yield the stages of a piece beside the next piece's stages, then the readers, piece by piece."""
         how, beside, pieces = self.how, self.beside, self.how.pieces
         stages = gather_stages(self.mesh, how)
         last = (0, 2) if how.about_own else (len(stages) - 1,)
         lone = len(last) == pieces == 1
-        kept = lone or not beside or self.layer.read_by_others(self.y, beside[0].name)
+        whole_read = lone or not beside or self.layer.read_by_others(self.y, beside[0].name)
         waves = sorted((piece + n, n, piece) for piece in range(1, pieces + 1) for n in range(len(stages)))
         final = [(n, piece) for _, n, piece in waves if n in last][-1]
-        made: dict[tuple[int, int], str] = {}
+        results: dict[tuple[int, int], str] = {}
         for _, n, piece in waves:
             stage, share = stages[n], (piece, pieces)
             label = _label(n, len(stages), share)
             if lone and n in last:
                 writes: tuple[str, ...] = (self.y,)
             else:
-                placed = n in last and kept
+                placed = n in last and whole_read
                 writes = (self._piece(self.y, label, self._region(stage.spans, share), placed=placed),)
                 if placed and (n, piece) == final:
                     writes = (*writes, self.y)
-            made[n, piece] = writes[0]
-            source = self.x if stage.source is None else made[stage.source, piece]
+            results[n, piece] = writes[0]
+            source = self.x if stage.source is None else results[stage.source, piece]
             yield self._stage(label, stage, share, source, writes)
-        brought = [
-            (made[n, piece], self._region(stage.fresh if how.delivered else stage.spans, (piece, pieces)))
+        arrivals = [
+            (results[n, piece], self._region(stage.fresh if how.delivered else stage.spans, (piece, pieces)))
             for piece in range(1, pieces + 1)
             for n, stage in enumerate(stages)
             if how.delivered or n in last
         ]
-        if len(brought) == 1:
+        if len(arrivals) == 1:
             yield from beside
         elif beside and how.dim == "width":
-            yield from self._sums(beside[0], [name for name, _ in brought])
+            yield from self._sums(beside[0], [name for name, _ in arrivals])
         elif beside:
-            for number, (name, region) in enumerate(brought, start=1):
-                yield from self._along(beside, region, name, (number, len(brought)))
+            for number, (name, region) in enumerate(arrivals, start=1):
+                yield from self._along(beside, region, name, (number, len(arrivals)))
 
     def _scatter(self) -> Iterator[Operator]:
-        """What comes before, piece by piece, and the stages of the pieces before it."""
+        """Yield the preceding operators piece by piece, and the stages of the pieces before each."""
         pieces = self.how.pieces
         stages = scatter_stages(self.mesh, self.how)
         before = self.beside[::-1] if pieces > 1 else ()
         if pieces == 1:
             yield from self.beside[::-1]
-        made: dict[tuple[int, int], str] = {}
+        results: dict[tuple[int, int], str] = {}
         everybody = (DimRanks.ALL,) * len(self.mesh)
-        # What computes comes last of what may begin at the same time.
+        # Of operators that may begin at the same time, the compute operators come last.
         for _, _, n, piece in sorted(
             (piece + n, n < 0, n, piece) for piece in range(1, pieces + 1) for n in range(-1, len(stages))
         ):
             share = (piece, pieces)
             if n < 0:
                 source = before[0].reads[0] if before else self.x
-                for one in self._along(before, self._region(everybody, share), source, share, ends=self.op):
-                    yield one
-                    source = one.writes[0]
-                made[n, piece] = source
+                for op in self._along(before, self._region(everybody, share), source, share, ends=self.op):
+                    yield op
+                    source = op.writes[0]
+                results[n, piece] = source
                 continue
             label, ends = _label(n, len(stages), share), n == len(stages) - 1
             if ends and pieces == 1:
@@ -203,8 +203,8 @@ class _Cutting:
                 writes = (self._piece(self.y if ends else self.x, label, region, placed=ends),)
                 if ends and piece == pieces:
                     writes = (*writes, self.y)
-            made[n, piece] = writes[0]
-            yield self._stage(label, stages[n], share, made[n - 1, piece], writes)
+            results[n, piece] = writes[0]
+            yield self._stage(label, stages[n], share, results[n - 1, piece], writes)
 
     def _along(
         self,
@@ -214,21 +214,21 @@ class _Cutting:
         number: Share,
         ends: Operator | None = None,
     ) -> Iterator[Operator]:
-        """A piece of every operator of a chain; ``ends``: what takes its result."""
-        for place, one in enumerate(chain):
-            (z,) = one.writes
-            after = chain[place + 1] if place + 1 < len(chain) else ends
+        """Yield a piece of every operator of a chain; ``ends``: the reader of the chain's result."""
+        for index, op in enumerate(chain):
+            (z,) = op.writes
+            after = chain[index + 1] if index + 1 < len(chain) else ends
             whole = after is None or self.layer.read_by_others(z, after.name)
             writes: tuple[str, ...] = (self._piece(z, _of(number), region, placed=whole),)
             portion = self.values[writes[0]].elements / self.values[z].elements
             if whole and number[0] == number[1]:
                 writes = (*writes, z)
-            yield self._compute(one, number, (source,), writes, portion)
+            yield self._compute(op, number, (source,), writes, portion)
             source = writes[0]
 
-    def _sums(self, one: Operator, sources: Sequence[str]) -> Iterator[Operator]:
-        """A GEMM whose inputs come column by column: what it has so far, and a product of these."""
-        (z,) = one.writes
+    def _sums(self, op: Operator, sources: Sequence[str]) -> Iterator[Operator]:
+        """Yield a GEMM as a sum over pieces of its input's columns, each added to the sum so far."""
+        (z,) = op.writes
         before: tuple[str, ...] = ()
         for number, source in enumerate(sources, start=1):
             again = ".again" if self.op.phase is Phase.RECOMPUTE else ""
@@ -236,7 +236,7 @@ class _Cutting:
             if name != z:
                 self.values[name] = replace(self.values[z], name=name, alias_of=z)
             share = number, len(sources)
-            yield self._compute(one, share, (source, *before), (name,), 1 / len(sources))
+            yield self._compute(op, share, (source, *before), (name,), 1 / len(sources))
             before = (name,)
 
     def _region(self, spans: tuple[DimRanks, ...], share: Share) -> Region:
@@ -245,8 +245,8 @@ class _Cutting:
         return Region(self.axis, self.mesh, spans, share)
 
     def _piece(self, whole: str, label: str, region: Region, *, placed: bool) -> str:
-        """A value that has a region of all ranks' rows; ``placed``: the whole one has them too."""
-        # What is computed again is the same value, perhaps in other pieces.
+        """Add the value of a region of all ranks' rows; ``placed``: the whole value holds its rows too."""
+        # A recomputed value has the same name, perhaps in other pieces.
         again = ".again" if self.op.phase is Phase.RECOMPUTE else ""
         like, name = self.values[whole], f"{whole}{again}.{label}"
         elements = region.elements(self.rank_rows, like.columns)
@@ -268,17 +268,17 @@ class _Cutting:
         return name
 
     def _compute(
-        self, one: Operator, number: Share, reads: tuple[str, ...], writes: tuple[str, ...], portion: float
+        self, op: Operator, number: Share, reads: tuple[str, ...], writes: tuple[str, ...], portion: float
     ) -> Operator:
         return replace(
-            one,
-            name=f"{one.name}.{_of(number)}",
-            own_name=f"{one.own_name}.{_of(number)}",
-            measured_as=f"{one.measured_as}.{_of(number)}",
-            piece=Piece(one.name, *number, one.measured_as, portion),
+            op,
+            name=f"{op.name}.{_of(number)}",
+            own_name=f"{op.own_name}.{_of(number)}",
+            measured_as=f"{op.measured_as}.{_of(number)}",
+            piece=Piece(op.name, *number, op.measured_as, portion),
             reads=reads,
             writes=writes,
-            flops=round(one.flops * portion),
+            flops=round(op.flops * portion),
         )
 
     def _stage(

@@ -1,6 +1,6 @@
 """The order of blocks on every pipeline stage, one generator per kind of pipeline.
 
-A generator gives only blocks; `braid.scheduling.generate.lower` adds communication and programs.
+A generator returns only blocks; `braid.scheduling.generate.lower` adds communication and programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,26 +11,26 @@ from braid.scheduling.schedule.operations import Pass, PassKind, Strand
 from braid.scheduling.schedule.schedule import Block
 
 BlockOrder = tuple[tuple[Block, ...], ...]
-"""Per stage, its blocks in order."""
+"""The blocks of every stage, in order."""
 
 
 def forward_pass(micro_batch: int, chunk: int) -> Pass:
-    """A forward pass on strand alpha."""
+    """Return a forward pass on strand alpha."""
     return Pass(PassKind.FORWARD, micro_batch, chunk)
 
 
 def backward_pass(micro_batch: int, chunk: int, kind: PassKind = PassKind.BACKWARD) -> Pass:
-    """A backward pass on strand alpha."""
+    """Return a backward pass on strand alpha."""
     return Pass(kind, micro_batch, chunk)
 
 
 def alone(*passes: Pass) -> list[Block]:
-    """A block of each pass."""
-    return [Block((one,)) for one in passes]
+    """Return one block for each pass."""
+    return [Block((pass_,)) for pass_ in passes]
 
 
 def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B: stage i runs p-1-i forwards ahead, then alternates; one chunk per stage.
+    """1F1B on one chunk per stage: stage i runs p-1-i forward passes ahead, then alternates.
 
     Stage i holds at most p-i micro-batches (Narayanan et al. 2021).
     """
@@ -38,10 +38,10 @@ def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> Bloc
 
 
 def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B that runs twice as far ahead: stage i 2(p-1-i) forwards.
+    """1F1B that runs twice as far ahead: stage i runs 2(p-1-i) forward passes.
 
     A message then has a whole forward and backward pass to arrive in; in 1F1B the next block waits for it.
-    Stage i holds at most 2(p-i)-1 micro-batches (the eager-1F1B of Zhuang et al., MLSys 2023).
+    Stage i holds at most 2(p-i)-1 micro-batches (eager-1F1B of Zhuang et al., MLSys 2023).
     """
     return _alternating(layout, micro_batches, 2)
 
@@ -62,26 +62,26 @@ def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> 
 def layer_by_layer(layout: ParallelLayout, micro_batches: int, together: int) -> BlockOrder:
     """The first forward passes go through the model together, layer by layer; so do the last backward passes.
 
-    A layer's parameters are then needed late, and its gradients are final early, while those passes have most
-    of the model before them: gathers and sums over replicas hide behind it (Centauri's model tier). The
-    activations of ``together`` micro-batches are held. With several stages it is 1F1B.
+    A layer's parameters are then needed late, and its gradients are final early, while most of the model is
+    still to run: gathers and sums over replicas hide behind it (Centauri's model tier). The activations of
+    ``together`` micro-batches are held. With several stages it is 1F1B.
     """
     if layout.pp > 1:
         return one_forward_one_backward(layout, micro_batches)
     count = min(together, micro_batches)
     first = Block(tuple(forward_pass(m, 0) for m in range(count)))
     between = [
-        one for m in range(micro_batches - count) for one in (backward_pass(m, 0), forward_pass(m + count, 0))
+        p for m in range(micro_batches - count) for p in (backward_pass(m, 0), forward_pass(m + count, 0))
     ]
     last = Block(tuple(backward_pass(m, 0) for m in range(micro_batches - count, micro_batches)))
     return ((first, *alone(*between), last),)
 
 
 def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Interleaved 1F1B: two chunks a stage, p micro-batches through one before the other (Narayanan 2021).
+    """Interleaved 1F1B: two chunks a stage; p micro-batches visit a chunk before the other (Narayanan 2021).
 
-    Half the bubble of 1F1B for more activations and twice the messages. `ValueError` unless the micro-batches
-    are a multiple of the stages.
+    It has half the bubble of 1F1B, more activations and twice the messages. `ValueError` unless the number of
+    micro-batches is a multiple of the number of stages.
     """
     assert layout.placement is Placement.INTERLEAVED
     p, turns = layout.pp, 2
@@ -112,7 +112,7 @@ def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 @dataclass(frozen=True)
 class _Visit:
-    """What one journey brings to a stage at a time: a forward and a backward pass, either or both."""
+    """The passes that one journey brings to a stage at a time: a forward pass, a backward pass, or both."""
 
     slot: int
     forward: Pass | None
@@ -122,14 +122,14 @@ class _Visit:
 def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """The W-shaped pipeline of the folded model (DHelix section 4.1, figure 8), on one strand.
 
-    A journey goes down the stages and back up and carries the forward pass of micro-batch k together with
-    the backward pass of micro-batch k-p; both travel the same way. Journeys start every second slot, so that
-    those on their way down and up never meet: stage i is visited at 2k+i and at 2k+2p-1-i. Within a visit the
-    backward block comes first, so that memory is freed before more is taken. Stage i of p holds at most
-    min(2p, m+1+i, 2m) blocks of m micro-batches, each of half a stage's layers.
+    A journey goes down the stages and back up and carries the forward pass of micro-batch k together with the
+    backward pass of micro-batch k-p; both travel the same way. Journeys start every second slot, so that
+    journeys down and up never meet: stage i is visited at 2k+i and at 2k+2p-1-i. Within a visit the backward
+    block comes first and frees memory. Stage i of p holds at most min(2p, m+1+i, 2m) blocks of m
+    micro-batches, each of half a stage's layers.
     """
     return tuple(
-        tuple(Block((one,)) for visit in stage for one in (visit.backward, visit.forward) if one)
+        tuple(Block((p,)) for visit in stage for p in (visit.backward, visit.forward) if p)
         for stage in _folded_visits(layout, micro_batches)
     )
 
@@ -137,7 +137,7 @@ def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """`folded_w` on two strands: the two blocks of a visit run at the same time.
 
-    Micro-batches change strands every p, so that the two of a visit are always of different ones.
+    Micro-batches change strands every p, so that the two of a visit are always on different strands.
     """
     if layout.pp == 1 and not layout.folded:
         return _paired([_whole_visits(micro_batches)], 1)
@@ -145,13 +145,13 @@ def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """`paired_w` on one stage without lonely ends: two micro-batches are always side by side.
+    """`paired_w` on one stage without lonely ends: two micro-batches always run side by side.
 
-    F0|F1, then the backward pass of each micro-batch beside the forward pass of the next but one, and at last
-    two backward passes. So the ends hide their communication too; two micro-batches' activations are held
-    instead of one's. An odd number of micro-batches leaves the last two backward passes one after the other,
-    as they come out on one strand. With several stages, where a pass waits at the ends for its turn on the
-    others, or fewer than three micro-batches it is `paired_w`.
+    F0|F1, then the backward pass of each micro-batch m beside the forward pass of m+2, and at last two
+    backward passes. So the ends hide their communication too, and two micro-batches' activations are held
+    instead of one's. If the number of micro-batches is odd, the last two backward passes run one after the
+    other, since both are on one strand. With several stages, where a pass at the ends waits for other stages,
+    or with fewer than three micro-batches it is `paired_w`.
     """
     if layout.chunks > 1 or micro_batches < 3:
         return paired_w(layout, micro_batches)
@@ -160,33 +160,33 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     order += [Block((forward_pass(m + 2, 0), backward_pass(m, 0))) for m in range(last - 1)]
     ends = backward_pass(last - 1, 0), backward_pass(last, 0)
     order += alone(*ends) if micro_batches % 2 else [Block(ends)]
-    # Alpha, beta, beta, alpha, and so on: neighbours differ at the ends, and next neighbours in between.
+    # Strands alpha, beta, beta, alpha, ...: neighbours differ at the ends, next neighbours in between.
     return on_strands([order], lambda micro_batch: (micro_batch + 1) // 2 % 2)
 
 
 def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B of micro-batches two by two, side by side in every pass.
+    """1F1B of micro-batches in pairs, side by side in every pass.
 
-    The two are the sub-batches of one micro-batch of twice the size (Merak; Oases, section IV). The last one
-    of an odd number goes by itself.
+    The two are the sub-batches of a micro-batch of twice the size (Merak; Oases, section IV). The last
+    micro-batch of an odd number runs by itself.
     """
     return _halved(one_forward_one_backward(layout, -(-micro_batches // 2)), micro_batches)
 
 
 def folded_sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """The same on the folded pipeline (`folded_w`)."""
+    """`sub_batches` on the folded pipeline (`folded_w`)."""
     if layout.pp == 1 and not layout.folded:
         return sub_batches(layout, micro_batches)
     return _halved(folded_w(layout, -(-micro_batches // 2)), micro_batches)
 
 
 def _halved(pairs: BlockOrder, micro_batches: int) -> BlockOrder:
-    """With two micro-batches side by side in the place of every one."""
+    """Replace each micro-batch of ``pairs`` by two micro-batches side by side."""
 
     def both(block: Block) -> Block:
-        (one,) = block.passes
-        first = 2 * one.micro_batch
-        return Block(tuple(one._replace(micro_batch=m) for m in (first, first + 1) if m < micro_batches))
+        (pass_,) = block.passes
+        first = 2 * pass_.micro_batch
+        return Block(tuple(pass_._replace(micro_batch=m) for m in (first, first + 1) if m < micro_batches))
 
     orders = [[both(block) for block in stage] for stage in pairs]
     return on_strands(orders, lambda micro_batch: micro_batch % 2)
@@ -196,14 +196,14 @@ def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> 
     """`paired_w` where a hop to another stage takes ``hop`` slots instead of one.
 
     A message then has hop - 1 visits to arrive in; in `paired_w` the next visit waits for it. A micro-batch's
-    backward pass begins hop (p-1) + 1 journeys after its forward pass instead of p: a stage of p holds twice
-    as many blocks at most, each of half a stage's layers. To `paired_w` what eager 1F1B is to 1F1B.
+    backward pass begins hop (p-1) + 1 journeys after its forward pass instead of p: a stage holds at most
+    twice as many blocks, each of half a stage's layers. It relates to `paired_w` as eager 1F1B to 1F1B.
     """
     return _paired(_folded_visits(layout, micro_batches, hop), hop * (layout.pp - 1) + 1)
 
 
 def _whole_visits(micro_batches: int) -> list[_Visit]:
-    """One stage that need not fold: the forward pass of the whole model beside the backward pass before."""
+    """Return visits of one stage that need not fold: each forward pass beside the previous backward pass."""
     return [
         _Visit(m, forward_pass(m, 0) if m < micro_batches else None, backward_pass(m - 1, 0) if m else None)
         for m in range(micro_batches + 1)
@@ -211,7 +211,7 @@ def _whole_visits(micro_batches: int) -> list[_Visit]:
 
 
 def _folded_visits(layout: ParallelLayout, micro_batches: int, hop: int = 1) -> list[list[_Visit]]:
-    """Visits by stage. ``hop``: slots from a visit to that of the next stage; the fold itself takes one."""
+    """Return visits by stage. ``hop``: slots between visits of neighbouring stages; the fold takes one."""
     assert layout.folded, "the W-shaped pipeline needs the chunks i and 2p-1-i on stage i"
     p = layout.pp
     behind = hop * (p - 1) + 1  # journeys from a forward pass to its backward pass
@@ -232,7 +232,7 @@ def _paired(visits: list[list[_Visit]], stages: int) -> BlockOrder:
     def blocks(visit: _Visit) -> list[Block]:
         if visit.forward and visit.backward:
             return [Block((visit.forward, visit.backward))]
-        return alone(*(one for one in (visit.backward, visit.forward) if one))
+        return alone(*(p for p in (visit.backward, visit.forward) if p))
 
     return changing_strands(
         [[block for visit in stage for block in blocks(visit)] for stage in visits], stages
@@ -240,16 +240,16 @@ def _paired(visits: list[list[_Visit]], stages: int) -> BlockOrder:
 
 
 def changing_strands(orders: Sequence[Sequence[Block]], every: int) -> BlockOrder:
-    """The orders on two strands: micro-batches change them every so many."""
+    """Put orders on two strands, which micro-batches change after every ``every`` micro-batches."""
     return on_strands(orders, lambda micro_batch: micro_batch // every % 2)
 
 
 def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int]) -> BlockOrder:
-    """The orders on strands; ``strand_of``: the number of a micro-batch's strand."""
+    """Put orders on strands; ``strand_of``: number of a micro-batch's strand (0: alpha, 1: beta)."""
     strands = list(Strand)
 
     def placed(block: Block) -> Block:
-        return Block(tuple(one._replace(strand=strands[strand_of(one.micro_batch)]) for one in block.passes))
+        return Block(tuple(p._replace(strand=strands[strand_of(p.micro_batch)]) for p in block.passes))
 
     return tuple(tuple(map(placed, order)) for order in orders)
 
@@ -257,8 +257,8 @@ def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int
 def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """Forward passes alone, for validation, through all chunks of a stage; any number of micro-batches.
 
-    Where a micro-batch visits a stage twice, its second visit waits for those behind it, as in the training
-    schedules.
+    Where a micro-batch visits a stage twice, its second visit waits for the first visits of later
+    micro-batches, as in the training schedules.
     """
     match layout.placement:
         case Placement.LINEAR:
@@ -282,6 +282,4 @@ def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def _forwards_of(order: BlockOrder) -> BlockOrder:
-    return tuple(
-        tuple(alone(*(one for block in stage for one in block.passes if one.forward))) for stage in order
-    )
+    return tuple(tuple(alone(*(p for block in stage for p in block.passes if p.forward))) for stage in order)

@@ -1,4 +1,4 @@
-"""Operator programs: from an order of operators to what a rank issues and where it waits."""
+"""Operator programs: from an order of operators to issues and waits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from braid.scheduling.schedule.text import write_sides, write_step
 
 
 def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
-    """The operators of a pass; of an end, those of the whole backward pass."""
+    """Return the operators of a pass; for an end, the operators of the whole backward pass."""
     match kind:
         case PassKind.FORWARD:
             return part.forward if trains else part.evaluation
@@ -24,11 +24,10 @@ def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
 
 
 def serial_program(graph: Graph) -> Program:
-    """Operators one after the other, every collective waited for at once.
+    """Return the program of operators one after the other, with every collective waited for at once.
 
-    Ring shifts alone run beside the attention that does not need them yet: that is what a ring is for, and
-    what the field's frameworks do (Megatron-LM's context parallelism). And what a partition has cut stays
-    under way until something needs it.
+    Ring shifts alone run beside the attention that does not need them yet, as in Megatron-LM's context
+    parallelism. Pieces of a partition stay under way until an operator needs them.
     """
     lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or op.piece is not None}
     issuer = _Issuer([graph], lazy)
@@ -36,9 +35,9 @@ def serial_program(graph: Graph) -> Program:
 
 
 def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program:
-    """The program of a decision; whoever needs a collective's result waits for it.
+    """Return the program of a decided order; an operator waits for a collective when it needs its result.
 
-    `ValueError` for steps that name what the graphs do not have, or leave out what nothing takes up.
+    `ValueError` for steps that name unknown operators, or that leave out operators which no end runs.
     """
     label = f"order of {write_sides(sides)}"
     for side in sides:
@@ -46,18 +45,18 @@ def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program
             raise ValueError(f"{label}: {side.unit!r} is no part of this model and layout; plan anew")
     graphs = [graph_of(parts[side.unit], side.kind) for side in sides]
     lazy = {op.name for graph in graphs for op in graph.operators}
-    issues = [one for step in order for one in (step.issues if isinstance(step, OrderSegment) else (step,))]
+    issues = [i for step in order for i in (step.issues if isinstance(step, OrderSegment) else (step,))]
     _check(label, sides, graphs, [issue for issue in issues if isinstance(issue, Issue)])
     return _Issuer(graphs, lazy).run(order)
 
 
 @dataclass
 class _Issuer:
-    """Issues operators in order and puts waits before the first need."""
+    """Issues operators in order and inserts waits before the first need."""
 
     graphs: Sequence[Graph]
     lazy: set[str]
-    """Collectives that are not waited for at once."""
+    """Names of collectives that are not waited for at once."""
     actions: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class _Issuer:
         self._under_way: list[Issue] = []
 
     def run(self, steps: Iterable[Issue | OrderSegment | Barrier]) -> Program:
-        """All steps, and a wait for everything that is under way at the end."""
+        """Issue all steps, and at the end wait for all transfers under way."""
         for step in steps:
             match step:
                 case Issue():
@@ -87,15 +86,15 @@ class _Issuer:
         return tuple(self.actions)
 
     def _segment(self, segment: OrderSegment) -> None:
-        """Collectives, then compute, then waits; a barrier where several passes have operators."""
-        for issue in sorted(segment.issues, key=lambda one: not self._operators[one].kind.communicates):
+        """Issue collectives, then compute, then waits; a barrier if several passes have operators."""
+        for issue in sorted(segment.issues, key=lambda i: not self._operators[i].kind.communicates):
             self.issue(issue)
         self.wait_for_all()
         if sum(map(bool, segment.operators)) > 1:
             self.actions.append(Barrier())
 
     def issue(self, step: Issue) -> None:
-        """One operator, after waiting for what it reads."""
+        """Issue one operator, after waiting for its inputs."""
         turn, op = step[0], self._operators[step]
         for value in op.reads:
             writer = self._writers.get((turn, value))
@@ -110,13 +109,13 @@ class _Issuer:
             self._wait(turn, op)
 
     def wait_for_all(self) -> None:
-        """Wait for everything that is under way."""
+        """Wait for all transfers that are under way."""
         for step in list(self._under_way):
             self._wait(step[0], self._operators[step])
 
     def _wait(self, turn: int, op: Operator) -> None:
         self._under_way.remove(Issue(turn, op.name))
-        # The last piece completes the whole value: none of the others may still be under way.
+        # The last piece completes the whole value: no other piece may still be under way.
         for step in list(self._under_way) if op.completes else ():
             if step[0] == turn and self._operators[step].completed_by(op):
                 self._wait(turn, self._operators[step])
@@ -124,13 +123,13 @@ class _Issuer:
 
 
 def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Issue]) -> None:
-    """Every operator of a pass once, unless a later pass of the same unit takes it up, and no others."""
+    """Raise `ValueError` unless each operator occurs once, or its unit's end runs it, and no others occur."""
     several = len(sides) > 1
-    known = {Issue(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
+    operators = {Issue(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
     seen: set[Issue] = set()
     for turn, name in steps:
         text = write_step(turn, name, several=several)
-        if Issue(turn, name) not in known:
+        if Issue(turn, name) not in operators:
             raise ValueError(
                 f"{label}: {text} is no operator of the unit; plan anew for this model and layout"
             )
@@ -139,7 +138,7 @@ def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Is
         seen.add(Issue(turn, name))
     ends = {side.unit: turn for turn, side in enumerate(sides) if side.kind is PassKind.END}
     missing = []
-    for turn, name in sorted(known - seen):
+    for turn, name in sorted(operators - seen):
         side = sides[turn]
         if side.kind is PassKind.END or (
             side.kind is PassKind.BACKWARD and (ends.get(side.unit), name) in seen
@@ -150,11 +149,11 @@ def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Is
         raise ValueError(f"{label}: {', '.join(missing[:4])} of the unit are missing")
     for turn, side in enumerate(sides):
         if side.kind is PassKind.BACKWARD and side.unit in ends:
-            _check_left(label, graphs[turn], turn, {name for own, name in seen if own == turn})
+            _check_left(label, graphs[turn], turn, {name for number, name in seen if number == turn})
 
 
 def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
-    """`ValueError` if an operator that is left to the end writes what one that is not reads."""
+    """Raise `ValueError` if an operator of the end writes a value that an earlier operator reads."""
     written = {name: op.name for op in graph.operators if op.name not in done for name in op.writes}
     for op in graph.operators:
         for name in op.reads:
@@ -165,5 +164,5 @@ def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
 
 
 def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool) -> Program:
-    """The program of a pass that nothing was decided for."""
+    """Return the program of a pass without a decided order."""
     return serial_program(graph_of(parts[side.unit], side.kind, trains=trains))

@@ -1,4 +1,4 @@
-"""What the end of a step needs: sums of gradients, their norm, the update; and with ZeRO gathers."""
+"""The end of a step: sums of gradients, their norm, the update; and with ZeRO gathers."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,22 +24,22 @@ Stages = tuple[tuple[Instruction, ...], ...]
 
 
 def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False) -> Stages:
-    """Sum the gradients of every chunk over its axes, then their squares over the model's, then step.
+    """Sum every chunk's gradients over its axes, then their squares over the model's axes, then step.
 
-    Where gradients are in shares (ZeRO 2) every backward pass begins its sums. Else those of the last one do,
-    or what stands behind it: ``early``: begin in the last block of a chunk, bucket by bucket, where there are
-    replicas, and behind it where not; sums over replicas stay under way beside what still runs on others. Not
-    of a chunk with a table that another stage has, too, and comes to later.
+    Where gradients are in shares (ZeRO 2) every backward pass starts its sums. Otherwise the sums stand at
+    the end of the step, or, with ``early``, in the last block of a chunk (bucket by bucket) where there are
+    replicas, and behind that block where there are none; sums over replicas stay under way beside passes of
+    other chunks. A chunk whose table another stage also holds, and finishes later, is excepted.
     """
     updated = []
     for number, stage in enumerate(stages):
         axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(number)}
         if layout.zero > 1:
-            instructions, left = _sums_of_all(stage, axes)
+            instructions, remaining = _sums_of_all(stage, axes)
         else:
-            instructions, left = _sums_of_last(stage, axes, early=early)
-        for place in range(max(map(len, left.values()), default=0)):  # one axis of all chunks after the other
-            sums = [Reduce(chunk, own[place]) for chunk, own in left.items() if place < len(own)]
+            instructions, remaining = _sums_of_last(stage, axes, early=early)
+        for index in range(max(map(len, remaining.values()), default=0)):  # one axis of all chunks at a time
+            sums = [Reduce(chunk, order[index]) for chunk, order in remaining.items() if index < len(order)]
             instructions += [*map(Start, sums), *map(Wait, sums)]
         instructions.append(Compute(Norm()))
         for axis in norm_axes(layout):
@@ -49,16 +49,18 @@ def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, ear
 
 
 _Axes = Mapping[int, tuple[str, ...]]
-"""Of chunks, axes over which their gradients are summed."""
+"""For every chunk, the axes over which its gradients are summed."""
 
 
 def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
-    """Instructions with sums in every block that ends a bucket's gradients, and what is left to be summed."""
+    """Add sums to every block that ends a bucket's gradients; return instructions and remaining axes."""
     instructions: list[Instruction] = []
-    within = {c: tuple(axis for axis in own if is_tensor(axis) or axis in SUMMED) for c, own in axes.items()}
-    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    within = {
+        c: tuple(axis for axis in all_ if is_tensor(axis) or axis in SUMMED) for c, all_ in axes.items()
+    }
+    last = {p.chunk: position for position, i in enumerate(stage) for p in passes_in(i)}
     for position, instruction in enumerate(stage):
-        backward = dict.fromkeys(one.chunk for one in passes_in(instruction) if one.kind in ENDING)
+        backward = dict.fromkeys(p.chunk for p in passes_in(instruction) if p.kind in ENDING)
         if backward:
             assert isinstance(instruction, Block)
             sums = [
@@ -70,16 +72,16 @@ def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instru
             instruction = replace(instruction, sums=tuple(sums))
         instructions.append(instruction)
     instructions += [Wait(Reduce(c, axis)) for c in last for axis in within[c] if not is_tensor(axis)]
-    left = {c: tuple(axis for axis in own if axis not in within[c]) for c, own in axes.items()}
-    return instructions, left
+    remaining = {c: tuple(axis for axis in all_ if axis not in within[c]) for c, all_ in axes.items()}
+    return instructions, remaining
 
 
 def _sums_of_last(
     stage: Sequence[Instruction], axes: _Axes, *, early: bool
 ) -> tuple[list[Instruction], _Axes]:
-    """Instructions with the sums that begin ``early``, and what is left to be summed."""
-    left = dict(axes)
-    last = {one.chunk: position for position, i in enumerate(stage) for one in passes_in(i)}
+    """Add the sums that begin ``early``; return instructions and remaining axes."""
+    remaining = dict(axes)
+    last = {p.chunk: position for position, i in enumerate(stage) for p in passes_in(i)}
     instructions: list[Instruction] = []
     under_way: list[Instruction] = []
     ends: dict[int, list[int]] = defaultdict(list)
@@ -94,25 +96,25 @@ def _sums_of_last(
         within = [c for c in ended if any(axis in SUMMED for axis in axes[c])]
         if within:
             assert isinstance(instruction, Block)
-            sums = [Reduce(chunk, axis) for chunk in within for axis in left.pop(chunk)]
+            sums = [Reduce(chunk, axis) for chunk in within for axis in remaining.pop(chunk)]
             instruction = replace(instruction, sums=tuple(sums))
-            under_way += [Wait(one) for one in sums if not is_tensor(one.axis)]
+            under_way += [Wait(reduce) for reduce in sums if not is_tensor(reduce.axis)]
         instructions.append(instruction)
         for chunk in [c for c in ended if c not in within]:
-            for axis in left.pop(chunk):
+            for axis in remaining.pop(chunk):
                 instructions.append(Start(Reduce(chunk, axis)))
                 waits = under_way if axis in SUMMED else instructions
                 waits.append(Wait(Reduce(chunk, axis)))
-    return [*instructions, *under_way], left
+    return [*instructions, *under_way], remaining
 
 
 def with_gathering(
     stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False
 ) -> Stages:
-    """Gather every chunk's parameters before they are used: in the first block, with ZeRO 3 in every one.
+    """Gather every chunk's parameters before their use: in the first block, with ZeRO 3 in every block.
 
-    Nothing where ranks hold all of them. ``early``: those that are gathered once a step, in the step before,
-    behind their update.
+    Without ZeRO the stages stay unchanged. ``early``: parameters that are gathered once a step are gathered
+    at the end of the previous step, behind their update.
     """
     early = early and layout.zero < 3
     if not layout.zero:
@@ -120,20 +122,20 @@ def with_gathering(
     gathered = []
     for stage in stages:
         instructions: list[Instruction] = [] if early else [Prefetch()]
-        there: set[int] = set()
+        present: set[int] = set()
         for instruction in stage:
             if isinstance(instruction, Block):
-                reading = (one for one in instruction.passes if one.kind is not PassKind.WEIGHT)
-                chunks = dict.fromkeys(one.chunk for one in reading)
+                reading = (p for p in instruction.passes if p.kind is not PassKind.WEIGHT)
+                chunks = dict.fromkeys(p.chunk for p in reading)
                 gathers = tuple(
                     Gather(chunk, axis)
                     for chunk in chunks
-                    if chunk not in there
+                    if chunk not in present
                     for axis in buckets.axes(chunk)
                     if axis in SHARDED
                 )
                 instruction = replace(instruction, gathers=gathers)
-                there.update(chunks if layout.zero < 3 else ())
+                present.update(chunks if layout.zero < 3 else ())
             instructions.append(instruction)
         gathered.append((*instructions, Prefetch()) if early else tuple(instructions))
     return tuple(gathered)

@@ -1,4 +1,4 @@
-"""Pipelines that put weight gradients off, over the folded model: DualPipeV and ZB-V."""
+"""Pipelines that postpone weight gradients, over the folded model: DualPipeV and ZB-V."""
 
 from braid.scheduling.generate.pipelines import (
     BlockOrder,
@@ -13,9 +13,9 @@ from braid.scheduling.schedule.schedule import Block
 
 
 def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """DualPipeV (DeepSeek 2025): paired blocks in the middle, weight gradients put off at the ends.
+    """DualPipeV (DeepSeek 2025): paired blocks in the middle, postponed weight gradients at the ends.
 
-    Two chunks a stage; `ValueError` for fewer micro-batches than 2p.
+    It has two chunks a stage; `ValueError` for fewer micro-batches than 2p.
     """
     assert layout.folded
     p = layout.pp
@@ -29,7 +29,7 @@ def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 class _DualPipeStage:
-    """One stage of DualPipeV. Of its chunks, 0 is the one nearer to the model's start, 1 to its end."""
+    """One stage of DualPipeV. Chunk 0 is the chunk nearer to the model's start, chunk 1 to its end."""
 
     def __init__(self, stages: int, stage: int, micro_batches: int) -> None:
         self._p, self._r, self._m = stages, stage, micro_batches
@@ -40,7 +40,7 @@ class _DualPipeStage:
         self._order: list[Block] = []
 
     def order(self) -> list[Block]:
-        """The eight phases of the schedule."""
+        """Return the stage's blocks, in the eight phases of the schedule."""
         p, r, m = self._p, self._r, self._m
         behind = p - r - 1
         for _ in range(2 * behind):
@@ -53,7 +53,7 @@ class _DualPipeStage:
             self._weights()
             self._forward(1)
         for n in range(m - 2 * p + r + 1):
-            if n == 0 and r == p - 1:  # nothing comes back yet that the first forward pass could wait for
+            if n == 0 and r == p - 1:  # no gradient is back that the forward pass could wait for
                 self._forward(0)
                 self._backward(1)
             else:
@@ -62,7 +62,7 @@ class _DualPipeStage:
         for _ in range(behind):
             self._backward(1)
             self._pair(1, 0)
-        # From its middle on, the next phase puts weight gradients off: the stages behind wait for inputs'.
+        # From its middle on, the next phase postpones weight gradients, since other stages wait for inputs'.
         half = (r + 1) // 2
         for n in range(r + 1):
             self._backward(1, split=n > half or (n == half and r % 2 == 1))
@@ -86,16 +86,16 @@ class _DualPipeStage:
         self._order += alone(self._next_forward(which))
 
     def _backward(self, which: int, *, split: bool = False) -> None:
-        one = self._next_backward(which)
+        pass_ = self._next_backward(which)
         if split:
-            self._waiting.append(one)
-            one = backward_pass(one.micro_batch, one.chunk, PassKind.INPUT)
-        self._order += alone(one)
+            self._waiting.append(pass_)
+            pass_ = backward_pass(pass_.micro_batch, pass_.chunk, PassKind.INPUT)
+        self._order += alone(pass_)
 
     def _weights(self) -> None:
         if self._waiting:
-            one = self._waiting.pop(0)
-            self._order += alone(backward_pass(one.micro_batch, one.chunk, PassKind.WEIGHT))
+            pass_ = self._waiting.pop(0)
+            self._order += alone(backward_pass(pass_.micro_batch, pass_.chunk, PassKind.WEIGHT))
 
     def _pair(self, forward: int, backward: int) -> None:
         self._order.append(Block((self._next_forward(forward), self._next_backward(backward))))
@@ -105,15 +105,15 @@ def zero_bubble_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
     """Zero bubble over the folded model (ZB-V, Qi et al. 2024), by a greedy rule on unit times.
 
     Forward, input gradients and weight gradients take a slot each. A free stage prefers input gradients, then
-    forward passes of the later chunk, then of the earlier one if it has room, then weight gradients. At most
-    p micro-batches are alive on a stage, which is the memory of 1F1B.
+    forward passes of the later chunk, then of the earlier chunk if it has room, then weight gradients. At
+    most p micro-batches are alive on a stage, as in 1F1B.
     """
     assert layout.folded
     return _ZeroBubble(layout, micro_batches).order()
 
 
 class _ZeroBubble:
-    """All stages, slot by slot."""
+    """Chooses the passes of all stages, slot by slot."""
 
     def __init__(self, layout: ParallelLayout, micro_batches: int) -> None:
         self._layout, self._m = layout, micro_batches
@@ -124,15 +124,15 @@ class _ZeroBubble:
         self._next = {(chunk, direction): 0 for chunk in range(layout.chunks) for direction in Direction}
 
     def order(self) -> BlockOrder:
-        """The blocks of every stage."""
-        left = 3 * self._m * self._layout.chunks
+        """Return the blocks of every stage."""
+        remaining = 3 * self._m * self._layout.chunks
         slot = 0
-        while left:
-            for stage, one in enumerate([self._choose(stage, slot) for stage in range(self._layout.pp)]):
-                if one is not None:
-                    self._orders[stage].append(one)
-                    self._ends[one] = slot + 1
-                    left -= 1
+        while remaining:
+            for stage, pass_ in enumerate([self._choose(stage, slot) for stage in range(self._layout.pp)]):
+                if pass_ is not None:
+                    self._orders[stage].append(pass_)
+                    self._ends[pass_] = slot + 1
+                    remaining -= 1
             slot += 1
         return tuple(tuple(alone(*order)) for order in self._orders)
 
@@ -159,10 +159,10 @@ class _ZeroBubble:
         self._alive[stage] -= weights.chunk == early
         return weights
 
-    def _ready(self, one: Pass, slot: int) -> bool:
-        """Whether what a pass needs has ended by a slot."""
-        needed = [] if one.forward else [forward_pass(one.micro_batch, one.chunk)]
-        if (before := one.before(self._layout)) is not None:
-            again = backward_pass(one.micro_batch, before.chunk, PassKind.INPUT)
-            needed.append(before if one.forward else again)
-        return all(self._ends.get(other, slot + 1) <= slot for other in needed)
+    def _ready(self, pass_: Pass, slot: int) -> bool:
+        """Tell whether the passes that a pass needs have ended by a slot."""
+        needed = [] if pass_.forward else [forward_pass(pass_.micro_batch, pass_.chunk)]
+        if (before := pass_.before(self._layout)) is not None:
+            again = backward_pass(pass_.micro_batch, before.chunk, PassKind.INPUT)
+            needed.append(before if pass_.forward else again)
+        return all(self._ends.get(needed_pass, slot + 1) <= slot for needed_pass in needed)

@@ -1,7 +1,7 @@
-"""The hardware a planner is given: GPUs, links, nodes, and what they are known to achieve.
+"""The hardware of a planner's cluster: GPUs, links, nodes, and the rates that they are known to achieve.
 
-Every constant has a name, a unit and a source; presets stand in ``presets/clusters.yaml``. Constants belong
-to a GPU or a link, never to an experiment.
+Every constant has a name, a unit and a source; presets are in ``presets/clusters.yaml``. Constants belong to
+a GPU or a link, never to an experiment.
 """
 
 import math
@@ -17,8 +17,8 @@ from braid.scheduling.text.records import require_fraction, require_positive
 class Efficiency:
     """Share of the peak rate that a class of operators reaches, as a function of its size.
 
-    ``efficiency(n) = ceiling * n / (n + half_flops)``: large operators reach the ceiling, one of
-    ``half_flops`` FLOPs (launch, tail and memory effects) half of it.
+    ``efficiency(n) = ceiling * n / (n + half_flops)``: large operators reach the ceiling, an operator of
+    ``half_flops`` FLOPs reaches half of it (launch, tail and memory effects).
     """
 
     ceiling: float
@@ -29,7 +29,7 @@ class Efficiency:
         require_positive(self, ("half_flops",), zero=True)
 
     def at(self, flops: float) -> float:
-        """The share of the peak for an operator of so many FLOPs."""
+        """Return the share of the peak rate (0 to 1) that an operator of ``flops`` FLOPs reaches."""
         return self.ceiling * flops / (flops + self.half_flops)
 
 
@@ -47,11 +47,11 @@ class Gpu:
     memory_efficiency: float
     """Share of the memory bandwidth that pointwise operators and norms reach."""
     launch_ns: int = 4_000
-    """From the end of a kernel to the start of the next in a full queue."""
+    """Time from the end of a kernel to the start of the next kernel in a full queue."""
     barrier_ns: int = 15_000
-    """A device-wide synchronisation and the launches after it (the price of a barrier between segments)."""
+    """Time of a device-wide synchronisation and the next launches: the price of a segment barrier."""
     reserved_bytes: int = 2 * 2**30
-    """Context, communication buffers and fragmentation: not the planner's to give away."""
+    """Memory for context, communication buffers and fragmentation, which the planner does not hand out."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -66,19 +66,19 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects ranks at one level, as one rank sees it when all ranks of its node use it alike."""
+    """A link between ranks at one level, as one rank sees it when all ranks of its node use it equally."""
 
     kind: str
     bytes_per_s: float
-    """Per rank and direction: of NVLink's printed total half; of a node's network card its share."""
+    """Per rank and direction: half of NVLink's printed total, or a rank's share of a network card."""
     latency_ns: int
-    """Of one hop of a ring, or of one message."""
+    """Latency of one hop of a ring, or of one message."""
     efficiency: float
     """Share of ``bytes_per_s`` that large collectives reach."""
     half_bytes: float = 0.0
-    """Message size of a hop that reaches half of that share."""
+    """Message size at which a hop reaches half of ``efficiency``."""
     all_to_all_share: float = 1.0
-    """Share of the ring's rate that an all-to-all reaches, where every pair crosses the same root."""
+    """Share of a ring's rate that an all-to-all reaches, where all pairs of ranks cross the same root."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Link:
         require_fraction(self, ("efficiency", "all_to_all_share"))
 
     def transfer_ns(self, sent_bytes: float, hops: int) -> float:
-        """Time to send so many bytes in ``hops`` equal messages, one after the other."""
+        """Return the time in ns to send ``sent_bytes`` in ``hops`` equal messages, one after the other."""
         if hops == 0 or sent_bytes == 0:
             return 0.0
         rate = self.bytes_per_s * self.efficiency
@@ -98,7 +98,7 @@ class Link:
 class Contention:
     """Overlap effectiveness (OEF, DHelix equation 1) of classes of operators that run at the same time.
 
-    1: the shorter one is hidden entirely; 0: nothing is gained; below 0: they hurt each other.
+    1: the shorter operator is hidden entirely; 0: overlap gains nothing; below 0: overlap loses time.
     """
 
     gemm_intra: float
@@ -106,7 +106,7 @@ class Contention:
     attention_intra: float
     attention_inter: float
     memory_intra: float
-    """Norms, activations and other operators bound by memory, beside communication inside the node."""
+    """OEF of norms, activations and other memory-bound operators with communication inside the node."""
     memory_inter: float
     intra_inter: float
     source: str = ""
@@ -118,7 +118,7 @@ class Contention:
 
 
 class Stream(StrEnum):
-    """A rank's streams: of computation, of transfers inside a node, of transfers between nodes."""
+    """The streams of a rank: for computation, for transfers inside a node, for transfers between nodes."""
 
     COMPUTE = "compute"
     INTRA = "intra"
@@ -149,16 +149,15 @@ class ClusterSpec:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs."""
         return self.nodes * self.gpus_per_node
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a GPU that a plan may use."""
+        """Bytes of a GPU's memory that a plan may use."""
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
 
     def link(self, stream: Stream) -> Link:
-        """The link of a stream of transfers; `ValueError` where a single node is asked for its network."""
+        """Return the link that a stream of transfers uses; `ValueError` for the network of a single node."""
         if stream is Stream.INTRA:
             return self.intra
         if self.inter is None:
@@ -168,7 +167,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """A rank group as the topology sees it: ``size`` ranks, ``per_node`` of them on each node it touches."""
+    """Size and position of a group of ranks: ``size`` ranks, ``per_node`` of them on each node it touches."""
 
     size: int
     per_node: int
@@ -178,7 +177,7 @@ class RankGroup:
 
     @property
     def stream(self) -> Stream:
-        """The stream of the group's slowest link."""
+        """The stream of transfers over the group's slowest link."""
         return Stream.INTRA if self.size == self.per_node else Stream.INTER
 
     @property
@@ -188,7 +187,7 @@ class RankGroup:
 
 
 def group_of(stride: int, size: int, gpus_per_node: int) -> RankGroup:
-    """The group of ``size`` ranks that lie ``stride`` apart, ranks filling nodes in order."""
+    """Return the group of ``size`` ranks whose numbers lie ``stride`` apart; ranks fill nodes in order."""
     inside = max(1, gpus_per_node // stride) if stride < gpus_per_node else 1
     per_node = min(size, inside)
     return RankGroup(size=size, per_node=math.gcd(size, per_node))
@@ -196,21 +195,21 @@ def group_of(stride: int, size: int, gpus_per_node: int) -> RankGroup:
 
 @cache
 def common_stream(mesh: tuple[int, ...], dim: int, per_node: int) -> Stream | None:
-    """The stream of all sub-groups along a dim of a mesh of ranks; ranks fill nodes in order.
+    """Return the stream of all sub-groups along ``dim`` of a mesh of ranks, where ranks fill nodes in order.
 
     None where sub-groups differ, or where a sub-group uses both kinds of link.
     """
-    found = set()
+    streams = set()
     for ranks in sub_groups(mesh, dim):
         nodes = len({rank // per_node for rank in ranks})
         if nodes not in (1, len(ranks)):
             return None
-        found.add(Stream.INTRA if nodes == 1 else Stream.INTER)
-    return found.pop() if len(found) == 1 else None
+        streams.add(Stream.INTRA if nodes == 1 else Stream.INTER)
+    return streams.pop() if len(streams) == 1 else None
 
 
 def dim_group(group: RankGroup, mesh: tuple[int, ...], dim: int) -> RankGroup:
-    """The sub-groups of a group along a dim of a mesh of its ranks."""
+    """Return the sub-groups of a group along dimension ``dim`` of a mesh of its ranks."""
     if len(mesh) == 1:
         return group
     inside = common_stream(mesh, dim, group.per_node) is Stream.INTRA
@@ -218,5 +217,5 @@ def dim_group(group: RankGroup, mesh: tuple[int, ...], dim: int) -> RankGroup:
 
 
 def node_mesh(group: RankGroup) -> tuple[int, int] | None:
-    """Nodes x ranks of each, of a group that has several of both."""
+    """Return (nodes, ranks per node) of a group that has several of both; None for other groups."""
     return (group.nodes, group.per_node) if group.nodes > 1 and group.per_node > 1 else None

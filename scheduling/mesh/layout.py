@@ -1,6 +1,6 @@
-"""Which ranks hold what: degrees of the mesh axes, and where the chunks of a model are.
+"""Which ranks hold what: degrees of the mesh axes, and the stage of each chunk of the model.
 
-All checks raise `ValueError` with the configuration keys, their values and what would be right.
+All checks raise `ValueError` with the configuration keys, their values and a remedy.
 """
 
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from braid.scheduling.text.pattern import counted, variant
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
 AXES: Final = ("pp", "dp", "cp", "tp")
-"""Mesh axes, outermost first; the last one varies fastest with the rank."""
+"""Mesh axes, outermost first; the index along the last one changes fastest with the rank."""
 
 
 def require_at_least_one(section: str, record: object, names: tuple[str, ...]) -> None:
@@ -26,21 +26,21 @@ def require_at_least_one(section: str, record: object, names: tuple[str, ...]) -
 
 
 class Placement(StrEnum):
-    """Which chunks of the model a pipeline stage holds."""
+    """The rule by which chunks of the model are assigned to pipeline stages."""
 
     LINEAR = "linear"
-    """Stage i holds chunk i of p."""
+    """Stage i of p holds chunk i of p."""
     FOLDED = "folded"
-    """Stage i holds the chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
+    """Stage i of p holds chunks i and 2p-1-i of 2p: down the stages and back up (DHelix section 4.1)."""
     INTERLEAVED = "interleaved"
-    """Stage i holds the chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
+    """Stage i of p holds chunks i and p+i of 2p: down the stages twice (Narayanan et al. 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
     """Degrees of the mesh axes, and the placement of the model's chunks on pipeline stages.
 
-    ``ep`` ranks of the data-parallel axis share the experts of a mixture of experts between them.
+    ``ep`` ranks of the data-parallel axis divide the experts of a mixture of experts among themselves.
     """
 
     dp: int = 1
@@ -50,18 +50,18 @@ class ParallelLayout:
     ep: int = 1
     placement: Placement = Placement.LINEAR
     head_layers: int = 0
-    """Layers that the head counts for when layers are shared out between chunks."""
+    """Number of layers that the head counts as when layers are divided among chunks."""
     zero: int = 0
-    """What is cut over the ranks that share parameters: optimizer states (1), gradients too (2), parameters
-    too (3). Parameters are gathered before they are used: once a step, or (3) whenever they are. With one
-    rank it is 0."""
+    """ZeRO stage: what is cut over the ranks that share parameters. 1: optimizer states; 2: gradients too; 3:
+    parameters too. Parameters are gathered once a step, at stage 3 before each use. With one such rank it is
+    0."""
     shards: int = 0
-    """Ranks of ``dp`` over which that is cut; as many others hold the same, and sum up with them (hybrid
-    sharding: inside a node, say). 0: all."""
+    """Number of ranks of ``dp`` over which ZeRO cuts states; other such groups hold the same states and sum
+    gradients with them (hybrid sharding, for example inside a node). 0: all ranks of ``dp``."""
     tensor_degrees: tuple[int, ...] = ()
-    """Of every layer, its own tensor-parallel degree, which divides ``tp``: a layer of degree t is cut over t
-    neighbouring ranks, and as many such groups as there are have some samples of a micro-batch each. Empty:
-    all have ``tp``."""
+    """Tensor-parallel degree of every layer, each a divisor of ``tp``: a layer of degree t is cut over t
+    neighbouring ranks, and each such group processes some samples of a micro-batch. Empty: every layer has
+    ``tp``."""
 
     def __post_init__(self) -> None:
         require_at_least_one("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -77,16 +77,16 @@ class ParallelLayout:
             object.__setattr__(self, "zero", 0)
         if {*self.tensor_degrees} == {self.tp}:
             object.__setattr__(self, "tensor_degrees", ())
-        for degree, more in pairwise((*self.own_degrees, self.tp)):
-            if degree < 1 or more % degree:
+        for degree, larger in pairwise((*self.own_degrees, self.tp)):
+            if degree < 1 or larger % degree:
                 raise ValueError(
-                    f"parallel.tensor_degrees: {degree} does not divide {more} (parallel.tp={self.tp}); use "
-                    f"degrees each of which divides the next larger one, and parallel.tp"
+                    f"parallel.tensor_degrees: {degree} does not divide {larger} (parallel.tp={self.tp}); "
+                    f"use degrees each of which divides the next larger one, and parallel.tp"
                 )
 
     @property
     def own_degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
+        """The tensor-parallel degrees below ``tp`` that some layers have, ascending."""
         return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
     @cached_property
@@ -94,7 +94,7 @@ class ParallelLayout:
         return {}
 
     def kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """The kind of every layer of a model: a variant where it has a degree of its own."""
+        """Return the kind of every layer; layers with a degree of their own become a `variant`."""
         if not self.tensor_degrees:
             return kinds
         if kinds not in self._kinds:
@@ -106,32 +106,32 @@ class ParallelLayout:
 
     @property
     def sample_ranks(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that process different samples."""
         return self.dp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same parameters, experts apart, and see different tokens: of dp and cp."""
+        """Number of ranks (dp x cp) that hold the same non-expert parameters and process other tokens."""
         return self.sample_ranks * self.cp
 
     @cached_property
     def replicas(self) -> int:
-        """Groups of ranks of ``dp`` each of which has all states, cut over its ranks; 1: all together."""
+        """Number of groups of ranks of ``dp`` that each hold all states, cut over the group's ranks."""
         return self.dp // self.shards if self.shards else 1
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.data_ranks // self.ep
 
     @property
     def share_ranks(self) -> int:
-        """Ranks over which states are cut (ZeRO)."""
+        """Number of ranks over which states are cut (ZeRO)."""
         return self.data_ranks // self.replicas if self.zero else 1
 
     @property
     def ranks(self) -> int:
-        """Number of ranks the layout needs."""
+        """Number of ranks that the layout needs."""
         return self.data_ranks * self.tp * self.pp
 
     @property
@@ -141,7 +141,7 @@ class ParallelLayout:
 
     @cached_property
     def chunks(self) -> int:
-        """Number of chunks the layers are cut into, on all stages together."""
+        """Number of chunks that the layers are cut into, over all stages."""
         return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
 
     @property
@@ -150,17 +150,17 @@ class ParallelLayout:
         return self.stage_of(0) != self.stage_of(self.chunks - 1)
 
     def degree(self, axis: str) -> int:
-        """Number of ranks along a mesh axis."""
+        """Return the number of ranks along a mesh axis."""
         return int(getattr(self, axis))
 
     def stage_of(self, chunk: int) -> int:
-        """The pipeline stage that holds a chunk."""
+        """Return the pipeline stage that holds a chunk."""
         if chunk < self.pp:
             return chunk
         return chunk - self.pp if self.placement is Placement.INTERLEAVED else 2 * self.pp - 1 - chunk
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that a pipeline stage holds, in the order of the model."""
+        """Return the chunks that a pipeline stage holds, in the order of the model."""
         return self._chunks_by_stage[stage]
 
     @cached_property
@@ -171,32 +171,32 @@ class ParallelLayout:
         )
 
     def neighbour(self, chunk: int, distance: int) -> int | None:
-        """The chunk that far along the model; None beyond its ends."""
-        other = chunk + distance
-        return other if 0 <= other < self.chunks else None
+        """Return the chunk that is ``distance`` chunks further along the model; None beyond its ends."""
+        target = chunk + distance
+        return target if 0 <= target < self.chunks else None
 
     def layers_of(self, chunk: int, layers: int) -> range:
-        """The layers of a model of ``layers`` layers that a chunk holds.
+        """Return the indices of the layers that a chunk holds, of a model of ``layers`` layers.
 
-        The head counts as ``head_layers`` of them, in the last chunk. Where they do not divide evenly, the
-        chunks in the middle hold one more: the ends of the model hold the embedding and the head. Of the two
-        chunks of a stage of the folded model it is the later one, whose activations wait less. `ValueError`
-        where the last chunk keeps no layer.
+        The head counts as ``head_layers`` layers of the last chunk. Where layers do not divide evenly, the
+        chunks in the middle hold one more, since the ends of the model hold the embedding and the head. In
+        the folded model the later of a stage's two chunks takes it, since its activations wait less.
+        `ValueError` where the last chunk keeps no layer.
         """
         counts = layer_counts(self, layers)
         return range(sum(counts[:chunk]), sum(counts[: chunk + 1]))
 
     def is_first(self, chunk: int) -> bool:
-        """Whether a chunk begins the model (and holds the embedding)."""
+        """Tell whether a chunk begins the model, and so holds the embedding."""
         return self.neighbour(chunk, -1) is None
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk ends the model (and holds the head)."""
+        """Tell whether a chunk ends the model, and so holds the head."""
         return self.neighbour(chunk, 1) is None
 
     @cached_property
     def mesh(self) -> MeshShape:
-        """The mesh of its ranks."""
+        """The mesh of the layout's ranks."""
         return training_mesh(
             pp=self.pp,
             replicas=self.replicas,
@@ -210,20 +210,20 @@ class ParallelLayout:
 
     @cached_property
     def sample_factors(self) -> tuple[str, ...]:
-        """Factors along which ranks see other samples: those of ``dp`` alone."""
+        """The factors of ``dp`` without ``cp``, along which ranks process different samples."""
         joined = dict(self.mesh.joined)
         return ("replica", *(name for name in joined["dp"] if name not in joined["cp"]))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of a rank along every mesh axis."""
+        """Return the position of a rank along every mesh axis."""
         return self.mesh.position(rank)
 
     def rank_at(self, position: Position) -> int:
-        """The rank at a position; inverse of `coordinate`."""
+        """Return the rank at a position; inverse of `coordinate`."""
         return self.mesh.rank_at(position)
 
     def describe(self) -> str:
-        """The layout in one line, such as ``dp 2 x tp 2 (folded), ZeRO 1``."""
+        """Return the layout in one line, such as ``dp 2 x tp 2 (folded), ZeRO 1``."""
         axes = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
@@ -232,16 +232,16 @@ class ParallelLayout:
         busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
         placed = "" if self.placement is Placement.LINEAR else f" ({self.placement})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
-        own = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""
-        return " x ".join(busy) + own + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")
+        degrees = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""
+        return " x ".join(busy) + degrees + placed + (f", ZeRO {self.zero}{over}" if self.zero else "")
 
 
 @cache
 def layer_counts(layout: ParallelLayout, layers: int) -> tuple[int, ...]:
-    """Layers per chunk (see `ParallelLayout.layers_of`)."""
+    """Return the number of layers per chunk (see `ParallelLayout.layers_of`)."""
     size, head = layout.chunks, layout.head_layers
-    each, more = divmod(layers + head, size)
-    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:more]
+    each, remainder = divmod(layers + head, size)
+    inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:remainder]
     counts = [each + (c in inner) for c in range(size)]
     counts[-1] -= head
     if min(counts[0], counts[-1]) < 1:

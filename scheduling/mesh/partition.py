@@ -1,10 +1,10 @@
-"""Partitions: how a schedule cuts a collective, and with it the operators that depend on it (Centauri
-section 3.1).
+"""Partitions: how a schedule cuts a collective, and with it the operators that depend on it (Centauri section
+3.1).
 
-A collective may run in *stages* over the dims of a mesh of its ranks (group partition), and in *pieces* of
-its payload (workload partition): of the rows, or columns, of the operators beside it, which then run piece by
-piece too. Here is what a schedule says of it; `braid.scheduling.generate.partitions` carries it out in
-graphs, `braid.scheduling.plan.tiers` lists what there is to choose from.
+A collective may run in *stages* over the dimensions of a mesh of its ranks (group partition), and in *pieces*
+of its payload (workload partition): of the rows, or columns, of the adjacent operators, which then also run
+piece by piece. This module describes a partition; `braid.scheduling.generate.partitions` applies it to
+graphs, `braid.scheduling.plan.tiers` lists the candidates.
 """
 
 import re
@@ -16,33 +16,34 @@ from typing import Final
 
 
 class DimRanks(StrEnum):
-    """Which of the ranks along a dim of a mesh, seen from one of them."""
+    """A subset of the ranks along a dimension of a mesh, relative to one of these ranks."""
 
     ALL = "all"
     OWN = "own"
     OTHERS = "others"
 
     def of(self, ranks: int) -> int:
-        """How many that is of so many."""
+        """Return the size of the subset for a dimension of ``ranks`` ranks."""
         return {DimRanks.ALL: ranks, DimRanks.OWN: 1, DimRanks.OTHERS: ranks - 1}[self]
 
 
 Share = tuple[int, int]
-"""Part number (from 1) of so many, which are as equal as they can be."""
+"""(number, ways): part ``number`` (from 1) of ``ways`` parts that are as equal as possible."""
 WHOLE: Final[Share] = (1, 1)
 
 
 def bounds(share: Share, size: int) -> tuple[int, int]:
-    """Where a share of ``size`` rows begins and ends."""
+    """Return the first row of a share of ``size`` rows, and the row behind its last."""
     number, ways = share
     return (number - 1) * size // ways, number * size // ways
 
 
 @dataclass(frozen=True)
 class Region:
-    """What of the rows of all ranks a value has: of which ranks, which of their rows, which columns.
+    """The rows and columns that a value holds, of the rows of all ranks: from which ranks, which share of
+    each.
 
-    Ranks are numbered by a mesh over an axis, the last dim fastest; rows stand rank after rank.
+    Ranks are numbered by a mesh over the axis, the last dimension fastest; rows are ordered by rank.
     """
 
     axis: str
@@ -53,18 +54,18 @@ class Region:
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks it has rows."""
+        """Number of ranks whose rows the value holds."""
         return prod(span.of(size) for span, size in zip(self.spans, self.mesh, strict=True))
 
     def elements(self, rows: int, columns: int) -> int:
-        """How many a value has there, where every rank has so many rows and columns."""
+        """Return the number of elements where each rank has ``rows`` rows and ``columns`` columns."""
         sizes = (end - begin for begin, end in (bounds(self.rows, rows), bounds(self.columns, columns)))
         return self.ranks * prod(sizes)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A dim of a mesh over the ranks of an axis, as an axis of its own: ``tp.2x4.1``."""
+    """One dimension of a mesh over the ranks of an axis, used as an axis: ``tp.2x4.1``."""
 
     axis: str
     mesh: tuple[int, ...]
@@ -75,12 +76,12 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """Ranks along it."""
+        """Number of ranks along the dimension."""
         return self.mesh[self.dim]
 
     @property
     def inside(self) -> bool:
-        """Whether it lies inside nodes, which the ranks along the last dim of a mesh share."""
+        """Whether the factor lies inside nodes: ranks along a mesh's last dimension share a node."""
         return self.dim == len(self.mesh) - 1
 
 
@@ -88,40 +89,40 @@ _FACTOR: Final = re.compile(r"([a-z]+)\.([0-9]+(?:x[0-9]+)*)\.([0-9]+)")
 
 
 def factor_of(axis: str) -> Factor | None:
-    """The factor that an axis's name says; None for a whole axis."""
+    """Parse the name of an axis as a factor; None for a whole axis."""
     match = _FACTOR.fullmatch(axis)
     return match and Factor(match[1], tuple(map(int, match[2].split("x"))), int(match[3]))
 
 
 def whole_axis(axis: str) -> str:
-    """The axis that a factor is of, or itself."""
+    """Return the axis that a factor belongs to; return a whole axis unchanged."""
     return axis.partition(".")[0]
 
 
 DIMS: Final = ("tokens", "width")
 
 PARTITIONED: Final = ("tp", "dp")
-"""Axes whose collectives a partition may divide."""
+"""Axes whose collectives a partition may cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How a collective, or every one of a kind over an axis, is cut. `ValueError` where that cannot be."""
+    """How a collective, or every collective of a kind over an axis, is cut. `ValueError` if impossible."""
 
     what: str
     """A layer's collective, ``layer/mlp_gather``, or all of a kind: ``tp/all_gather``, ``dp/all_reduce``."""
     mesh: tuple[int, ...] = ()
-    """Of its ranks; (): they are not divided."""
+    """Mesh of the collective's ranks; (): its ranks are not divided."""
     order: tuple[int, ...] = ()
-    """Dims of the mesh in the order of the stages. (1, 0, 1), of a gather: what is on the own node, and the
-    own rank's of all nodes, at once, then the rest (Centauri figure 5e)."""
+    """Dimensions of the mesh in the order of the stages. (1, 0, 1), for a gather: first, at once, the values
+    of the own node and those of the own position in all nodes, then the rest (Centauri figure 5e)."""
     pieces: int = 1
     dim: str = ""
-    """What the operators beside it are cut along, ``tokens`` or ``width``; "": they are not."""
+    """The dimension along which adjacent operators are cut, ``tokens`` or ``width``; "": they are not cut."""
     operators: int = 0
-    """How many of those at most, nearest first, run piece by piece: a GEMM, and what works row by row."""
+    """Greatest number of adjacent operators, nearest first, that run piece by piece."""
     delivered: bool = False
-    """Those are cut as the stages of a gather deliver, not in equal pieces."""
+    """Whether adjacent operators are cut as a gather's stages deliver rows, not in equal pieces."""
 
     def __post_init__(self) -> None:
         where = f"partition {self.what}"
@@ -164,17 +165,17 @@ class Partition:
 
     @property
     def where(self) -> str:
-        """The part whose collective is cut, or the axis whose collectives of a kind are."""
+        """The part whose collective is cut, or the axis whose collectives of a kind are cut."""
         return self.what.partition("/")[0]
 
     @property
     def collective(self) -> str:
-        """Name of the collective in that part, or the kind."""
+        """The name of the collective in its part, or the kind of collective."""
         return self.what.partition("/")[2]
 
     @property
     def about_own(self) -> bool:
-        """Whether a gather brings the own node's, and the own rank's of all nodes, first (figure 5e)."""
+        """Whether a gather first brings the own node's values and the own position's of all nodes."""
         return self.order == ABOUT_OWN
 
 
@@ -196,16 +197,16 @@ def _listed(order: Iterable[int]) -> str:
 
 
 def parse_partition(text: str) -> Partition:
-    """What `str` of a partition wrote; `ValueError` for anything else."""
+    """Parse the text of a partition, as `str` writes it; `ValueError` for any other text."""
     match = _TEXT.fullmatch(text)
     wrong = f"partition {text!r} is not WHAT [mesh 2x4 order 0,1] [pieces 4 | delivered] [of tokens with 1]"
     if match is None:
         raise ValueError(wrong)
 
     def numbers(text: str | None, mark: str) -> tuple[int, ...]:
-        return tuple(int(one) for one in (text or "").split(mark) if one)
+        return tuple(int(word) for word in (text or "").split(mark) if word)
 
-    found = Partition(
+    partition = Partition(
         what=match["what"],
         mesh=numbers(match["mesh"], "x"),
         order=numbers(match["order"], ","),
@@ -214,12 +215,12 @@ def parse_partition(text: str) -> Partition:
         operators=int(match["operators"] or 0),
         delivered=match["delivered"] is not None,
     )
-    if str(found) != text:
+    if str(partition) != text:
         raise ValueError(wrong)
-    return found
+    return partition
 
 
 def chosen(partitions: Iterable[Partition], *names: str) -> Partition | None:
-    """The partition of a collective by its names, of which the first that has one counts."""
-    by_what: Mapping[str, Partition] = {one.what: one for one in partitions}
+    """Return the partition of a collective; of its ``names``, the first that has a partition counts."""
+    by_what: Mapping[str, Partition] = {partition.what: partition for partition in partitions}
     return next((by_what[name] for name in names if name in by_what), None)

@@ -1,7 +1,7 @@
 """The model as graphs of operators.
 
-Begin at `shape.py` (sizes of a model) and `layers.py` (the operators of every built-in layer, written with
-`builder.py`). `operators.py` has the graph, `sizes.py` the bytes and FLOPs on one rank, `units.py` the parts
-of a chunk that are scheduled together, `recompute.py` and `stages.py` rewrite graphs. `presets/`: models and
-clusters by name.
+Begin with `shape.py` (sizes of a model) and `layers.py` (the operators of every built-in layer, written with
+`builder.py`). `operators.py` defines the graph, `sizes.py` the bytes and FLOPs on one rank, `units.py` the
+parts of a chunk that are scheduled together; `recompute.py` and `stages.py` rewrite graphs. `presets/`:
+models and clusters by name.
 """

@@ -1,4 +1,4 @@
-"""Attention in a layer's graph: one operator, or several where ranks have some of a sequence's tokens."""
+"""Attention in a layer's graph: one operator, or several where ranks split the tokens of a sequence."""
 
 from dataclasses import replace
 
@@ -9,13 +9,13 @@ from braid.scheduling.text.pattern import documents_seen
 
 
 class AttentionBuilder(CollectiveBuilder):
-    """Causal attention."""
+    """Writes causal attention into a layer's graph."""
 
     def attention(self, name: str, qkv: str) -> str:
-        """Causal attention over the whole sequence, of which a rank holds 1/cp.
+        """Write causal attention over the whole sequence, of which a rank holds 1/cp.
 
-        It keeps its turned q, k, v, and the log-sum-exp of every query head's scores. With context
-        parallelism queries are turned apart from keys and values, and those of other ranks are gathered
+        The backward pass keeps rotated q, k, v and every query head's log-sum-exp. With context parallelism,
+        queries are rotated apart from keys and values, and other ranks' keys and values are gathered
         (``all_gather``) or passed around while attending (``ring``). The sequence is cut so that every rank,
         and every step of the ring, has equal work.
         """
@@ -28,33 +28,33 @@ class AttentionBuilder(CollectiveBuilder):
         return self._attend_ring(name, q, kv, documents)
 
     def _documents(self, degree: int = 0) -> str:
-        """Which tokens of a micro-batch are of one document; of the samples of a group of so many ranks."""
+        """Return the input that describes a micro-batch's documents; ``degree``: see `documents_seen`."""
         name = documents_seen(degree)
         if name not in self._values:
             self._input(name, Dims(self.sizes.tokens, 1), Precision.INDEX)
         return name
 
     def _attention_flops(self, dims: Dims, steps: int = 1) -> int:
-        """Scores and values, 2 x 2 x T x s x Q, halved because attention is causal; 1/``steps`` of them."""
+        """Return the FLOPs of scores and values: 2 x 2 x T x s x Q, halved for causality, over ``steps``."""
         return 2 * dims.tokens * self.shape.sequence * self.shape.query_width // dims.cut // steps
 
     def _log_sums(self, dims: Dims) -> int:
-        """One of every token and query head of the rank."""
+        """Return the number of log-sum-exps: one for every token and query head on the rank."""
         return dims.tokens * self.shape.heads // dims.cut
 
     def _attend(self, name: str, qkv: str) -> str:
-        """One kernel; what it keeps is one opaque value."""
+        """Write attention as one kernel that saves one opaque value for the backward pass."""
         shape, dims = self.shape, self.dims(qkv)
         y = self._value(f"{name}.out", replace(dims, width=shape.query_width))
-        kept = replace(dims, width=shape.query_width + 2 * shape.kv_width)
-        saved = self._value(f"{name}.saved", kept, statistics=self._log_sums(dims), keeps=y)
+        saved_dims = replace(dims, width=shape.query_width + 2 * shape.kv_width)
+        saved = self._value(f"{name}.saved", saved_dims, statistics=self._log_sums(dims), keeps=y)
         flops = self._attention_flops(dims)
         op = self._emit(name, Kind.ATTENTION, (qkv,), (y, saved), flops=flops)
         self._one_gradient(gradient_of(op, (f"d.{y}", saved), flops=2 * flops), (qkv,))
         return y
 
     def _split_heads(self, name: str, qkv: str, documents: tuple[str, ...]) -> tuple[str, str]:
-        """Queries, and keys with values; queries and keys turned by their positions."""
+        """Write the operator that splits ``qkv`` into rotated queries, and rotated keys with values."""
         dims = self.dims(qkv)
         q = self._value(f"{name}.q", replace(dims, width=self.shape.query_width))
         kv = self._value(f"{name}.kv", replace(dims, width=2 * self.shape.kv_width))
@@ -63,7 +63,7 @@ class AttentionBuilder(CollectiveBuilder):
         return q, kv
 
     def _attend_gathered(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
-        """To the keys of all ranks, which are kept in the order of the sequence."""
+        """Write attention to the keys of all ranks, which stay in the order of the sequence."""
         dims = self.dims(q)
         y = self._value(f"{name}.out", dims)
         saved = self._value(f"{name}.saved", self.dims(kv), statistics=self._log_sums(dims), keeps=y)
@@ -74,32 +74,34 @@ class AttentionBuilder(CollectiveBuilder):
         return y
 
     def _attend_ring(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
-        """To the keys of one rank after the other, which travel around the ring meanwhile.
+        """Write attention to the keys of one rank after the other while they travel around the ring.
 
-        Every step adds to a wide output and its log-sum-exp, in place. Gradients of keys go back around.
+        Every step adds to a wide output and its log-sum-exp, in place. Gradients of keys travel back.
         """
         steps, dims = self.sizes.cp, self.dims(q)
         flops, sums = self._attention_flops(dims, steps), self._log_sums(dims)
         y, saved = f"{name}.out", f"{name}.saved"
         here, passed = kv, kv
         so_far: tuple[str, ...] = ()
-        made: tuple[str, ...]
+        results: tuple[str, ...]
         for step in range(steps):
             if step < steps - 1:
                 passed = self._shift(f"kv_shift_{step + 1}", here, "cp", self.dims(kv))
-                own = f"{name}_{step}"
+                node = f"{name}_{step}"
                 alias = so_far[0] if so_far else None
                 statistics = 0 if alias else dims.elements + sums
-                made = (
-                    self._value(f"{own}.partial", replace(dims, width=0), statistics=statistics, alias=alias),
+                results = (
+                    self._value(
+                        f"{node}.partial", replace(dims, width=0), statistics=statistics, alias=alias
+                    ),
                 )
             else:
-                own = name
+                node = name
                 self._value(y, dims)
                 self._value(saved, replace(dims, width=0), statistics=sums, keeps=y)
-                made = y, saved
-            op = self._emit(own, Kind.ATTENTION, (q, here, *so_far, *documents), made, flops=flops)
+                results = y, saved
+            op = self._emit(node, Kind.ATTENTION, (q, here, *so_far, *documents), results, flops=flops)
             gradient = gradient_of(op, (f"d.{y}", saved, q, here, *documents), flops=2 * flops)
             self._one_gradient(gradient, (q, here))
-            here, so_far = passed, made
+            here, so_far = passed, results
         return y

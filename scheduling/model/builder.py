@@ -1,10 +1,10 @@
-"""What layers are written with: the kinds of operators of a transformer, a method each.
+"""The methods that write layers: one for each kind of operator of a transformer.
 
-A value is a number of tokens on this rank x a width, which may be cut over the ranks of tensor parallelism.
-From these follow what an operator computes (FLOPs), what it keeps for its backward pass, what a collective
-sends; nothing is priced by hand. A method says all of a kind: the size of what it makes, its FLOPs, its
-parameters, what it keeps and what its backward pass reads. Here are those of one rank alone and the model's
-ends; attention, experts and collectives have files of their own.
+A value is a number of tokens on this rank x a width, which may be cut over tensor-parallel ranks. An
+operator's FLOPs, the values it keeps for its backward pass and the bytes a collective sends follow from these
+sizes; nothing is priced by hand. A method defines a kind completely: the size of its result, FLOPs,
+parameters, saved values and the inputs of its backward pass. This file has the operators of a single rank and
+the model's ends; attention, experts and collectives have files of their own.
 """
 
 from dataclasses import replace
@@ -16,18 +16,18 @@ from braid.scheduling.model.operators import Kind, Phase, Precision
 
 
 class LayerBuilder(AttentionBuilder, ExpertBuilder):
-    """Writes a part of the model forward; every method returns the name of the value that it makes.
+    """Writes the forward graph of a part of the model; every method returns the name of its result.
 
-    Collectives over an axis of degree one vanish and return what they were given. `ValueError` for a graph
-    that cannot be differentiated, or whose widths do not fit.
+    Collectives over an axis of degree one are left out: their methods return the input's name. `ValueError`
+    for a graph that cannot be differentiated, or whose widths do not fit.
     """
 
     # -- operators -----------------------------------------------------------------------------------------
 
     def norm(self, name: str, x: str) -> str:
-        """RMSNorm, which keeps one number of each token, or LayerNorm, which keeps two.
+        """Write RMSNorm, which saves one statistic per token, or LayerNorm, which saves two.
 
-        Its backward also adds the gradient that reaches ``x`` around the norm.
+        Its backward operator also adds the gradient that reaches ``x`` past the norm (residual).
         """
         dims = self.dims(x)
         y = self._value(f"{name}.out", dims)
@@ -40,9 +40,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def head_norm(self, name: str, qkv: str) -> str:
-        """RMSNorm over every head of queries and of keys, which keeps one number of each; values as they are.
+        """Write RMSNorm over every head of queries and of keys; values pass unchanged.
 
-        Every rank has both weights whole, and norms its own heads.
+        It saves one statistic per head. Every rank holds both weights whole and norms its heads.
         """
         shape, dims = self.shape, self.dims(qkv)
         y = self._value(f"{name}.out", dims)
@@ -56,10 +56,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
     def columns(
         self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
     ) -> str:
-        """A matrix whose ``width`` outputs are cut over ``tp``.
+        """Write a matrix whose ``width`` outputs are cut over ``tp``; every rank has all inputs.
 
-        Every rank has all inputs. ``bias``: it has one, which is cut too. ``experts``: rows of every expert
-        (`Routed.sizes`), of which each has a matrix of its own.
+        ``bias``: whether it has a bias, also cut. ``experts``: the value with the number of rows of every
+        expert (`Routed.sizes`); each expert then has a matrix of its own.
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
@@ -68,34 +68,34 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
-        """A matrix whose inputs are cut over ``tp``: every rank has a part of each sum; scatter adds them.
+        """Write a matrix whose inputs are cut over ``tp``: ranks compute partial sums; `scatter` adds them.
 
-        ``experts``: as of `columns`.
+        ``experts``: as for `columns`.
         """
         if self.dims(x).cut != self.sizes.tensor:
             raise ValueError(f"{name}: {x} is not cut over tp; use columns")
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
         return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts)
 
-    def _matrix(self, name: str, x: str, made: Dims, kind: Kind, sizes: str | None = None) -> str:
-        y = self._value(f"{name}.out", made)
-        weights = self.dims(x).width * made.width
-        flops = 2 * made.tokens * weights // self.sizes.tensor
-        more = () if sizes is None else (sizes,)
-        op = self._emit(name, kind, (x, *more), (y,), flops=flops)
+    def _matrix(self, name: str, x: str, result: Dims, kind: Kind, sizes: str | None = None) -> str:
+        y = self._value(f"{name}.out", result)
+        weights = self.dims(x).width * result.width
+        flops = 2 * result.tokens * weights // self.sizes.tensor
+        row_counts = () if sizes is None else (sizes,)
+        op = self._emit(name, kind, (x, *row_counts), (y,), flops=flops)
         if kind is Kind.GROUPED_GEMM:
-            held = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
+            expert_elements = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
             if self.sizes.ep > 1:
-                self._holds(name, experts=held)
+                self._holds(name, experts=expert_elements)
             else:
-                self._holds(name, cut=held)
+                self._holds(name, cut=expert_elements)
         else:
             self._holds(name, cut=weights // self.sizes.tensor)
-        self._both_gradients(op, (f"d.{y}",), (x,), (x,), more)
+        self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts)
         return y
 
     def activation(self, name: str, x: str) -> str:
-        """SwiGLU, which multiplies one half of the width by the other, or GELU."""
+        """Write SwiGLU, which multiplies one half of the width by the other, or GELU."""
         dims = self.dims(x)
         width = dims.width // 2 if self.shape.gated else dims.width
         y = self._value(f"{name}.out", replace(dims, width=width))
@@ -104,7 +104,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def residual(self, name: str, branch: str, skip: str, *, bias: bool = False) -> str:
-        """Add a branch (and the bias of its last matrix) to the residual stream or another branch."""
+        """Write the sum of a branch (plus its bias) and the residual stream or another branch."""
         y = self._value(f"{name}.out", self.dims(skip))
         op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
         self._holds(name, whole=self.dims(skip).width if bias else 0)
@@ -123,14 +123,13 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         splits_weight_gradient: bool = False,
         per_token: bool = False,
     ) -> str:
-        """A module of the user's own (`AutogradOperator`), with one output and one opaque saved value.
+        """Write a module of the user (`AutogradOperator`), with one output and one opaque saved value.
 
-        ``per_token``: what it makes of a token depends on that token alone. Only then may ranks have some of
-        a sample's tokens (``parallel.cp``): `ValueError`.
+        ``per_token``: each token's output depends on that token alone. Otherwise ranks may not split a
+        sample's tokens (``parallel.cp``): `ValueError`.
 
-        Unless told otherwise it makes what is as large as its first input (``like``: another value), keeps
-        its inputs, has no ``parameters`` (on a rank), and computes so little that its time is that of its
-        memory accesses.
+        By default its output has the size of its first input (``like``: of another value), it saves its
+        inputs, has no ``parameters`` (counted on one rank), and its time is that of its memory accesses.
         """
         if self.sizes.cp > 1 and not per_token:
             raise ValueError(
@@ -144,15 +143,15 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
                 f"cannot have another degree than parallel.tp={self.sizes.tp}"
             )
         y = self._value(f"{name}.out", self.dims(like or reads[0]))
-        kept = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
-        saved = self._value(f"{name}.saved", Dims(1, kept))
+        saved_count = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
+        saved = self._value(f"{name}.saved", Dims(1, saved_count))
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
         self._holds(name, cut=parameters)
         receivers = tuple(x for x in reads if x not in self._constants)
         sources = (f"d.{y}", saved)
         if splits_weight_gradient:
             self._both_gradients(op, sources, (), receivers)
-        else:  # one operator, with the FLOPs of both
+        else:  # one operator, with the FLOPs of both gradients
             gradient = gradient_of(op, sources, "dgrad", Phase.GRADIENT, flops=2 * flops)
             self._one_gradient(gradient, receivers)
         return y
@@ -160,7 +159,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
     # -- the model's ends ----------------------------------------------------------------------------------
 
     def embedding(self, name: str, tokens: str) -> str:
-        """Look tokens up in this rank's rows of the vocabulary; scatter adds what the ranks found."""
+        """Write the look-up of tokens in this rank's rows of the vocabulary; `scatter` sums over ranks."""
         y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
         rows = self.sizes.vocabulary_rows
@@ -169,7 +168,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def positions(self, name: str, x: str) -> str:
-        """Add learned positions."""
+        """Write the addition of learned positions."""
         documents = (self._documents(),) if self.shape.documents else ()
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
@@ -179,9 +178,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:
-        """The loss of every token over a vocabulary that is cut over ``tp``, whose statistics are gathered.
+        """Write the loss of every token over a vocabulary cut over ``tp``; ranks gather its statistics.
 
-        Its backward writes d.logits over the logits, of which it is the last reader.
+        Its backward operator writes d.logits over the logits, which no later operator reads.
         """
         tokens, tp, module = self.dims(logits).tokens, self.sizes.tensor, f"{name}_statistics"
         statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)
@@ -189,9 +188,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         loss = self._value(name, Dims(tokens, 1), Precision.STATISTIC)
         op = self._emit(module, Kind.CROSS_ENTROPY, (logits, targets), (statistics,))
         if tp > 1:
-            made = Dims(tokens * tp, 3)
+            gathered = Dims(tokens * tp, 3)
             (statistics,) = self._collective(
-                f"{name}_gather", Kind.ALL_GATHER, statistics, self.sizes.tensor_axis, made
+                f"{name}_gather", Kind.ALL_GATHER, statistics, self.sizes.tensor_axis, gathered
             ).writes
         self._emit(name, Kind.CROSS_ENTROPY, (statistics,), (loss, partition))
         gradient = gradient_of(replace(op, name=name), (logits, partition, targets, scale))

@@ -9,28 +9,28 @@ from braid.scheduling.model.operators import Kind, Precision
 
 @dataclass(frozen=True)
 class Routed:
-    """Values that say which tokens go to which experts, and which rows to which ranks."""
+    """Names of the values that route tokens to experts and rows to ranks."""
 
     gates: str
     choice: str
-    there: str
-    """Rows to and from every rank of ep, on the way to the experts."""
-    back: str
+    sent: str
+    """Number of rows to every rank of ep on the way to the experts."""
+    returned: str
     shares: str
-    """Rows of every rank of tp that has the same experts."""
+    """Number of rows of every rank of tp that holds the same experts."""
     sources: str
-    """Rows by source (tp and ep) and expert of this rank."""
+    """Number of rows by source (rank of tp and ep) and expert of this rank."""
     sizes: str
-    """Rows of every expert of this rank."""
+    """Number of rows of every expert of this rank."""
 
 
 class ExpertBuilder(CollectiveBuilder):
-    """Routing, and rows of tokens on their way to experts and back."""
+    """Writes routing, and the exchange of tokens' rows with experts."""
 
     def router(self, name: str, x: str) -> Routed:
-        """Score the experts for every token, choose the best, and find which rows go where.
+        """Write the router: score the experts for every token, choose the best, and compute where rows go.
 
-        Where none is dropped, ranks tell each other first how many rows they have for every expert.
+        Where no token is dropped, ranks first tell each other their number of rows for every expert.
         """
         shape, tokens = self.shape, self.dims(x).tokens
         gates = self._value(f"{name}.out", Dims(tokens, shape.top_k), Precision.STATISTIC)
@@ -40,53 +40,53 @@ class ExpertBuilder(CollectiveBuilder):
         flops = 2 * self.dims(x).elements * shape.experts
         op = self._emit(name, Kind.ROUTER, (x,), (gates, choice, counts, scores), flops=flops)
         self._holds(name, whole=(self.dims(x).width + (shape.balance_rate > 0)) * shape.experts)
-        more: tuple[str, ...] = ()
+        for_losses: tuple[str, ...] = ()
         if shape.balance_loss or shape.z_loss:
-            more = (self._load(f"{name}_load", counts), self._loss_scale())
-        self._both_gradients(op, (f"d.{gates}", scores, choice), (x,), (x,), more)
+            for_losses = (self._load(f"{name}_load", counts), self._loss_scale())
+        self._both_gradients(op, (f"d.{gates}", scores, choice), (x,), (x,), for_losses)
         return self._routed(f"{name}_rows", gates, choice, counts)
 
     def _load(self, name: str, counts: str) -> str:
-        """The share of the micro-batch's visits that every expert gets, over all ranks that have tokens."""
+        """Write every expert's share of the micro-batch's visits, over all ranks with its tokens."""
         load = self._value(f"{name}.out", self.dims(counts), Precision.STATISTIC)
         self._emit(name, Kind.ROUTER, (counts,), (load,))
         for axis in ("tp", "cp"):
             if self.sizes.degree(axis) > 1:
-                made = self.dims(load)
-                (load,) = self._collective(f"{name}_{axis}", Kind.ALL_REDUCE, load, axis, made).writes
+                result = self.dims(load)
+                (load,) = self._collective(f"{name}_{axis}", Kind.ALL_REDUCE, load, axis, result).writes
         return load
 
     def _loss_scale(self) -> str:
         return "loss_scale" if "loss_scale" in self._values else self.factor("loss_scale")
 
     def _routed(self, name: str, gates: str, choice: str, counts: str) -> Routed:
-        """Rows by source and expert, from every rank's counts; static where experts have a capacity."""
+        """Write rows by source and expert, from all ranks' counts; static where experts have a capacity."""
         shape, sizes = self.shape, self.sizes
         if not shape.capacity_factor:
             for axis in ("ep", sizes.tensor_axis):
                 if (degree := sizes.degree(axis)) > 1:
-                    made = replace(self.dims(counts), tokens=self.dims(counts).tokens * degree)
-                    gathered = self._collective(f"{name}_{axis}", Kind.ALL_GATHER, counts, axis, made)
+                    result = replace(self.dims(counts), tokens=self.dims(counts).tokens * degree)
+                    gathered = self._collective(f"{name}_{axis}", Kind.ALL_GATHER, counts, axis, result)
                     (counts,) = gathered.writes
-        sources, held = sizes.tensor * sizes.ep, shape.experts // sizes.ep
+        sources, experts = sizes.tensor * sizes.ep, shape.experts // sizes.ep
         extents = {
-            "there": 0,  # numbers, which take no memory of a device
+            "there": 0,  # a list of numbers on the host: no device memory
             "back": 0,
             "shares": 0,
-            "sources": sources * held,
+            "sources": sources * experts,
             "sizes": 0,
         }
-        made_of = [
+        extent_names = [
             self._value(f"{name}.{key}", Dims(1, count), Precision.INDEX) for key, count in extents.items()
         ]
-        self._emit(name, Kind.ROUTER, (counts,), tuple(made_of))
-        return Routed(gates, choice, *made_of)
+        self._emit(name, Kind.ROUTER, (counts,), tuple(extent_names))
+        return Routed(gates, choice, *extent_names)
 
     def permute(self, name: str, x: str, choice: str) -> str:
-        """Bring a copy of every token into the order of each expert that it visits.
+        """Write the copy of every token's row into the order of the experts that it visits.
 
-        With balanced routing every rank works on as many tokens as it sends, ``top_k`` times its own. With a
-        capacity every expert takes as many of each rank, whether there are fewer tokens for it or more.
+        With balanced routing a rank works on as many rows as it sends, ``top_k`` times its tokens. With a
+        capacity every expert takes a fixed number of rows from each rank, dropped or padded.
         """
         dims, shape = self.dims(x), self.shape
         visits = dims.tokens * shape.top_k
@@ -98,7 +98,7 @@ class ExpertBuilder(CollectiveBuilder):
         return y
 
     def regroup(self, name: str, x: str, sources: str) -> str:
-        """Rows that come by source and by expert within it, put by expert, or back (`Routed.sources`)."""
+        """Write the reordering of rows from (source, expert) to expert order, or back (`Routed.sources`)."""
         sizes = self.sizes
         if sizes.tensor * sizes.ep == 1 or self.shape.experts == sizes.ep:
             return x
@@ -108,7 +108,7 @@ class ExpertBuilder(CollectiveBuilder):
         return y
 
     def unpermute(self, name: str, x: str, gates: str, choice: str) -> str:
-        """Bring tokens back into their order and add what their experts made of them, weighted."""
+        """Write the weighted sum of the experts' results for every token, in the tokens' order."""
         y = self._value(f"{name}.out", Dims(self.dims(choice).tokens, self.dims(x).width))
         op = self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
         self._one_gradient(gradient_of(op, (f"d.{y}", x, gates, choice)), (x, gates))

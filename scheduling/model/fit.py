@@ -1,11 +1,11 @@
-"""Whether a model, a layout and a batch fit each other, and whether they can be executed."""
+"""Checks whether a model, a layout and a batch fit each other, and whether they can be executed."""
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape, Workload
 
 
 def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Raise `ValueError` for what can be planned and simulated, but not executed in this version."""
+    """Raise `ValueError` for a setting that can be planned and simulated, but not executed."""
     assert not layout.head_layers, "no configuration sets it"
 
 

@@ -1,6 +1,6 @@
-"""Writes a part of the model forward and derives its backward graph by walking it in reverse.
+"""Builds the forward graph of a part of the model and derives its backward graph in reverse order.
 
-Here is what all kinds of operators have in common; the kinds are methods of
+This file holds the code that all kinds of operators share; the kinds are methods of
 `braid.scheduling.model.builder.LayerBuilder`.
 """
 
@@ -13,7 +13,7 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Parameters, 
 
 @dataclass(frozen=True)
 class Dims:
-    """Of a value: tokens on this rank, and width over all ranks, of which this one holds 1/``cut``."""
+    """Size of a value: tokens on this rank, and width over all ranks, of which one rank holds 1/``cut``."""
 
     tokens: int
     width: int
@@ -21,17 +21,17 @@ class Dims:
 
     @property
     def elements(self) -> int:
-        """On this rank."""
+        """Number of elements on one rank."""
         return self.tokens * self.width // self.cut
 
 
 class GraphBuilder:
-    """The values of a part, its operators in order, and for each of them what its backward pass is."""
+    """A part under construction: its values, its operators in order, and the backward pass of each."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.beyond = ""
-        """The axis of ranks that hold the same of matrices which are cut over ``tp`` elsewhere."""
+        """The axis of ranks with copies of matrices that ``tp`` would otherwise cut; empty if none."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []
@@ -39,7 +39,7 @@ class GraphBuilder:
         self._forward: list[Operator] = []
         self._backward: list[Operator] = []
         self._reverse: list[Callable[[], None]] = []
-        """What adds an operator's gradients to the backward pass, in the order of the forward pass."""
+        """Functions, in the order of the forward pass, each of which appends one operator's gradients."""
         self._readers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         self._modules: dict[str, Parameters] = {}
@@ -47,7 +47,7 @@ class GraphBuilder:
     # -- values --------------------------------------------------------------------------------------------
 
     def dims(self, value: str) -> Dims:
-        """The size of a value."""
+        """Return the size of a value."""
         return self._dims[value]
 
     def _value(
@@ -60,7 +60,7 @@ class GraphBuilder:
         alias: str | None = None,
         keeps: str | None = None,
     ) -> str:
-        """A new value; what the other arguments mean stands at `Value`."""
+        """Add a new value and return its name; `Value` explains the other arguments."""
         if name in self._values:
             raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
         owner = self._values[alias].alias_of or alias if alias else None
@@ -77,7 +77,7 @@ class GraphBuilder:
         return name
 
     def _input(self, name: str, dims: Dims, precision: Precision = Precision.ACTIVATION) -> str:
-        """A value from elsewhere: from the part before, or without a gradient (no activation)."""
+        """Add an input: the previous part's output, or (no activation) a value without a gradient."""
         self._inputs.append(self._value(name, dims, precision))
         if precision is not Precision.ACTIVATION:
             self._constants.append(name)
@@ -88,9 +88,9 @@ class GraphBuilder:
     def _holds(
         self, module: str, *, cut: int = 0, whole: int = 0, experts: int = 0, tied: bool = False
     ) -> None:
-        """Parameters of a module on a rank: of a matrix that is cut over ``tp``, not cut, of experts.
+        """Count a module's parameters on a rank: ``cut`` over ``tp``, ``whole``, or of ``experts``.
 
-        ``tied``: they are the table that embedding and head have in common.
+        ``tied``: the cut parameters are the table that embedding and head share.
         """
         tied_too = cut if tied else 0
         apart: dict[tuple[str, ...], int] = {}
@@ -100,14 +100,14 @@ class GraphBuilder:
             apart[self.beyond, "dp"] = cut
         if self.beyond:
             apart[self.beyond, "edp"] = experts
-        more = Parameters(
+        added = Parameters(
             dense=cut + whole,
             experts=experts,
             whole=whole,
             tied=tied_too,
             apart=tuple((axes, count) for axes, count in apart.items() if count),
         )
-        self._modules[module] = self._modules.get(module, Parameters()) + more
+        self._modules[module] = self._modules.get(module, Parameters()) + added
 
     def _emit(
         self,
@@ -121,7 +121,7 @@ class GraphBuilder:
         stream: Stream = Stream.COMPUTE,
         sent_bytes: int = 0,
     ) -> Operator:
-        """Append a forward operator; its backward pass is said by one of the three methods below."""
+        """Append a forward operator; one of the next three methods must define its backward pass."""
         if len(set(reads)) < len(reads):
             raise ValueError(f"{self.name}: operator {name} reads the same value twice: {', '.join(reads)}")
         for x in reads:
@@ -142,7 +142,7 @@ class GraphBuilder:
         return op
 
     def _one_gradient(self, gradient: Operator, receivers: tuple[str, ...], alias: str | None = None) -> None:
-        """One operator makes the gradients of ``receivers``; ``alias``: a value that it hands on as it is."""
+        """Define a backward pass of one operator; ``alias``: a value that it returns as the gradient."""
         self._reverse.append(lambda: self._contribute(gradient, receivers, alias))
 
     def _both_gradients(
@@ -151,22 +151,22 @@ class GraphBuilder:
         reads: tuple[str, ...],
         inputs: tuple[str, ...],
         receivers: tuple[str, ...],
-        more: tuple[str, ...] = (),
+        constants: tuple[str, ...] = (),
     ) -> None:
-        """Gradients of values, from ``reads``, and of weights, from these and the operator's ``inputs``.
+        """Define a gradient operator for values, from ``reads``, and one for weights, also from ``inputs``.
 
-        ``more``: what both read beside, without a gradient.
+        ``constants``: values without a gradient that both operators also read.
         """
 
         def reverse() -> None:
-            self._contribute(gradient_of(op, (*reads, *more), "dgrad"), receivers)
-            weights = gradient_of(op, (*reads, *inputs, *more), "wgrad", Phase.WEIGHT_GRADIENT)
+            self._contribute(gradient_of(op, (*reads, *constants), "dgrad"), receivers)
+            weights = gradient_of(op, (*reads, *inputs, *constants), "wgrad", Phase.WEIGHT_GRADIENT)
             self._backward.append(weights)
 
         self._reverse.append(reverse)
 
     def _gradient_with_skip(self, gradient: Operator, x: str) -> None:
-        """One operator makes the gradient of ``x`` and adds what has reached ``x`` by other ways."""
+        """Define one operator that computes the gradient of ``x`` and adds its earlier partial gradient."""
 
         def reverse() -> None:
             skip = self._partial(x)
@@ -176,11 +176,11 @@ class GraphBuilder:
         self._reverse.append(reverse)
 
     def _partial(self, x: str) -> str | None:
-        """The partial gradient of ``x`` that has arrived so far, if any."""
+        """Return the partial gradient of ``x`` so far, or None."""
         return f"d.{x}~{self._arrived[x]}" if self._arrived.get(x) else None
 
     def _arrive(self, x: str, alias: str | None = None) -> str:
-        """Name the gradient of ``x`` that the next contribution writes: whole, or one more partial sum."""
+        """Name the gradient of ``x`` that the next contribution writes: the whole one, or a partial sum."""
         count = self._arrived[x] = self._arrived.get(x, 0) + 1
         name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
         return self._value(name, self._dims[x], self._values[x].precision, alias=alias)
@@ -188,7 +188,7 @@ class GraphBuilder:
     def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
         """Emit a backward operator that adds to the gradients of the values ``receivers``.
 
-        Where a part of a gradient has arrived before, an addition follows.
+        Where a partial gradient exists already, an addition follows.
         """
         partials = {x: self._partial(x) for x in receivers}
         writes = tuple(
@@ -213,7 +213,7 @@ class GraphBuilder:
     # -- the whole part ------------------------------------------------------------------------------------
 
     def build(self, output: str) -> Part:
-        """Close the part whose result is ``output`` and derive its backward graph."""
+        """Finish the part, whose result is ``output``, and derive its backward graph."""
         if output in self._readers:
             raise ValueError(f"{self.name}: the output {output} must not be read inside the part")
         if self._values[output].precision is Precision.ACTIVATION:
@@ -233,8 +233,8 @@ class GraphBuilder:
         )
 
     def _graph(self, operators: list[Operator]) -> Graph:
-        own = (replace(op, part=self.name, own_name=op.name, measured_as=op.name) for op in operators)
-        return Graph(operators=tuple(own))
+        named = (replace(op, part=self.name, own_name=op.name, measured_as=op.name) for op in operators)
+        return Graph(operators=tuple(named))
 
     def _check_gradients(self) -> None:
         for op in self._backward:
@@ -252,6 +252,6 @@ def gradient_of(
     phase: Phase = Phase.INPUT_GRADIENT,
     flops: int | None = None,
 ) -> Operator:
-    """A backward operator, of as many FLOPs as its forward one; who emits it says what it writes."""
+    """Return the backward operator of ``op``, by default with the same FLOPs; the caller sets its writes."""
     name, flops = f"{op.name}.{suffix}", op.flops if flops is None else flops
     return replace(op, name=name, phase=phase, reads=reads, writes=(), flops=flops)

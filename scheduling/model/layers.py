@@ -1,9 +1,8 @@
 """The operator graphs of a model's parts: embedding, Llama, GPT and expert layers, head.
 
 With tensor and sequence parallelism a layer has 14 forward and 18 backward operators (DHelix section 4.2),
-one more of each where queries and keys have norms.
-Context parallelism cuts the sequence, expert parallelism sends every token to the ranks that hold its experts
-and back.
+and one more in each direction where queries and keys have norms. Context parallelism cuts the sequence;
+expert parallelism sends every token to the ranks that hold its experts, and back.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +15,13 @@ from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.pattern import DENSE, ENDS, UNIFORM, base_kind, built_in_kinds, own_recompute
 
 LayerGraph = Callable[[LayerBuilder], str]
-"""Writes a layer's operators, from ``g.input()`` on, and returns the value that it hands on."""
+"""A function that writes a layer's operators, beginning with ``g.input()``, and returns its output's name."""
 
 
 def transformer_layer(g: LayerBuilder) -> str:
-    """One pre-norm transformer layer: Llama and GPT differ in modules, not in structure; MoE in its MLP.
+    """Write a pre-norm transformer layer; families differ in modules, a mixture of experts in its MLP.
 
-    In a mixture of experts the kind ``dense`` has none.
+    In a mixture of experts, layers of the kind ``dense`` have a plain MLP.
     """
     shape = g.shape
     x = g.input()
@@ -40,7 +39,7 @@ def transformer_layer(g: LayerBuilder) -> str:
 
 
 def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) -> str:
-    """``prefix``: of its operators' names; ``width``: of its activation, by default the model's; 0: none."""
+    """Write an MLP. ``prefix``: of operator names; ``width``: of its activation, 0: no MLP."""
     width = g.shape.ffn if width is None else width
     if not width:
         return ""
@@ -52,11 +51,11 @@ def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) ->
 
 
 def _experts(g: LayerBuilder, m: str) -> str:
-    """Route, dispatch, two grouped GEMMs, combine; experts are cut over ``ep``, their width over ``tp``."""
+    """Write routing, dispatch, two grouped GEMMs and combine; ``ep`` cuts experts, ``tp`` their width."""
     shared = _mlp(g, m, "shared_", g.shape.shared_experts * g.shape.expert_width)
     to = g.router("router", m)
     m = g.permute("permute", m, to.choice)
-    m = g.all_to_all("dispatch", m, to.there, to.back)
+    m = g.all_to_all("dispatch", m, to.sent, to.returned)
     m = g.gather("expert_gather", m, shares=to.shares)
     m = g.regroup("expert_order", m, to.sources)
     m = g.columns("expert_in", m, 2 * g.shape.expert_width, experts=to.sizes)
@@ -64,19 +63,19 @@ def _experts(g: LayerBuilder, m: str) -> str:
     m = g.rows("expert_out", m, g.shape.hidden, experts=to.sizes)
     m = g.regroup("expert_return", m, to.sources)
     m = g.scatter("expert_scatter", m, shares=to.shares)
-    m = g.all_to_all("combine", m, to.back, to.there)
+    m = g.all_to_all("combine", m, to.returned, to.sent)
     m = g.unpermute("unpermute", m, to.gates, to.choice)
     return g.residual("expert_sum", shared, m) if shared else m
 
 
 def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transformer_layer) -> Part:
-    """A layer of a kind, which its graph is written for; by default the family's own."""
+    """Return a layer of the given kind, written by ``graph``; the default is the family's layer."""
     g = LayerBuilder(kind, sizes.of_kind(kind))
     return g.build(graph(g))
 
 
 def embedding(sizes: PartSizes) -> Part:
-    """Vocabulary-parallel embedding, and learned positions for GPT."""
+    """Return the vocabulary-parallel embedding, with learned positions for GPT."""
     g = LayerBuilder(ENDS[0], sizes)
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
@@ -84,10 +83,10 @@ def embedding(sizes: PartSizes) -> Part:
 
 
 def head(sizes: PartSizes) -> Part:
-    """Final norm, vocabulary-parallel logits and cross-entropy; its output is the loss of every token.
+    """Return the head: final norm, vocabulary-parallel logits and loss; its output is every token's loss.
 
-    Its backward pass needs nothing from elsewhere and runs at once, so that the logits, the largest value of
-    all, are never kept between two blocks.
+    Its backward pass needs no other part's gradient and runs at once, so that the logits, the largest value,
+    are never kept between two blocks.
     """
     g = LayerBuilder(ENDS[1], sizes)
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
@@ -102,7 +101,7 @@ def head(sizes: PartSizes) -> Part:
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:
-    """The parts of a model by name, with what they recompute; ``layers``: the graph of every kind in it."""
+    """Return the parts of a model by name, with recomputation applied; ``layers``: each kind's graph."""
     kinds = dict.fromkeys(sizes.kinds or sizes.shape.kinds)
     of_layers = (layer_part(sizes, kind, layers[base_kind(kind)]) for kind in kinds)
     parts = (embedding(sizes), *of_layers, head(sizes))
@@ -110,12 +109,12 @@ def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str,
 
 
 def built_in_parts(sizes: PartSizes) -> dict[str, Part]:
-    """The parts of a model that has no layers of the user's own; `ValueError` if it has."""
-    shape, known = sizes.shape, built_in_kinds(sizes.shape.family)
+    """Return the parts of a model with built-in layers only; `ValueError` for user-defined layers."""
+    shape, built_in = sizes.shape, built_in_kinds(sizes.shape.family)
     for kind in shape.kinds:
-        if kind not in known:
+        if kind not in built_in:
             raise ValueError(
                 f"model.pattern={shape.pattern!r}: {kind!r} is no built-in layer of the family "
-                f"{shape.family}; those are {', '.join(known)}"
+                f"{shape.family}; those are {', '.join(built_in)}"
             )
-    return model_parts(sizes, dict.fromkeys(known, transformer_layer))
+    return model_parts(sizes, dict.fromkeys(built_in, transformer_layer))

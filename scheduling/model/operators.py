@@ -1,11 +1,11 @@
-"""Operators and the graphs that a layer's passes are made of.
+"""Operators and the graphs that the passes of a layer consist of.
 
-Operators read and write named *values*; what a backward operator reads of the forward pass is
-what has to be saved, and a value dies with its last reader. Nothing here knows how an operator computes.
-Graphs are written with `braid.scheduling.model.builder.LayerBuilder`.
+Operators read and write named *values*; the forward pass's values that a backward operator reads are saved,
+and a value dies with its last reader. This file does not know how an operator computes.
+`braid.scheduling.model.builder.LayerBuilder` writes graphs.
 
-Names: the gradient of value ``x`` is ``d.x``; while several readers of ``x`` still owe their part of it, the
-partial sums are ``d.x~1``, ``d.x~2``, ...
+Names: the gradient of value ``x`` is ``d.x``; until all readers of ``x`` have contributed, the partial sums
+are ``d.x~1``, ``d.x~2``, ...
 """
 
 from collections.abc import Mapping
@@ -19,23 +19,23 @@ from braid.scheduling.text.pattern import is_layer, measured_kind
 
 
 class Phase(StrEnum):
-    """What an operator does for its module: the method that the executor calls."""
+    """The task of an operator for its module; it selects the method that the executor calls."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     INPUT_GRADIENT = "input_gradient"
     WEIGHT_GRADIENT = "weight_gradient"
     GRADIENT = "gradient"
-    """Input and weight gradients in one operator, where splitting them would not pay (norms, biases)."""
+    """Input and weight gradients in one operator, where two operators would not pay (norms, biases)."""
 
 
 class Kind(StrEnum):
-    """The closed set of operator kinds."""
+    """The kind of an operator."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
     ROTARY = "rotary"
-    """Queries apart from keys and values, turned by their positions (context parallelism)."""
+    """Split into rotated queries, and rotated keys with values (context parallelism)."""
     NORM = "norm"
     ACTIVATION = "activation"
     RESIDUAL = "residual"
@@ -44,16 +44,16 @@ class Kind(StrEnum):
     ADD = "add"
     CUSTOM = "custom"
     ROUTER = "router"
-    """Scores of every expert for every token, the best, and which rows go where (mixture of experts)."""
+    """Scores of every expert for every token, the best experts, and the rows' destinations."""
     PERMUTE = "permute"
-    """Tokens brought into the order of their experts, or back and weighted."""
+    """Rows of tokens reordered by expert, or reordered back and summed with weights."""
     GROUPED_GEMM = "grouped_gemm"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     SEND_RECEIVE = "send_receive"
-    """A ring shift: every rank sends to the next and receives from the one before (context parallelism)."""
+    """A ring shift: each rank sends to the next rank and receives from the previous (context parallelism)."""
 
     @property
     def communicates(self) -> bool:
@@ -67,14 +67,14 @@ _COLLECTIVES = frozenset(
 
 
 class Precision(StrEnum):
-    """How a value is stored; its size in bytes follows from the run's dtype."""
+    """The storage type of a value; its size in bytes follows from the run's dtype."""
 
     ACTIVATION = "activation"
     STATISTIC = "statistic"
     INDEX = "index"
 
     def bytes_each(self, activation_bytes: int) -> int:
-        """Bytes of one element when activations take ``activation_bytes``; statistics take at least 4."""
+        """Return bytes per element when activations take ``activation_bytes``; statistics take at least 4."""
         match self:
             case Precision.ACTIVATION:
                 return activation_bytes
@@ -86,7 +86,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Which piece of a collective, or of an operator beside one, an operator is.
+    """Marks an operator as piece ``number`` of ``ways`` of a partitioned collective or adjacent operator.
 
     (`braid.scheduling.generate.partitions`)
     """
@@ -94,52 +94,52 @@ class Piece:
     whole: str
     """Name of the operator that is cut."""
     number: int
-    """From 1."""
+    """Number of the piece, from 1."""
     ways: int
     measured_as: str
-    """The operator of the part that is cut."""
+    """Name in a profile of the operator that is cut."""
     share: float = 1.0
-    """Of what that computes or moves."""
+    """Fraction of the whole operator's computation or payload."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor that operators hand on; ``elements`` are those on one rank."""
+    """A tensor that operators pass on; ``elements`` counts the elements on one rank."""
 
     name: str
     elements: int
     precision: Precision = Precision.ACTIVATION
     statistics: int = 0
-    """Further elements, in statistic precision, that an opaque value holds (attention's log-sum-exp)."""
+    """Further elements, in statistic precision, inside an opaque value (attention's log-sum-exp)."""
     alias_of: str | None = None
-    """The value whose memory this one shares, if it has none of its own."""
+    """The value whose memory this value shares; None if it has memory of its own."""
     rows: int = 1
-    """Tokens, of which it has elements each."""
+    """Number of tokens, each with equally many elements."""
     region: Region | None = None
-    """What it has, of a piece of a value."""
+    """For a piece of a value: the rows and columns that it holds."""
     piece_of: str | None = None
-    """The value that has these rows too, of a piece."""
+    """For a piece of a value: the value that holds the same rows."""
     keeps: str | None = None
-    """A value that it holds beside its own elements: attention's saved value holds the output."""
+    """A value held inside this opaque value: attention's saved value holds the output."""
 
     @property
     def columns(self) -> int:
-        """Elements of a token."""
+        """Number of elements per token."""
         return self.elements // self.rows
 
     def bytes(self, activation_bytes: int) -> int:
-        """Bytes on one rank when activations take ``activation_bytes`` each."""
-        own = self.elements * self.precision.bytes_each(activation_bytes)
-        return own + self.statistics * Precision.STATISTIC.bytes_each(activation_bytes)
+        """Return bytes on one rank when activations take ``activation_bytes`` each."""
+        plain = self.elements * self.precision.bytes_each(activation_bytes)
+        return plain + self.statistics * Precision.STATISTIC.bytes_each(activation_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A node of a graph. ``module`` names what holds the parameters; ``axis`` is a collective's mesh axis.
+    """A node of a graph. ``module`` names the holder of the parameters; ``axis`` is a collective's mesh axis.
 
-    ``name`` is unique in its graph, also where several parts are one unit (``1.layer/qkv.again``); ``part``,
-    ``place`` (of the part in the unit), ``own_name`` (``qkv.again``) and ``measured_as`` (``qkv``) are what
-    it is made of.
+    ``name`` is unique in its graph, also where several parts form one unit (``1.layer/qkv.again``); it is
+    composed of ``place`` (index of the part in the unit), ``part`` and ``own_name`` (``qkv.again``).
+    ``measured_as`` (``qkv``) is the operator's name in profiles.
     """
 
     name: str
@@ -156,9 +156,9 @@ class Operator:
     part: str = ""
     place: int = 0
     own_name: str = ""
-    """In the part; by default the name."""
+    """Name inside the part; by default ``name``."""
     measured_as: str = ""
-    """The operator of the part whose time this one takes; by default itself."""
+    """The operator of the part whose measured time applies; by default this operator."""
     piece: Piece | None = None
 
     def __post_init__(self) -> None:
@@ -169,29 +169,29 @@ class Operator:
 
     @cached_property
     def key(self) -> str:
-        """Its name in a profile."""
+        """The operator's name in a profile."""
         return f"{measured_kind(self.part)}/{self.measured_as}"
 
     @property
     def completes(self) -> bool:
-        """Whether it brings the last piece of a value, which is whole then."""
+        """Whether this operator brings the last piece of a value, which is whole then."""
         return self.piece is not None and len(self.writes) > 1
 
     def completed_by(self, other: "Operator") -> bool:
-        """Whether another operator brings the last piece of what this one brings a piece of."""
+        """Tell whether ``other`` brings the last piece of the value that this operator brings a piece of."""
         if self is other or self.piece is None or other.piece is None or not other.completes:
             return False
         return self.piece.whole == other.piece.whole and self.place == other.place
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether it adds to the gradients of parameters."""
+        """Whether the operator adds to the gradients of parameters."""
         return self.phase in (Phase.WEIGHT_GRADIENT, Phase.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Operators of one pass in an order that respects their data."""
+    """Operators of one pass in an order that respects their data dependences."""
 
     operators: tuple[Operator, ...]
 
@@ -203,7 +203,7 @@ class Graph:
                 raise ValueError(f"operator {name!r}: a name is one word without '#', as schedules are text")
 
     def named(self, name: str) -> Operator:
-        """The operator of that name; `KeyError` if there is none."""
+        """Return the operator with that name; `KeyError` if there is none."""
         for op in self.operators:
             if op.name == name:
                 return op
@@ -217,23 +217,23 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Numbers of parameters on the fullest rank of a tensor-parallel group."""
+    """Counts of parameters on the fullest rank of a tensor-parallel group."""
 
     dense: int = 0
-    """Shared by all data- and context-parallel ranks."""
+    """Parameters that all data- and context-parallel ranks share."""
     experts: int = 0
-    """Of experts that not all data-parallel ranks hold: shared by those that do (``edp``)."""
+    """Parameters of experts that only some data-parallel ranks share (axis ``edp``)."""
     whole: int = 0
-    """Of the dense ones, those that every tensor-parallel rank holds whole (norms, biases, the router)."""
+    """Number of dense parameters that every tensor-parallel rank holds whole (norms, biases, router)."""
     tied: int = 0
-    """Of the dense ones, those of a table that embedding and head have in common."""
+    """Number of dense parameters in a table that embedding and head share."""
     apart: tuple[tuple[tuple[str, ...], int], ...] = ()
-    """Of both, those that are summed over other axes than their like, with the axes: matrices of layers whose
-    tensor-parallel degree is one of their own."""
+    """(axes, count) of parameters, dense or of experts, that are summed over other axes than usual: matrices
+    of layers with a tensor-parallel degree of their own."""
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Number of parameters, dense and of experts."""
         return self.dense + self.experts
 
     def __add__(self, other: "Parameters") -> "Parameters":
@@ -246,15 +246,15 @@ class Parameters:
         )
 
     def summed_apart(self, axis: str) -> int:
-        """Of those `apart`, the ones that are summed over an axis."""
+        """Return the number of parameters in `apart` that are summed over ``axis``."""
         return sum(count for axes, count in self.apart if axis in axes)
 
 
 def _added(*several: tuple[tuple[tuple[str, ...], int], ...]) -> tuple[tuple[tuple[str, ...], int], ...]:
-    found: dict[tuple[str, ...], int] = {}
-    for axes, count in (pair for one in several for pair in one):
-        found[axes] = found.get(axes, 0) + count
-    return tuple(sorted(found.items()))
+    counts: dict[tuple[str, ...], int] = {}
+    for axes, count in (pair for pairs in several for pair in pairs):
+        counts[axes] = counts.get(axes, 0) + count
+    return tuple(sorted(counts.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ class Part:
     """A layer, the embedding or the head: forward and backward graphs over common values.
 
     A part that ends the model may run its backward pass `at_once`: its forward graph then holds all operators
-    of both passes, and its backward graph is empty and only hands on the gradients of the inputs.
+    of both passes, and its empty backward graph only passes on the gradients of the inputs.
     """
 
     name: str
@@ -272,17 +272,17 @@ class Part:
     inputs: tuple[str, ...]
     output: str
     constants: tuple[str, ...] = ()
-    """Inputs that the executor provides instead of the part before (tokens, targets, loss_scale)."""
+    """Inputs that the executor provides instead of the previous part (tokens, targets, loss_scale)."""
     modules: Mapping[str, Parameters] = field(default_factory=dict)
-    """Those that have parameters; of a unit of several parts, none of its own."""
+    """Parameters of each module that has any; empty for a unit of several parts."""
     members: tuple["Part", ...] = ()
-    """Of a unit of several parts, these."""
+    """The parts of a unit of several parts; otherwise empty."""
 
     @property
     def parameters(self) -> Parameters:
-        """Of its modules; a head that is tied to the embedding counts its table too."""
-        own = [member.parameters for member in self.members] or self.modules.values()
-        return sum(own, Parameters())
+        """Parameters of all modules; a head that is tied to the embedding counts the common table too."""
+        counts = [member.parameters for member in self.members] or self.modules.values()
+        return sum(counts, Parameters())
 
     @property
     def has_layers(self) -> bool:
@@ -291,19 +291,19 @@ class Part:
 
     @property
     def evaluation(self) -> Graph:
-        """The forward graph of a model that does not train: without gradients."""
+        """The forward graph without gradients, for a model that does not train."""
         return Graph(operators=tuple(op for op in self.forward.operators if op.phase is Phase.FORWARD))
 
     def at_once(self) -> "Part":
-        """The part with its backward pass at the end of its forward pass.
+        """Return the part with its backward pass at the end of its forward pass.
 
-        Between the passes it keeps nothing but the gradients of its inputs. Weight gradients come before the
-        input gradients of their modules: the inputs that only they read die first. `ValueError` for a part
-        whose backward pass starts with the gradient of its output.
+        Between the passes it keeps only the gradients of its inputs. Weight gradients come before the input
+        gradients of their modules, so that inputs that only weight gradients read die first. `ValueError` for
+        a part whose backward pass starts with the gradient of its output.
         """
-        given = f"d.{self.output}"
-        if any(given in op.reads for op in self.backward.operators):
-            raise ValueError(f"{self.name}: {given} comes from another part; only a loss starts at once")
+        gradient = f"d.{self.output}"
+        if any(gradient in op.reads for op in self.backward.operators):
+            raise ValueError(f"{self.name}: {gradient} comes from another part; only a loss starts at once")
         weights = {op.module: op for op in self.backward.operators if op.phase is Phase.WEIGHT_GRADIENT}
         order = list(self.forward.operators)
         for op in self.backward.operators:
@@ -314,10 +314,10 @@ class Part:
         return replace(self, forward=Graph(operators=tuple(order)), backward=Graph(operators=()))
 
     def balanced(self) -> "Part":
-        """Of a part that runs at once, from the first transfer of its gradients on as a backward pass again.
+        """Move an `at_once` part's operators from the first gradient transfer on to its backward pass.
 
         In a paired block the forward pass with the head is the longer chain of compute and transfers, so that
-        the other pass waits for it. The largest values are gone by then.
+        the other pass waits for it. The largest values are dead by then.
         """
         operators = self.forward.operators
         tail = next(
@@ -331,9 +331,9 @@ class Part:
         )
 
     def saved(self) -> tuple[str, ...]:
-        """What the forward pass leaves to the backward pass, in the order of writing.
+        """Return the names of the values that the forward pass keeps for the backward pass, in writing order.
 
-        Values (inputs too) that backward operators read, and gradients of inputs that are there already.
+        These are values (inputs too) that backward operators read, and finished gradients of inputs.
         """
         needed = {name for op in self.backward.operators for name in op.reads}
         needed |= {f"d.{name}" for name in self.inputs}
@@ -342,6 +342,6 @@ class Part:
         return tuple(name for name in written if name in needed and name not in recomputed)
 
     def saved_bytes(self, activation_bytes: int) -> int:
-        """Bytes that one micro-batch keeps between forward and backward; aliases count once."""
+        """Return the bytes that a micro-batch keeps between forward and backward; aliases count once."""
         owners = {self.values[name].alias_of or name for name in self.saved()} - set(self.constants)
         return sum(self.values[name].bytes(activation_bytes) for name in owners)

@@ -1,4 +1,4 @@
-"""Recomputation as a policy on a part's graphs: which forward values are computed again, not kept."""
+"""Recomputation policies: which forward values the backward pass computes again instead of keeping them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,32 +13,31 @@ RECOMPUTE_POLICIES: Final = ("none", "selective", "full", "fine")
 
 def _known(policy: str) -> str:
     if policy not in RECOMPUTE_POLICIES:
-        known = ", ".join(RECOMPUTE_POLICIES)
-        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {known}")
+        choices = ", ".join(RECOMPUTE_POLICIES)
+        raise ValueError(f"train.recompute={policy!r} is not a recompute policy; use one of {choices}")
     return policy
 
 
 @lru_cache
 def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
-    """The recompute policy of every layer: one word for all, or POLICY and NUMBER*POLICY for as many as there
-    are. `ValueError` for other words, and for another number of layers.
-    """
+    """Return the recompute policy of every layer. ``recompute`` is one word for all, or words POLICY and
+    NUMBER*POLICY for all layers in order. `ValueError` for other words or another number of layers."""
     if recompute in RECOMPUTE_POLICIES:
         return (recompute,) * layers
-    found: list[str] = []
+    policies: list[str] = []
     for word in recompute.split() or [recompute]:
         times, _, policy = word.rpartition("*")
-        found += [_known(policy)] * (int(times) if times.isdigit() else 1)
-    if len(found) != layers:
+        policies += [_known(policy)] * (int(times) if times.isdigit() else 1)
+    if len(policies) != layers:
         raise ValueError(
-            f"train.recompute={recompute!r} has {len(found)} policies, and model.layers={layers}; give one "
-            f"for every layer, or one word for all"
+            f"train.recompute={recompute!r} has {len(policies)} policies, and model.layers={layers}; give "
+            f"one for every layer, or one word for all"
         )
-    return tuple(found)
+    return tuple(policies)
 
 
 def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
-    """The kind of every layer: where policies differ, a variant for each but ``none``."""
+    """Return the kind of every layer: where policies differ, a `variant` for each policy but ``none``."""
     if recompute in RECOMPUTE_POLICIES:
         return tuple(kinds)
     policies = policies_of(recompute, len(kinds))
@@ -49,17 +48,17 @@ def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
 
 
 def of_all(recompute: str, layers: int) -> str:
-    """The policy of a part that has none of its own."""
+    """Return the policy of parts that have no policy of their own."""
     policies = set(policies_of(recompute, layers))
     return policies.pop() if len(policies) == 1 else "none"
 
 
 def with_recompute(part: Part, policy: str) -> Part:
-    """Drop forward values after the forward pass and compute them again at the head of the backward pass.
+    """Drop forward values after the forward pass and compute them again at the start of the backward pass.
 
-    ``none`` keeps all; ``selective`` recomputes what norms and activations write; ``fine`` keeps what
-    collectives write, so that none is repeated (Oases section III-B); ``full`` keeps only the part's inputs.
-    A part that runs its backward pass at once (the head) keeps nothing and is left as it is.
+    ``none`` keeps all values; ``selective`` recomputes the outputs of norms and activations; ``fine`` keeps
+    the outputs of collectives, so that none is repeated (Oases section III-B); ``full`` keeps only the part's
+    inputs. A part that runs its backward pass at once (the head) keeps nothing and is returned unchanged.
     """
     if _known(policy) == "none" or not part.backward.operators:
         return part

@@ -1,4 +1,4 @@
-"""Rotary embeddings for more tokens than a model was first trained on."""
+"""Rotary embeddings for more tokens than the model's first training used."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +9,23 @@ from braid.scheduling.text.records import require_positive
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """What becomes of the frequencies of a rotary embedding.
+    """A change of a rotary embedding's frequencies.
 
-    Llama 3.1's (`_compute_llama3_parameters` of transformers): waves longer than ``original_sequence /
-    low_frequency_factor`` tokens become ``factor`` times as long, those shorter than ``original_sequence /
-    high_frequency_factor`` stay, and between the two it goes over. Without ``original_sequence`` all become
-    ``factor`` times as long (``linear`` there; position interpolation, Chen et al. 2023).
+    Llama 3.1's rule (`_compute_llama3_parameters` of transformers): waves longer than ``original_sequence /
+    low_frequency_factor`` tokens become ``factor`` times as long, waves shorter than ``original_sequence /
+    high_frequency_factor`` stay, and waves between them are interpolated. Without ``original_sequence`` all
+    waves become ``factor`` times as long (``linear``; position interpolation, Chen et al. 2023).
 
-    ``factors`` (LongRoPE's short ones, Ding et al. 2024, as Phi-3.5-MoE has them) are of every frequency, the
-    highest first: so many times as long its wave becomes beside that. A sample must then be no longer than
-    ``original_sequence``, beyond which other factors hold. ``magnitude``: what queries and keys are
-    multiplied with when they are turned.
+    ``factors`` (the short factors of LongRoPE, Ding et al. 2024, as in Phi-3.5-MoE) lengthen the wave of each
+    frequency, the highest first, in addition. A sample must then be no longer than ``original_sequence``;
+    longer samples need other factors. ``magnitude``: factor on rotated queries and keys.
     """
 
     factor: float
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_sequence: int | None = None
-    """Tokens of the samples that the model was first trained on."""
+    """Tokens per sample in the model's first training."""
     factors: tuple[float, ...] = ()
     magnitude: float = 1.0
 
@@ -45,9 +44,12 @@ class RotaryScaling:
             )
 
     def frequencies(self, plain: Sequence[float]) -> list[float]:
-        """Those, in radians per token, that take the place of the plain ones, the highest first."""
+        """Return changed frequencies for the ``plain`` ones, in radians per token, the highest first."""
         if self.factors:
-            return [frequency / one / self.factor for frequency, one in zip(plain, self.factors, strict=True)]
+            return [
+                frequency / factor / self.factor
+                for frequency, factor in zip(plain, self.factors, strict=True)
+            ]
         return [self._scaled(frequency) for frequency in plain]
 
     def _scaled(self, frequency: float) -> float:
@@ -55,5 +57,5 @@ class RotaryScaling:
             return frequency / self.factor
         waves = self.original_sequence * frequency / (2 * math.pi)
         share = (waves - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
-        kept = min(max(share, 0.0), 1.0)
-        return kept * frequency + (1 - kept) * frequency / self.factor
+        unscaled = min(max(share, 0.0), 1.0)
+        return unscaled * frequency + (1 - unscaled) * frequency / self.factor

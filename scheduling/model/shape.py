@@ -1,6 +1,6 @@
-"""What a planner is given: the model's shape, the layout of ranks, the size of a step.
+"""The input of a planner: the model's shape and the size of a step.
 
-All checks raise `ValueError` with the configuration keys, their values and what would be right.
+All checks raise `ValueError` with the configuration keys, their values and a remedy.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ModelShape:
     ``llama``: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
     ``gpt``: LayerNorm, learned positions, GELU, biases.
     ``moe``: Llama with ``experts`` SwiGLU experts of width ``ffn``, of which every token visits ``top_k``.
-    ``qkv_bias`` to ``layer_norm`` change that of ``llama`` and ``moe``.
+    ``qkv_bias`` to ``layer_norm`` modify ``llama`` and ``moe``.
     """
 
     family: str
@@ -43,31 +43,31 @@ class ModelShape:
     rotary_base: float = 10000.0
     rotary_scaling: RotaryScaling | None = None
     qkv_bias: bool = False
-    """Biases on queries, keys and values, in a family that has no others."""
+    """Biases on queries, keys and values, in a family without other biases."""
     projection_bias: bool = False
-    """A bias on what attention hands on, in such a family."""
+    """A bias on the output projection of attention, in a family without other biases."""
     head_bias: bool = False
     """A bias on the logits."""
     head_norm: bool = False
-    """RMSNorm over every head of queries and keys, before they are turned by their positions."""
+    """RMSNorm over every head of queries and keys, before they are rotated."""
     layer_norm: bool = False
-    """LayerNorms with biases, in place of RMSNorms of the hidden size."""
+    """LayerNorms with biases in place of RMSNorms of the hidden size."""
     experts: int = 0
     top_k: int = 0
     capacity_factor: float = 0.0
-    """Tokens that an expert takes of each rank, over the average number: what is beyond is dropped, what is
-    missing is padded. 0: each takes what comes."""
+    """Number of tokens that an expert takes from each rank, relative to the average: more tokens are dropped,
+    fewer are padded. 0: no limit."""
     expert_ffn: int = 0
-    """Width of an expert; 0: ``ffn``, which layers without experts have."""
+    """Width of an expert; 0: ``ffn``, which is also the width of layers without experts."""
     shared_experts: int = 0
-    """Experts that every token visits beside those that it chooses, as one MLP."""
+    """Number of experts that every token visits in addition to its chosen ones; they form one MLP."""
     softmax_after: bool = False
-    """Gates are a softmax over the chosen experts' scores, not some of one over all experts'."""
+    """Whether gates are a softmax over the chosen experts' scores instead of all experts' scores."""
     normalised: bool = True
-    """Gates of a token are divided by their sum."""
+    """Whether the gates of a token are divided by their sum."""
     mixer_jitter: float = 0.0
-    """Gates of SparseMixer (Liu et al. 2024): each a softmax over the experts whose scores are below the best
-    of those that are left by no more than twice this part. 0: no such gates."""
+    """Jitter of SparseMixer gates (Liu et al. 2024): each gate is a softmax over the experts whose scores
+    lie, relatively, at most twice the jitter below the best remaining score. 0: no such gates."""
     balance_loss: float = 0.0
     """Factor of the loss that balances experts (Fedus et al. 2021)."""
     balance_rate: float = 0.0
@@ -75,11 +75,11 @@ class ModelShape:
     z_loss: float = 0.0
     """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
     route_evenly: bool = False
-    """Whether tokens visit experts in turn, whatever their scores: to measure, not to train."""
+    """Whether tokens visit experts in turn, whatever their scores: for measurements, not for training."""
     documents: bool = False
-    """Whether tokens attend to those of their own document only."""
+    """Whether tokens attend only to tokens of their own document."""
     pattern: str = UNIFORM
-    """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; kept as short as it can be."""
+    """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; stored in its shortest form."""
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
@@ -166,21 +166,21 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer: the name of its part."""
+        """The kind of every layer, which is the name of its part."""
         return kinds_of(self.pattern, self.layers)
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return self.layers - self.kinds.count(DENSE) if self.experts else 0
 
     @property
     def expert_width(self) -> int:
-        """Elements of an expert's activation for one token."""
+        """Number of elements of an expert's activation for one token."""
         return self.expert_ffn or self.ffn
 
     def capacity(self, tokens: int) -> int:
-        """Rows that every expert takes of a rank with so many tokens, where it has a capacity."""
+        """Return the rows that an expert with a capacity takes from a rank with ``tokens`` tokens."""
         return max(1, ceil(tokens * self.top_k * self.capacity_factor / self.experts))
 
     @property
@@ -200,7 +200,7 @@ class ModelShape:
 
     @property
     def bias_of_projection(self) -> bool:
-        """Whether what attention hands on has a bias."""
+        """Whether the output projection of attention has a bias."""
         return self.biases or self.projection_bias
 
     @property
@@ -210,16 +210,16 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Elements of all query heads of one token."""
+        """Number of elements of all query heads of one token."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of all key (or value) heads of one token."""
+        """Number of elements of all key (or value) heads of one token."""
         return self.kv_heads * self.head_dim
 
     def parameters(self) -> int:
-        """Number of parameters of the whole model; a layer of the user's own counts as one of the family."""
+        """Return the number of parameters of the model; a user's layer counts as a layer of the family."""
         norm = self.hidden * (2 if self.norms_center else 1)
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)
@@ -252,5 +252,5 @@ class Workload:
         require_at_least_one("train", self, ("global_batch", "micro_batch"))
 
     def micro_batches(self, layout: ParallelLayout) -> int:
-        """Micro-batches that each data-parallel replica runs in one step."""
+        """Return the number of micro-batches that each data-parallel replica runs in one step."""
         return self.global_batch // (self.micro_batch * layout.sample_ranks)

@@ -1,4 +1,4 @@
-"""Sizes on one rank that the graphs of a model's parts are written with."""
+"""Sizes on one rank, from which the graphs of a model's parts are written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,61 +13,61 @@ from braid.scheduling.text.pattern import own_degree
 
 @dataclass(frozen=True, kw_only=True)
 class PartSizes:
-    """Tokens and degrees of one rank; with the model's shape all other sizes follow (`LayerBuilder`)."""
+    """Tokens and degrees of one rank; all other sizes follow from them and the model's shape."""
 
     shape: ModelShape
     tp: int
     micro_batch: int
-    """Samples of ``tp`` ranks together."""
+    """Number of samples that ``tp`` ranks process together."""
     kinds: tuple[str, ...] = ()
-    """Of every layer, with variants; empty: those of the model."""
+    """Kind of every layer, with variants; empty: the kinds of the model."""
     own: int = 0
-    """The tensor-parallel degree of a part's own (`of_kind`); 0: ``tp``."""
+    """Tensor-parallel degree of the part's kind (`of_kind`); 0: ``tp``."""
     cp: int = 1
     ep: int = 1
     recompute: str = "none"
-    """The policy of parts that have none of their own (`own_recompute`)."""
+    """Recompute policy of parts without a policy of their own (`own_recompute`)."""
     context: str = "all_gather"
     """How context parallelism exchanges keys and values: ``all_gather`` or ``ring``."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Where the collectives along an axis run; inside the node where nothing else is said."""
+    """Stream of the collectives along each axis; an axis without an entry stays inside the node."""
 
     def of_kind(self, kind: str) -> "PartSizes":
-        """Those of a kind of layer."""
+        """Return the sizes for layers of a kind."""
         return replace(self, own=own_degree(kind))
 
     @property
     def tensor(self) -> int:
-        """Ranks that the part's matrices are cut over."""
+        """Number of ranks that the part's matrices are cut over."""
         return self.own or self.tp
 
     @property
     def tensor_axis(self) -> str:
-        """The axis of these ranks."""
+        """The axis of the ranks that the part's matrices are cut over."""
         return tensor_axis(self.own) if self.own else "tp"
 
     def degree(self, axis: str) -> int:
-        """Of an axis that layers communicate over."""
+        """Return the degree of an axis that layers communicate over."""
         return {"tp": self.tp, self.tensor_axis: self.tensor, "cp": self.cp, "ep": self.ep}[axis]
 
     def stream(self, axis: str) -> Stream:
-        """Of the collectives along an axis."""
+        """Return the stream of the collectives along an axis."""
         return self.streams.get(axis, Stream.INTRA)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank of context parallelism, T; those of the samples of a group of
-        ranks that the part is cut over, where the part has a degree of its own."""
+        """Number T of tokens of a micro-batch on a rank of context parallelism; for a part with a degree of
+        its own, of the samples of its group of ranks."""
         return self.local_tokens * self.tensor
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a micro-batch outside the tensor-parallel region, t."""
+        """Number t of tokens of a micro-batch on a rank outside the tensor-parallel region."""
         return self.micro_batch * self.shape.sequence // self.cp // self.tp
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the vocabulary on the fullest rank."""
+        """Number of rows of the vocabulary on the fullest rank."""
         return -(-self.shape.vocabulary // self.tensor)
 
 
@@ -79,9 +79,9 @@ def part_sizes(
     context: str = "all_gather",
     recompute: str = "none",
 ) -> PartSizes:
-    """Sizes for a layout.
+    """Return the sizes on a rank of a layout.
 
-    ``streams``: of mesh axes, by default inside the node; ``recompute``: of all layers, or of each.
+    ``streams``: stream of each mesh axis, by default inside the node; ``recompute``: see `policies_of`.
     """
     return PartSizes(
         shape=shape,

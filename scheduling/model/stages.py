@@ -1,4 +1,4 @@
-"""Stages of collectives that a partition divides over the dims of a mesh of their ranks."""
+"""Stages of collectives that a partition divides over the dimensions of a mesh of their ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from braid.scheduling.model.operators import Kind
 
 ALL, OWN, OTHERS = DimRanks
 
-# -- of layers -----------------------------------------------------------------------------------------------
+# -- collectives of layers -----------------------------------------------------------------------------
 
 
 class Stage(NamedTuple):
-    """A sub-collective along a dim; ``source``: the stage whose result it moves, None: the input."""
+    """A sub-collective along a dimension; ``source``: the stage whose result it moves, None: the input."""
 
     source: int | None
     dim: int
     spans: tuple[DimRanks, ...]
-    """Whose rows its result has."""
+    """For every dimension of the mesh, the ranks whose rows the result holds."""
     fresh: tuple[DimRanks, ...]
-    """Of those, what no stage before it has brought."""
+    """For every dimension, the ranks whose rows no earlier stage has brought."""
 
 
 def gather_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
-    """Of a gather by a partition, on a mesh of its ranks."""
+    """Return the stages of a gather that ``how`` partitions, on a mesh of its ranks."""
     if how.about_own:
         return [
             Stage(None, 1, (OWN, ALL), (OWN, ALL)),
@@ -42,7 +42,7 @@ def gather_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
 
 
 def scatter_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
-    """Of a reduce-scatter."""
+    """Return the stages of a reduce-scatter that ``how`` partitions, on a mesh of its ranks."""
     spans, stages = [ALL] * len(mesh), []
     for number, dim in enumerate(how.order or (0,)):
         spans[dim] = OWN
@@ -50,34 +50,34 @@ def scatter_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
     return stages
 
 
-# -- of what ranks share -------------------------------------------------------------------------------------
+# -- collectives of parameters and gradients -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Move:
-    """A stage: a collective along one dim of a mesh of the ranks of an axis."""
+    """A stage of a collective: a collective along one dimension of a mesh of the ranks of an axis."""
 
     kind: Kind
     factor: Factor
     number: int
-    """From 0."""
+    """Number of the stage, from 0."""
     stages: int
     part: int = 1
-    """It moves 1/part of the whole."""
+    """The stage moves 1/part of the whole."""
     outer: int = 1
-    """Ranks along dims of the mesh before its own whose parts it moves together."""
+    """Number of ranks, along earlier dimensions of the mesh, whose parts the stage moves together."""
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this is the last stage."""
         return self.number == self.stages - 1
 
 
 def moves_of(kind: Kind, partitions: Iterable[Partition], axis: str) -> tuple[Move, ...]:
-    """The stages of a collective over an axis; none where it is not divided.
+    """Return the stages of a collective over an axis; empty where it is not divided.
 
-    An all-reduce is scattered over all dims but the last of the order, summed up over that one, and gathered
-    again (Centauri table 2).
+    An all-reduce is scattered over all dimensions of the order but the last, summed over the last, and
+    gathered again (Centauri table 2).
     """
     how = chosen(partitions, f"{axis}/{kind.value}")
     if how is None:
@@ -89,14 +89,14 @@ def moves_of(kind: Kind, partitions: Iterable[Partition], axis: str) -> tuple[Mo
         steps += [(kind, order[-1])]
         steps += [(Kind.ALL_GATHER, dim) for dim in reversed(order[:-1])]
     whole = set(range(len(mesh))) if kind is not Kind.ALL_GATHER else set()
-    found = []
+    moves = []
     for number, (step, dim) in enumerate(steps):
         if step is Kind.ALL_GATHER:
             whole.add(dim)
-        part = prod(size for other, size in enumerate(mesh) if other not in whole)
-        # What is summed up for all may lie in any order meanwhile.
-        outer = 1 if kind is Kind.ALL_REDUCE else prod(mesh[other] for other in whole if other < dim)
-        found.append(Move(step, Factor(axis, mesh, dim), number, len(steps), part, outer))
+        part = prod(size for index, size in enumerate(mesh) if index not in whole)
+        # An all-reduce may order the parts freely between its stages.
+        outer = 1 if kind is Kind.ALL_REDUCE else prod(mesh[index] for index in whole if index < dim)
+        moves.append(Move(step, Factor(axis, mesh, dim), number, len(steps), part, outer))
         if step is Kind.REDUCE_SCATTER:
             whole.discard(dim)
-    return tuple(found)
+    return tuple(moves)

@@ -1,9 +1,9 @@
 """Units of a chunk: consecutive parts of the model that are scheduled as one.
 
-A unit's graph is its parts' graphs, one after the other, so an order of issue may reach from one layer into
-the next and over the ends of the model: a collective at the end of a layer hides behind the next layer's
-compute. Operators and values carry the place and the name of their part: ``1.layer/qkv``. A part that is
-alone is a unit with its own name and its own operators.
+A unit's graph is the sequence of its parts' graphs, so an order of issue may reach from one layer into the
+next and over the ends of the model: a collective at the end of a layer hides behind the next layer's compute.
+Operators and values carry the index and the name of their part: ``1.layer/qkv``. A part alone is a unit with
+the part's name and operators.
 """
 
 import re
@@ -21,29 +21,29 @@ _GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive parts of a chunk."""
+    """Consecutive parts of a chunk that are scheduled as one graph."""
 
     members: tuple[str, ...]
     """Names of the parts, in the order of the forward pass."""
     layers: tuple[int, ...]
-    """Number of each part's layer in the whole model; the embedding has -1, the head the number of layers."""
+    """Number of each part's layer in the model; -1: embedding, the number of layers: head."""
 
     @property
     def name(self) -> str:
-        """``layer``, or ``embedding+3*layer+head``."""
+        """Name of the unit: ``layer``, or ``embedding+3*layer+head``."""
         return unit_name(self.members)
 
 
 def unit_name(members: Sequence[str]) -> str:
-    """The name of a unit."""
+    """Return the name of a unit with these parts."""
     return "+".join(counted(members))
 
 
 @lru_cache(maxsize=4096)
 def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> tuple[tuple[str, int], ...]:
-    """The parts of a chunk in the order of the forward pass: names and numbers of their layers.
+    """Return (name, layer number) of the parts of a chunk in the order of the forward pass.
 
-    ``kinds``: of every layer of the model (`ModelShape.kinds`), here and below.
+    ``kinds``, here and in the next functions: the kind of every layer of the model (`ModelShape.kinds`).
     """
     layers = len(kinds)
     first = [(ENDS[0], -1)] if layout.is_first(chunk) else []
@@ -52,27 +52,27 @@ def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> t
 
 
 def chunk_units(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int, unit_layers: int) -> list[Unit]:
-    """The units of a chunk in the order of the forward pass.
+    """Return the units of a chunk in the order of the forward pass.
 
-    ``unit_layers``: at most that many layers in a unit, evenly spread, the model's ends with the layer
-    beside them; 0: every part is a unit of its own.
+    ``unit_layers``: most layers of a unit; layers are spread evenly, and embedding and head join the layer
+    beside them. 0: every part is a unit.
     """
     parts = chunk_parts(layout, kinds, chunk)
-    held = [one for one in parts if is_layer(one[0])]
-    if not unit_layers or not held:
+    layers = [part for part in parts if is_layer(part[0])]
+    if not unit_layers or not layers:
         return [Unit((name,), (number,)) for name, number in parts]
-    count = -(-len(held) // unit_layers)
-    bounds = [len(held) * n // count for n in range(count + 1)]
-    groups = [held[begin:end] for begin, end in pairwise(bounds)]
-    groups[0] = [one for one in parts if one[1] < 0] + groups[0]
-    groups[-1] = groups[-1] + [one for one in parts if one[1] == len(kinds)]
+    count = -(-len(layers) // unit_layers)
+    bounds = [len(layers) * n // count for n in range(count + 1)]
+    groups = [layers[begin:end] for begin, end in pairwise(bounds)]
+    groups[0] = [part for part in parts if part[1] < 0] + groups[0]
+    groups[-1] = groups[-1] + [part for part in parts if part[1] == len(kinds)]
     return [Unit(tuple(n for n, _ in group), tuple(i for _, i in group)) for group in groups]
 
 
 def units_in_use(
     layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
 ) -> dict[str, tuple[str, ...]]:
-    """Members of every unit of a model, by name."""
+    """Return the names of the parts of every unit of a model, by the unit's name."""
     return {
         unit.name: unit.members
         for chunk in range(layout.chunks)
@@ -87,7 +87,7 @@ def chunk_parameters(
     chunk: int,
     unit_layers: int = 0,
 ) -> Parameters:
-    """Parameters of a chunk; a tied head counts here, though it may share its table with the embedding."""
+    """Return the parameters of a chunk; a tied head counts, though the embedding may hold its table."""
     return sum(
         (part.parameters for part in members_of(parts, layout, kinds, chunk, unit_layers)), Parameters()
     )
@@ -100,7 +100,7 @@ def members_of(
     chunk: int,
     unit_layers: int = 0,
 ) -> list[Part]:
-    """The parts of a chunk in the order of the forward pass. ``parts``: those of its units, by name."""
+    """Return the parts of a chunk in the order of the forward pass. ``parts``: the model's units by name."""
     units = [parts[unit.name] for unit in chunk_units(layout, kinds, chunk, unit_layers)]
     return [member for unit in units for member in unit.members or (unit,)]
 
@@ -108,7 +108,7 @@ def members_of(
 def unit_parts(
     parts: Mapping[str, Part], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
 ) -> dict[str, Part]:
-    """The graphs of all units of a model, by name; the parts themselves where each is one."""
+    """Return the graphs of all units of a model, by name; with 0 ``unit_layers``, ``parts`` itself."""
     if not unit_layers:
         return dict(parts)
     return {
@@ -117,20 +117,20 @@ def unit_parts(
     }
 
 
-def placed(place: int, part: str, name: str) -> str:
-    """The name of an operator, a module or a value of the part at a place of a unit."""
-    return f"{place}.{part}/{name}"
+def placed(index: int, part: str, name: str) -> str:
+    """Return the name of an operator, a module or a value of the part with an index in a unit."""
+    return f"{index}.{part}/{name}"
 
 
 def measured_key(unit: str, operator: str) -> str:
-    """The name in a profile of an operator that is named in a schedule's text (`Operator.key`)."""
-    place, slash, own = operator.partition("/")
-    part, name = (place.partition(".")[2], own) if slash else (unit, operator)
+    """Return the profile name (`Operator.key`) of an operator that a schedule's text names."""
+    prefix, slash, rest = operator.partition("/")
+    part, name = (prefix.partition(".")[2], rest) if slash else (unit, operator)
     return f"{part}/{name.removesuffix('.again')}"
 
 
 def joined(members: Sequence[Part]) -> Part:
-    """One part made of several: each one's output is the next one's ``x``.
+    """Join several parts into one: each part's output is the next part's ``x``.
 
     A head does not run all of its backward pass at once (`Part.balanced`).
     """
@@ -141,8 +141,8 @@ def joined(members: Sequence[Part]) -> Part:
     inputs: list[str] = []
     constants: list[str] = []
     handed_on = "x"
-    for place, part in enumerate(members):
-        names = _Names(place, part, handed_on if place else "x")
+    for index, part in enumerate(members):
+        names = _Names(index, part, handed_on if index else "x")
         forward += [names.operator(op) for op in part.forward.operators]
         backward.append([names.operator(op) for op in part.backward.operators])
         for value in part.values.values():
@@ -151,7 +151,7 @@ def joined(members: Sequence[Part]) -> Part:
             keeps = None if value.keeps is None else names.value(value.keeps)
             name = names.value(value.name)
             values.setdefault(name, replace(value, name=name, alias_of=alias, piece_of=whole, keeps=keeps))
-        inputs += [name for name in part.inputs if name in part.constants or not place]
+        inputs += [name for name in part.inputs if name in part.constants or not index]
         constants += part.constants
         handed_on = names.value(part.output)
     return Part(
@@ -168,18 +168,18 @@ def joined(members: Sequence[Part]) -> Part:
 
 @dataclass(frozen=True)
 class _Names:
-    """How a member's names read in the unit."""
+    """Translates names of a part into names of its unit."""
 
-    place: int
+    index: int
     part: Part
     x: str
-    """What the member's input is called."""
+    """Name of the part's input in the unit."""
 
     def operator(self, op: Operator) -> Operator:
         return replace(
             op,
-            name=placed(self.place, self.part.name, op.name),
-            place=self.place,
+            name=placed(self.index, self.part.name, op.name),
+            place=self.index,
             reads=tuple(map(self.value, op.reads)),
             writes=tuple(map(self.value, op.writes)),
         )
@@ -191,7 +191,7 @@ class _Names:
             return name
         if name in self.part.inputs:
             return self.x
-        return placed(self.place, self.part.name, name)
+        return placed(self.index, self.part.name, name)
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

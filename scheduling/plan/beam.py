@@ -1,15 +1,14 @@
-"""Orders of issue over many operators, units of several layers with the model's ends: by beam search.
+"""Beam search for orders of issue over many operators: units of several layers, with the model's ends.
 
-Orders are built operator by operator. Of all partial orders of a length the most promising are kept: those
-with the least estimate of the end, which is the clock, the compute that is left, and a share of the
-communication that is left (how much of it will stay exposed, is not known; several shares are tried). Partial
-orders that have issued the same operators compete for one place.
+Orders grow operator by operator. Of all partial orders of a length, the beam keeps those with the least
+estimated end: clock, remaining compute, and a share of the remaining communication (several shares are tried,
+since it is unknown how much stays exposed). Partial orders that have issued the same operators compete for
+one place in the beam.
 
-When a paired block is nearly over, nothing is there to hide its last collectives behind. An end of a backward
-pass that it leaves to the next block is hidden there, and hides what is there: blocks overlap like the
-iterations of a software pipeline. Weight gradients are needed by nothing in their pass, so they can always be
-left; so can all that comes last in a backward pass that gives its gradient to nobody: one that stops at the
-embedding.
+When a paired block is nearly over, no compute remains to hide its last collectives. An end of a backward pass
+that the block leaves to the next block is hidden there, and hides collectives there: blocks overlap like the
+iterations of a software pipeline. No operator of a pass needs its weight gradients, so they can always be
+left; so can all last operators of a backward pass that stops at the embedding and passes no gradient on.
 """
 
 from functools import lru_cache
@@ -21,37 +20,37 @@ from braid.scheduling.plan.strands import PairProblem, StrandGraph, bits, leavin
 
 WIDTH = 64
 SHARES = (0.0, 0.3, 0.9)
-"""Of the communication left, what the estimate adds: none suits problems that communication bounds."""
+"""Shares of the remaining communication in the estimate; no single share suits all problems."""
 
 BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
-"""Widths and shares of communication (`beam_order`) for orders in which blocks overlap. What each finds is
-improved: moving operators seldom leads to the best order from where the best beam ends (docs/log.md)."""
+"""Widths and shares of communication (`beam_order`) for orders in which blocks overlap. Each result is
+improved by moves, which seldom lead to the best order from the best beam's result alone (docs/log.md)."""
 
 MANY = 100
-"""Operators beyond which there is time for the first beam alone."""
+"""Number of operators above which there is time for the first beam alone."""
 MOST = 160
-"""Operators beyond which there is time for beams of one share of communication alone."""
+"""Number of operators above which there is time for beams of one share of communication alone."""
 
 
 class _Partial(NamedTuple):
     estimate: float
     state: State
     order: tuple[int, ...]
-    left: tuple[float, float, float]
-    """Work that has not been issued, per stream."""
+    unissued: tuple[float, float, float]
+    """Work that has not been issued, in ns per stream."""
 
 
 def beam_order(problem: PairProblem, width: int = WIDTH, shares: tuple[float, ...] = SHARES) -> IssueOrder:
-    """The best order that beams of some width find, one for each share."""
+    """Return the best order found by beams of ``width``, one for each share."""
     machine = Machine(problem)
-    return min((_search(machine, width, share) for share in shares), key=lambda found: found.ns)
+    return min((_search(machine, width, share) for share in shares), key=lambda order: order.ns)
 
 
 def _search(machine: Machine, width: int, share: float) -> IssueOrder:
-    left = [0.0, 0.0, 0.0]
+    unissued = [0.0, 0.0, 0.0]
     for stream, ns in zip(machine.streams, machine.solo, strict=True):
-        left[stream] += ns
-    beam = [_Partial(0.0, machine.start(), (), (left[0], left[1], left[2]))]
+        unissued[stream] += ns
+    beam = [_Partial(0.0, machine.start(), (), (unissued[0], unissued[1], unissued[2]))]
     for _ in range(machine.count):
         best: dict[int, _Partial] = {}
         for partial in beam:
@@ -62,7 +61,7 @@ def _search(machine: Machine, width: int, share: float) -> IssueOrder:
                     best[following.state.done] = following
         beam = sorted(best.values(), key=_rank)[:width]
     ends = (IssueOrder(operators=partial.order, ns=machine.finish(partial.state)) for partial in beam)
-    return min(ends, key=lambda found: found.ns)
+    return min(ends, key=lambda order: order.ns)
 
 
 def _rank(partial: _Partial) -> tuple[float, float]:
@@ -71,40 +70,40 @@ def _rank(partial: _Partial) -> tuple[float, float]:
 
 def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Partial:
     state = machine.issue(partial.state, op)
-    left = [*partial.left]
-    left[machine.streams[op]] -= machine.solo[op]
+    unissued = [*partial.unissued]
+    unissued[machine.streams[op]] -= machine.solo[op]
     tail, solo = machine.tail, machine.solo
     chain = 0.0
     for choice in state.ready:
         if tail[choice] > chain:
             chain = tail[choice]
-    loads = [left[0]]
+    loads = [unissued[0]]
     for link, queue in enumerate(state.queues, start=1):
         ahead = 0.0
-        for queued, remaining in queue:
-            ahead += remaining
+        for queued, queued_ns in queue:
+            ahead += queued_ns
             if (end := ahead + tail[queued] - solo[queued]) > chain:
                 chain = end
-        loads.append(left[link] + ahead)
+        loads.append(unissued[link] + ahead)
     estimate = state.clock + max(*loads, chain) + share * (loads[1] + loads[2])
-    return _Partial(estimate, state, (*partial.order, op), (left[0], left[1], left[2]))
+    return _Partial(estimate, state, (*partial.order, op), (unissued[0], unissued[1], unissued[2]))
 
 
-# -- ends that are left to the next block --------------------------------------------------------------------
+# -- ends of backward passes -----------------------------------------------------------------------------
 
 
 def gives_gradient(part: Part) -> bool:
-    """Whether something before a part needs the gradient of its input."""
+    """Tell whether a previous part needs the gradient of this part's input."""
     gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
     return any(gradients & set(op.writes) for op in part.backward.operators)
 
 
 @lru_cache(maxsize=1024)
 def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> tuple[int, IssueOrder]:
-    """The best order for two units, and what it leaves to the next paired block (a mask), where they go on.
+    """Return the best order for two units, and the end that it leaves to the next block (a mask; else 0).
 
-    whole: it leaves all that comes last in the backward pass, whose input must need no gradient; else it may
-    leave weight gradients of the last layer.
+    ``goes_on``: another such block follows. ``whole``: the order leaves all last operators of the backward
+    pass, whose input must need no gradient; otherwise it may leave weight gradients of the last layer.
     """
     graph = problem.backward
     movable = graph.weights & graph.last_layer
@@ -112,28 +111,28 @@ def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> t
         end = _last_collective_on(graph) | movable
         ring = leaving(problem, end)
         beams = BEAMS[:1] if len(ring) > MANY else BEAMS
-        found = [improved(ring, beam_order(ring, width, (share,))) for width, share in beams]
-        return end, min(found, key=lambda order: order.ns)
+        orders = [improved(ring, beam_order(ring, width, (share,))) for width, share in beams]
+        return end, min(orders, key=lambda order: order.ns)
     shares = SHARES[1:2] if len(problem) > MOST else SHARES
     end, best = 0, beam_order(problem, shares=shares)
     if goes_on:
-        later = beam_order(leaving(problem, movable), shares=shares)
-        if later.ns < best.ns * (1 - 1e-6):
-            end, best = movable, later
+        leaving_order = beam_order(leaving(problem, movable), shares=shares)
+        if leaving_order.ns < best.ns * (1 - 1e-6):
+            end, best = movable, leaving_order
     return end, improved(leaving(problem, end), best)
 
 
 def _last_collective_on(graph: StrandGraph) -> int:
-    """The last layer's last collective and all that comes after it."""
+    """Return the mask of the last layer's last collective and all operators after it."""
     layer = list(bits(graph.last_layer))
     first = next((op for op in reversed(layer) if graph.streams[op]), layer[-1])
     return graph.all & ~((1 << first) - 1)
 
 
 def possible_ends(problem: PairProblem) -> list[int]:
-    """What may be left to the next layer: nothing, each long weight gradient, and all of these together.
+    """Return masks of ends that may be left: none, each long weight gradient, and all of these together.
 
-    Long: a twentieth of its pass or more.
+    A weight gradient is long if it takes at least a twentieth of its pass.
     """
     graph = problem.backward
     movable = [1 << n for n in bits(graph.weights) if graph.solo_ns[n] >= graph.total_ns / 20]

@@ -1,4 +1,4 @@
-"""Layouts that a cluster allows, priced and pruned by memory without lowering a schedule."""
+"""Layouts that a cluster allows, with estimated step and memory, without lowering a schedule."""
 
 import math
 from collections import Counter
@@ -28,12 +28,12 @@ MICRO_BATCHES = (1, 2, 4, 8)
 MOST_STAGES = 64
 
 OURS = ScheduleName("braid")
-"""The schedule that layouts are compared with where none is given."""
+"""The default schedule for comparing layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is given, and what is fixed by the user; None is searched."""
+    """The job, and what the user has fixed; fields that are None are searched."""
 
     model: ModelShape
     global_batch: int
@@ -42,16 +42,16 @@ class Search:
     micro_batch: int | None = None
     recompute: str | None = None
     schedule: ScheduleName | None = None
-    """None: braid, beside what is usual."""
+    """None: braid, compared with the usual schedules."""
     fixed: Mapping[str, int] = field(default_factory=dict)
-    """Degrees of axes that are given."""
+    """Degrees that the user has fixed, by axis."""
     zero: int | None = None
     context: str = "all_gather"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with its estimated step and memory."""
+    """A setting with the estimated time of a step and bytes of a rank."""
 
     setting: Setting
     step_ns: float
@@ -59,7 +59,7 @@ class Candidate:
 
 
 def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
-    """All settings that divide model and batch, with estimates."""
+    """Yield all settings that divide model and batch, with estimates."""
     priced: dict[tuple[int, int, int, int, str], _LayerPrice] = {}
     for setting in _settings(search, cluster):
         layout = setting.layout
@@ -72,11 +72,11 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
             candidate = _estimate(sharded, cluster, priced[key])
             yield candidate
             if candidate.bytes <= cluster.usable_bytes:
-                break  # what cuts more travels more
+                break  # higher ZeRO stages communicate more
 
 
 def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
-    """Every division of the GPUs that the model and the batch allow, with every micro-batch and policy."""
+    """Yield every division of GPUs that model and batch allow, with every micro-batch and policy."""
     named, model = search.schedule or OURS, search.model
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
     recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
@@ -115,10 +115,10 @@ def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
 
 
 def _shardings(zero: int | None, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
-    """ZeRO stages, and over how many ranks, to try, what travels least first. ``zero``: the given stage.
+    """Return (ZeRO stage, shards) to try, least communication first. ``zero``: the user's stage.
 
-    Cutting optimizer states costs nothing. What is gathered and summed again and again stays inside a node
-    where its ranks have room for it (hybrid sharding).
+    Cutting optimizer states costs nothing. Transfers that repeat with every micro-batch stay inside a node
+    where the node has several replicas (hybrid sharding).
     """
     if layout.data_ranks == 1:
         return [(0, 0)]
@@ -137,7 +137,7 @@ def _powers(limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _LayerPrice:
-    """What a layer, the mean of all, and the ends of the model cost on a rank for one micro-batch."""
+    """Costs of an average layer and of the model's ends, on a rank for one micro-batch."""
 
     parts: Mapping[str, Part]
     forward_ns: float
@@ -150,7 +150,7 @@ class _LayerPrice:
 
 
 def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
-    """Serial times, and an estimate of the paired time between its bounds."""
+    """Compute serial times, and an estimate of the paired time between its bounds."""
     bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
     parts, profile = bench.members, bench.profile
     kinds, head = setting.model.kinds, parts["head"]
@@ -160,7 +160,7 @@ def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
     def ns(graph: Graph) -> float:
         return sum(profile.solo(op.key) for op in graph.operators)
 
-    # Bytes that an operator of the head's forward pass reads and writes.
+    # Bytes that each operator of the head's forward pass reads and writes.
     touched = (
         sum(head.values[name].bytes(width) for name in {*op.reads, *op.writes})
         for op in head.forward.operators
@@ -178,7 +178,7 @@ def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
 
 
 def _paired_ns(layer: Part, profile: Profile) -> float:
-    """Searched pairings come within about a third of the way from the busiest stream to the serial time."""
+    """Estimate paired time: a third of the way from the busiest stream to the serial time."""
     loads: dict[str, float] = {}
     for op in (*layer.forward.operators, *layer.backward.operators):
         loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
@@ -187,7 +187,7 @@ def _paired_ns(layer: Part, profile: Profile) -> float:
 
 
 def _balanced(setting: Setting, layer: _LayerPrice) -> ParallelLayout:
-    """The layout with the head counted as the layers that it costs as much as."""
+    """Return the layout with ``head_layers`` set to the number of layers that cost as much as the ends."""
     counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
     for head_layers in range(counts, 0, -1):
         balanced = replace(setting.layout, head_layers=head_layers)
@@ -203,41 +203,41 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
     serial = layer.forward_ns + layer.backward_ns
     pairs = setting.pairs is not None
     steady = max(0, m - p) * (layer.pair_ns if pairs else serial) + min(m, p) * serial
-    # The ends of the model make their stages longer: all others wait for them.
+    # The ends of the model lengthen their stages, for which all other stages wait.
     step = layers * (steady + (p - 1) * serial) + m * layer.ends_ns
     kinds, chunks = setting.model.kinds, layout.chunks_of(0)
-    held = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
-    step += _sharing_ns(setting, cluster, held, step)
+    parameters = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
+    step += _sharing_ns(setting, cluster, parameters, step)
     width = DTYPE_BYTES[setting.dtype]
-    states = sum(state_bytes(held.total, width, layout.share_ranks, layout.zero))
-    if layout.zero > 1:  # buckets that are whole for a while, of two layers
+    states = sum(state_bytes(parameters.total, width, layout.share_ranks, layout.zero))
+    if layout.zero > 1:  # buckets of two layers that are whole for a while
         rounded = sent_width(setting.dtype, setting.reduce_dtype) if setting.reduce_dtype else 0
-        states += held.total // layers * 2 * (4 + rounded + width * (layout.zero > 2))
+        states += parameters.total // layers * 2 * (4 + rounded + width * (layout.zero > 2))
     alive = min(m, p) * layers * layer.saved_bytes + layer.ends_saved_bytes
     if pairs:
-        alive += round(1.6 * layer.saved_bytes)  # two layers under way; counted exactly when simulated
+        alive += round(1.6 * layer.saved_bytes)  # two layers under way; the simulation counts exactly
     return Candidate(setting, step, states + alive + layer.working_bytes)
 
 
-def _sharing_ns(setting: Setting, cluster: ClusterSpec, held: Parameters, compute_ns: float) -> float:
-    """What sums of gradients and gathers of parameters add to a step that computes for so long.
+def _sharing_ns(setting: Setting, cluster: ClusterSpec, parameters: Parameters, compute_ns: float) -> float:
+    """Return the ns that sums and gathers add to a step with ``compute_ns`` of compute.
 
-    ``held``: of a rank. ZeRO 2 and 3 repeat them for every micro-batch; a quarter of what compute can hide
-    stays exposed.
+    ``parameters``: of a rank. ZeRO 2 and 3 repeat transfers for every micro-batch; a quarter of the time that
+    compute can hide stays exposed.
     """
     layout, micro_batches = setting.layout, setting.micro_batches
     groups = axis_groups(layout, cluster.gpus_per_node)
-    sent = sent_width(setting.dtype, setting.reduce_dtype)
+    sent_bytes = sent_width(setting.dtype, setting.reduce_dtype)
 
     def along(kind: Kind, element_bytes: int) -> float:
-        dense = collective_ns(cluster, kind, held.dense * element_bytes, groups["dp"])
-        return dense + collective_ns(cluster, kind, held.experts * element_bytes, groups["edp"])
+        dense = collective_ns(cluster, kind, parameters.dense * element_bytes, groups["dp"])
+        return dense + collective_ns(cluster, kind, parameters.experts * element_bytes, groups["edp"])
 
     if layout.zero < 2:
-        return 0.75 * along(Kind.ALL_REDUCE, sent)
+        return 0.75 * along(Kind.ALL_REDUCE, sent_bytes)
     gathers = 2 * micro_batches if layout.zero > 2 else 1
-    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent)
+    travel = micro_batches * along(Kind.REDUCE_SCATTER, sent_bytes)
     travel += gathers * along(Kind.ALL_GATHER, DTYPE_BYTES[setting.dtype])
-    share = held.total * sent // layout.share_ranks
+    share = parameters.total * sent_bytes // layout.share_ranks
     travel += collective_ns(cluster, Kind.ALL_REDUCE, share, groups["replica"])
     return 0.25 * min(travel, compute_ns) + max(0.0, travel - compute_ns)

@@ -1,4 +1,4 @@
-"""The planner: from settings and costs to what is run (docs/design.md, Planning).
+"""The planner: from settings and costs to the outcome to run (docs/design.md, Planning).
 
 Every command decides here: `plan`, `simulate`, `explain`, `train`, `submit`, with given or searched layouts
 and schedules, with modelled or measured costs.
@@ -33,24 +33,24 @@ from braid.scheduling.schedule.validate import check, linked
 from braid.scheduling.text.pattern import is_layer
 
 ALIKE = 0.02
-"""Steps that differ by less the simulator cannot tell apart (docs/log.md)."""
+"""Relative difference of steps below the simulator's accuracy (docs/log.md)."""
 
 EQUAL = 0.005
-"""Pipelines of one schedule whose steps differ by less are taken by memory: what is held costs time too.
+"""Relative difference of steps below which memory decides between pipelines of one schedule.
 
-Less than `ALIKE`, as such a pair shares most of its errors, and what fits in memory costs nothing.
+Less than `ALIKE`, since such a pair shares most of the simulator's errors, and memory that fits is free.
 """
 
 S = TypeVar("S")
 R = TypeVar("R")
 
 Over = Callable[[Simulation], float]
-"""Bytes by which a simulated step exceeds what is allowed; 0 within."""
+"""Returns the bytes by which a simulated step exceeds the limit; 0 within the limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A setting that was decided and simulated."""
+    """A setting with all decisions, and its simulation."""
 
     bench: CostedSetting
     choices: Choices
@@ -58,21 +58,21 @@ class Outcome:
     code: Code
     simulation: Simulation
     missing_bytes: float
-    """How much more memory than is allowed it would take; 0 if it fits."""
+    """Bytes by which the step exceeds the memory limit; 0 if it fits."""
 
     @property
     def step_ns(self) -> float:
-        """The simulated step. `ValueError` for a cost that the profile does not have."""
+        """Nanoseconds of the simulated step. `ValueError` for a cost that the profile lacks."""
         return self.simulation.step_ns
 
     @property
     def setting(self) -> Setting:
-        """With everything decided."""
+        """The setting with everything decided."""
         return self.bench.setting
 
     def held_bytes(self) -> int:
-        """Memory of the rank that holds most."""
-        return max(held.total_bytes for held in self.simulation.memory)
+        """Return the memory of the fullest rank, in bytes."""
+        return max(rank.total_bytes for rank in self.simulation.memory)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
-    """Built-in layers on a cluster, with modelled costs unless a profile is given.
+    """Return a function that builds built-in layers on a cluster, with modelled costs unless given a profile.
 
     `ValueError` if the layout needs another number of GPUs than the cluster has.
     """
@@ -108,7 +108,7 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
 
 
 def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
-    """The graphs of a run, with its own costs: of the rank that the others wait for."""
+    """Return a function that gives a run's graphs measured costs: those of the rank that others wait for."""
     costs = of_fullest_rank(profile, graphs)
 
     def bench_of(setting: Setting) -> CostedSetting:
@@ -121,58 +121,58 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
 
 
 def attempts(tried: Iterable[S], attempt: Callable[[S], R]) -> list[R]:
-    """What can be made of what is tried; where all is refused (`ValueError`), the last refusal.
+    """Return the results of all attempts that raise no `ValueError`; if all raise, raise the last error.
 
-    A cost that the profile does not have (`UnknownCostError`) is no refusal.
+    A cost that the profile lacks (`UnknownCostError`) is raised at once.
     """
-    found: list[R] = []
+    results: list[R] = []
     refused = ValueError("no schedule suits this layout and number of micro-batches")
-    for one in tried:
+    for candidate in tried:
         try:
-            found.append(attempt(one))
+            results.append(attempt(candidate))
         except UnknownCostError:
             raise
         except ValueError as error:
             refused = error
-    if not found:
+    if not results:
         raise refused
-    return found
+    return results
 
 
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = EVERYTHING
 ) -> list[Outcome]:
-    """The best outcome of each setting, the one to take first: of those that fit, the fastest.
+    """Return the best outcome of each setting; the first one is to be taken: of those that fit, the fastest.
 
-    Of several schedules that are alike (`ALIKE`), the one that needs least memory comes first. `ValueError`
-    for a cost that the profile does not have, or where no setting can be lowered.
+    Of outcomes as fast within `ALIKE`, the one with least memory comes first. `ValueError` for a cost that
+    the profile lacks, or where no setting can be lowered.
     """
 
     def decided(setting: Setting) -> Outcome:
         best = best_of(variants(setting, space), bench_of, over)
         return with_cuts(best, bench_of, over) if space.every_pipeline else best
 
-    found = attempts(settings, decided)
-    taken = _leanest(found, ALIKE)
+    results = attempts(settings, decided)
+    taken = _leanest(results, ALIKE)
     check(taken.code)
-    return [taken, *(outcome for outcome in sorted(found, key=rank) if outcome is not taken)]
+    return [taken, *(outcome for outcome in sorted(results, key=rank) if outcome is not taken)]
 
 
-def _leanest(found: Sequence[Outcome], alike: float) -> Outcome:
-    """What needs least memory of the quickest that fits and of those that are slower by no more than a part.
+def _leanest(results: Sequence[Outcome], alike: float) -> Outcome:
+    """Return the leanest of the outcomes that fit and are at most ``alike`` slower than the quickest.
 
-    Where nothing fits, what misses least.
+    Where none fits, only outcomes that exceed the limit least are compared.
     """
-    least = min(outcome.missing_bytes for outcome in found)
-    fitting = [outcome for outcome in found if outcome.missing_bytes == least]
+    least = min(outcome.missing_bytes for outcome in results)
+    fitting = [outcome for outcome in results if outcome.missing_bytes == least]
     if len(fitting) == 1:
-        return fitting[0]  # not simulated: memory costs a tenth of what times do
+        return fitting[0]  # no simulation: counting memory takes a tenth of its time
     quickest = min(outcome.step_ns for outcome in fitting)
-    return min((one for one in fitting if one.step_ns <= quickest * (1 + alike)), key=Outcome.held_bytes)
+    return min((r for r in fitting if r.step_ns <= quickest * (1 + alike)), key=Outcome.held_bytes)
 
 
 def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outcome:
-    """The best outcome of settings that leave nothing but orders open; not checked yet.
+    """Return the best outcome, not checked yet, of settings that leave only orders open.
 
     `ValueError` as for `decide`.
     """
@@ -181,32 +181,32 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outco
     def decided(setting: Setting) -> list[Outcome]:
         pipeline = replace(setting, hop=0)
         if pipeline in full:
-            return []  # a message that takes longer leaves more to be held, and less did not fit
-        found = outcomes(bench_of(setting), over)
-        if all(outcome.missing_bytes for outcome in found):
+            return []  # a longer time for messages holds more, and less did not fit
+        results = outcomes(bench_of(setting), over)
+        if all(outcome.missing_bytes for outcome in results):
             full.add(pipeline)
-        return found
+        return results
 
     return _leanest(list(chain.from_iterable(attempts(settings, decided))), EQUAL)
 
 
 def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
-    """An outcome, or the same setting with collectives cut where that is told to be shorter (`ALIKE`).
+    """Return the best outcome of the setting with collectives cut, if it is clearly faster, else ``best``.
 
-    Collectives of layers are left whole where two passes together take hardly longer than their compute.
+    Collectives of layers stay whole where two passes together take hardly longer than their compute.
     """
     setting = best.setting
     if not setting.kind.partitions or setting.partitions:
         return best
     ways = cuts(best.bench, bench_of, layers=not _full_of_compute(best))
     benches = (_bounded(bench_of(replace(setting, partitions=way)), bench_of) for way in ways)
-    found = [cut for bench in benches for cut in outcomes(bench, over) if _is_shorter(cut, best)]
-    return min(found, key=rank, default=best)
+    shorter = [cut for bench in benches for cut in outcomes(bench, over) if _is_shorter(cut, best)]
+    return min(shorter, key=rank, default=best)
 
 
 def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
-    """Whether a step with collectives cut is told to be shorter."""
-    of_layers = any(whole_axis(one.where) != "dp" for one in cut.setting.partitions)
+    """Tell whether a step with cut collectives is clearly shorter, or needs less of the missing memory."""
+    of_layers = any(whole_axis(partition.where) != "dp" for partition in cut.setting.partitions)
     by_host = of_layers and any(whole.bench.profile.issue_ns.values())
     gain = ON_THE_HOST if by_host else ALIKE
     return cut.missing_bytes <= whole.missing_bytes and (
@@ -215,15 +215,15 @@ def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
 
 
 ON_THE_HOST = 0.2
-"""What cuts of layers' collectives have to gain where ranks move data themselves (CPUs): there pieces cost
-more than single transfers tell. 7 % simulated gain was 12 % measured loss, 1 % was 18 (docs/log.md)."""
+"""Required gain of cuts of layers' collectives where ranks move data themselves (CPUs): there pieces cost
+more than single transfers show. 7 % simulated gain was 12 % measured loss, 1 % was 18 (docs/log.md)."""
 
 MOST_OPERATORS = 160
-"""Of both passes through a unit, where partitions have made many of few: more take minutes to search."""
+"""Most operators of both passes through a unit with partitions; more take minutes to search."""
 
 
 def _bounded(bench: CostedSetting, bench_of: BenchOf) -> CostedSetting:
-    """With so few layers in a unit that its orders are found in seconds."""
+    """Limit the layers of a unit so that its orders are found in seconds."""
     sizes = [
         len(part.forward.operators) + len(part.backward.operators)
         for name, part in bench.members.items()
@@ -234,13 +234,13 @@ def _bounded(bench: CostedSetting, bench_of: BenchOf) -> CostedSetting:
 
 
 FULL = 0.05
-"""So little more than its compute does a pair of passes take that is full of it."""
+"""A pair of passes is full of compute if it takes at most this fraction longer than its compute."""
 
 
 def _full_of_compute(outcome: Outcome) -> bool:
     note = outcome.note
-    blocks = (passes_in(one) for stage in outcome.code.schedule.stages for one in stage)
-    if note is None or not any(len({one.direction for one in passes}) > 1 for passes in blocks):
+    blocks = (passes_in(i) for stage in outcome.code.schedule.stages for i in stage)
+    if note is None or not any(len({p.direction for p in passes}) > 1 for passes in blocks):
         return False
     profile, layers = outcome.bench.profile, outcome.bench.members
     compute = max(
@@ -257,50 +257,51 @@ def _full_of_compute(outcome: Outcome) -> bool:
 
 
 def outcomes(bench: CostedSetting, over: Over) -> list[Outcome]:
-    """Of all decisions about orders."""
+    """Return an outcome for each decision about orders."""
     return [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:
-    """Less is better: what fits first, then what is faster."""
+    """Return the sort key of outcomes, less is better: missing memory, then time."""
     return outcome.missing_bytes, outcome.step_ns
 
 
 def outcome_of(bench: CostedSetting, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
-    """Lower and link decisions; they are simulated when the step is asked for.
+    """Lower and link decisions; the simulation runs when its step is first read.
 
-    What is taken is checked later (`validate.check`).
+    The outcome is not checked (`validate.check`).
     """
-    own = bench.setting
-    code = link(training_schedule(own, bench.parts, choices), own.layout, own.kinds, bench.parts)
+    setting = bench.setting
+    code = link(training_schedule(setting, bench.parts, choices), setting.layout, setting.kinds, bench.parts)
     return _outcome(bench, choices, note, code, over)
 
 
 def outcome_of_schedule(schedule: Schedule, bench: CostedSetting, over: Over) -> Outcome:
-    """Of a schedule that was not made here; `ScheduleError` if it must not run."""
-    own = bench.setting
-    return _outcome(bench, Choices(), None, linked(schedule, own.layout, own.kinds, bench.parts), over)
+    """Return the outcome of a given schedule; `ScheduleError` if it must not run."""
+    setting = bench.setting
+    code = linked(schedule, setting.layout, setting.kinds, bench.parts)
+    return _outcome(bench, Choices(), None, code, over)
 
 
 def _outcome(
     bench: CostedSetting, choices: Choices, note: PairingNote | None, code: Code, over: Over
 ) -> Outcome:
-    own = bench.setting
-    simulation = Simulation(code, own.model, bench.profile, own.dtype, own.reduce_dtype)
+    setting = bench.setting
+    simulation = Simulation(code, setting.model, bench.profile, setting.dtype, setting.reduce_dtype)
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
 def evaluate(
     setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = PART_BY_PART
 ) -> Outcome:
-    """Decide and simulate one setting on a cluster, within its memory where that can be."""
+    """Decide and simulate one setting on a cluster, within its memory if possible."""
     return decide([setting], modelled(cluster, profile), within(cluster.usable_bytes), space)[0]
 
 
 def replay(
     setting: Setting, choices: Choices, cluster: ClusterSpec, profile: Profile | None = None
 ) -> Outcome:
-    """Simulate decisions that stand in a plan; `ScheduleError` if they must not run."""
+    """Simulate the decisions of a plan; `ScheduleError` if they must not run."""
     bench = modelled(cluster, profile)(setting)
     outcome = outcome_of(bench, choices, None, within(cluster.usable_bytes))
     check(outcome.code)
@@ -308,10 +309,10 @@ def replay(
 
 
 def within(usable_bytes: float) -> Over:
-    """What exceeds the memory of a GPU."""
+    """Return a function for the bytes by which a step exceeds a GPU's memory."""
     return lambda simulation: max(0, max(rank.total_bytes for rank in simulation.memory) - usable_bytes)
 
 
 def anything(simulation: Simulation) -> float:
-    """Memory is not bounded."""
+    """Return 0: memory is not limited."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, and what would help most: each answer is a simulation with one thing changed."""
+"""Explains a plan, and what would help most: each answer is a simulation with one change."""
 
 from dataclasses import dataclass, replace
 
@@ -13,35 +13,35 @@ from braid.scheduling.plan.space import with_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The step if one thing were different; seconds per token of the global batch decide."""
+    """Seconds of a step with one change; tokens per second decide."""
 
     change: str
     step_seconds: float
     speedup: float
-    """Tokens per second over the plan's."""
+    """Tokens per second relative to the plan's."""
     layout: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan with the numbers of its simulation and of what might be."""
+    """A plan with the numbers of its simulation, and with the answers to what-if questions."""
 
     plan: Plan
     outcome: Outcome
     ideal_overlap_seconds: float
-    """The step if every communication were hidden, everything else equal."""
+    """The step if all communication were hidden and all else equal."""
     what_if: tuple[WhatIf, ...]
 
 
 def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
     """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each.
 
-    ``tell``: told what is simulated.
+    ``tell`` is called with the name of each simulation.
     """
     tell("the plan itself")
     outcome = replay(plan.setting, plan.choices, cluster)
     now = outcome.numbers.tokens_per_second
-    # The setting with nothing decided that its schedule leaves open.
+    # The setting without the decisions that its schedule leaves open.
     opened = replace(with_schedule(plan.setting, plan.setting.name), unit_layers=plan.setting.unit_layers)
 
     def answer(change: str, setting: Setting, spec: ClusterSpec) -> WhatIf:
@@ -56,20 +56,20 @@ def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) ->
 
     tell("twice the bandwidth")
     quicker = replace(cluster, intra=_doubled(cluster.intra))
-    found = [answer("2x bandwidth inside nodes", opened, quicker)]
+    answers = [answer("2x bandwidth inside nodes", opened, quicker)]
     if cluster.inter is not None:
         quicker = replace(cluster, inter=_doubled(cluster.inter))
-        found.append(answer("2x bandwidth between nodes", opened, quicker))
-    if (more := _more_memory(plan, now, cluster, lambda text: tell(f"more memory; {text}"))) is not None:
-        found.append(more)
+        answers.append(answer("2x bandwidth between nodes", opened, quicker))
+    if (memory := _more_memory(plan, now, cluster, lambda text: tell(f"more memory; {text}"))) is not None:
+        answers.append(memory)
     tell("twice the batch")
     workload = replace(opened.workload, global_batch=2 * opened.workload.global_batch)
-    found.append(answer("2x global batch", replace(opened, workload=workload), cluster))
+    answers.append(answer("2x global batch", replace(opened, workload=workload), cluster))
     return Explanation(
         plan=plan,
         outcome=outcome,
         ideal_overlap_seconds=outcome.numbers.step_seconds - outcome.numbers.exposed_seconds,
-        what_if=tuple(sorted(found, key=lambda change: -change.speedup)),
+        what_if=tuple(sorted(answers, key=lambda change: -change.speedup)),
     )
 
 
@@ -78,7 +78,7 @@ def _doubled(link: Link) -> Link:
 
 
 def _more_memory(plan: Plan, now: float, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
-    """Half as much memory again: a new search over layouts. ``now``: tokens per second of the plan."""
+    """Search layouts anew with half as much memory again. ``now``: tokens per second of the plan."""
     gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes * 3 // 2)
     setting = plan.setting
     search = Search(

@@ -1,9 +1,9 @@
-"""Degree and recomputation of every layer of a run: a program proposes, the simulator decides.
+"""Degree and recomputation of every layer of a run: an integer program proposes, the simulator decides.
 
-What all layers alike take is simulated for every degree and policy. The integer program of Oases (equations 3
-to 6) gets the operators' costs from the same profile, what the simulator knows beyond them (sums of
-gradients, ends of the model, slowdown) as what a layer adds once, and the memory in the same way, so that it
-is right wherever all layers are alike. What it proposes is simulated too, and the best of all is taken.
+Equal layers are simulated for every degree and policy. The integer program of Oases (equations 3 to 6) takes
+the operators' costs from the same profile; other costs that the simulator knows (sums of gradients, ends of
+the model, slowdown) enter as a layer's fixed cost, and so does its memory, so that the program is right
+wherever all layers are equal. Its proposals are simulated too, and the best of all is taken.
 """
 
 from collections import Counter
@@ -29,18 +29,18 @@ from braid.scheduling.plan.tensor_degrees import (
 from braid.scheduling.text.pattern import counted, is_layer
 
 ASKED: Final = 5
-"""How often the program is asked, each time with another memory limit, until what it answers fits."""
+"""Number of times the program runs, each with another memory limit, until its answer fits."""
 
 _FULL_SCALE: Final = 2**34
-"""What most memory is scaled to: the program counts in units that are large for small models."""
+"""Number to which the largest memory is scaled; the program's memory units are coarse for small models."""
 
 Schedules = Callable[[Setting], Iterable[Setting]]
-"""A setting under every schedule that is compared."""
+"""Yields a setting under every schedule that is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSearch:
-    """What may be chosen for a layer, and how much memory a rank has."""
+    """The choices for a layer, and the memory of a rank in bytes."""
 
     degrees: tuple[int, ...]
     policies: tuple[str, ...]
@@ -48,7 +48,7 @@ class LayerSearch:
 
 
 def with_choices(setting: Setting, choices: Sequence[LayerChoice]) -> Setting:
-    """The setting with a degree and a policy for every layer; `ValueError` where it cannot have them."""
+    """Return the setting with a degree and a policy for every layer; `ValueError` if it cannot have them."""
     layout = replace(setting.layout, tensor_degrees=tuple(choice.degree for choice in choices))
     policies = [choice.recompute for choice in choices]
     same = len({*policies}) == 1
@@ -56,23 +56,23 @@ def with_choices(setting: Setting, choices: Sequence[LayerChoice]) -> Setting:
 
 
 def degrees_within(tp: int) -> tuple[int, ...]:
-    """The degrees that layers may have side by side: each divides the next one, and the last is ``tp``."""
-    found = [tp]
-    while found[-1] > 1:
-        found.append(next(n for n in range(found[-1] // 2, 0, -1) if found[-1] % n == 0))
-    return tuple(reversed(found))
+    """Return the degrees that layers may have together: each divides the next, and the last is ``tp``."""
+    degrees = [tp]
+    while degrees[-1] > 1:
+        degrees.append(next(n for n in range(degrees[-1] // 2, 0, -1) if degrees[-1] % n == 0))
+    return tuple(reversed(degrees))
 
 
 def choose_layers(
     setting: Setting, search: LayerSearch, bench_of: BenchOf, over: Over, schedules: Schedules
 ) -> list[Outcome]:
-    """All that was simulated, what to take first, the others by their steps.
+    """Return all simulated outcomes, the one to take first, others by time.
 
-    The program is asked under memory limits that close in on the limit that is meant: it adds up what layers
-    hold, and cannot see when they do. Where its answer is over the limit, the next limit is lower, and where
-    it is not, between the two. Its answers are tried in both directions of the layers.
+    The program runs under memory limits that approach the real limit: it adds up the layers' memory without
+    knowing when they hold it. If its answer exceeds the real limit, the next limit is lower, otherwise it is
+    higher. Each answer is tried in both orders of the layers.
 
-    `ValueError` where nothing can be run, and for a cost of any degree that ``bench_of`` does not have.
+    `ValueError` where no outcome can run, and for a cost of any degree that ``bench_of`` lacks.
     """
     layers = setting.model.layers
 
@@ -83,19 +83,19 @@ def choose_layers(
 
     alike = dict(attempts(product(sorted(search.degrees), search.policies), same))
     best = min(alike.values(), key=rank)
-    found = {(choice,) * layers: outcome for choice, outcome in alike.items()}
+    outcomes = {(choice,) * layers: outcome for choice, outcome in alike.items()}
     fits, limit = 0.0, search.limit_bytes
     exceeds = limit
     for _ in range(ASKED):
         try:
             choices = plan_degrees(_problem(alike, best, limit))
-        except ValueError:  # nothing fits: what needs least is among those that are alike
+        except ValueError:  # nothing fits: the leanest outcome has equal layers
             break
         for answer in (choices, choices[::-1]):
-            if answer not in found:
+            if answer not in outcomes:
                 mixed = with_schedule(with_choices(setting, answer), best.setting.named)
-                found[answer] = decide([mixed], bench_of, over, COARSE)[0]
-        if missing := found[choices].missing_bytes:
+                outcomes[answer] = decide([mixed], bench_of, over, COARSE)[0]
+        if missing := outcomes[choices].missing_bytes:
             exceeds = limit
             limit = max(limit - missing, (fits + limit) / 2)
         elif limit == exceeds:
@@ -103,17 +103,17 @@ def choose_layers(
         else:
             fits = limit
             limit = (limit + exceeds) / 2
-    return sorted(found.values(), key=rank)
+    return sorted(outcomes.values(), key=rank)
 
 
 def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) -> DegreeProblem:
-    """Costs of a layer, such that those of equal layers are the simulator's.
+    """Build the program's costs of a layer so that strategies of equal layers cost what the simulator says.
 
-    In nanoseconds of two micro-batches side by side, or of one where the schedule runs one after the other.
+    Costs are nanoseconds of two micro-batches side by side, or of one where passes run one after the other.
     """
     layers = best.setting.model.layers
-    beside = any(len(sides) > 1 for sides in best.code.schedule.programs)
-    turns = max(1, best.setting.micro_batches // (2 if beside else 1))
+    paired = any(len(sides) > 1 for sides in best.code.schedule.programs)
+    turns = max(1, best.setting.micro_batches // (2 if paired else 1))
     scale = _FULL_SCALE / max(map(Outcome.held_bytes, alike.values()))
     options = []
     for choice, outcome in alike.items():
@@ -122,8 +122,8 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
         option = DegreeCosts(
             degree=choice.degree,
             recompute=choice.recompute,
-            forward=_blocks(part.forward, profile, beside),
-            backward=_blocks(part.backward, profile, beside)[::-1],
+            forward=_blocks(part.forward, profile, paired),
+            backward=_blocks(part.backward, profile, paired)[::-1],
             resident_bytes=int(outcome.held_bytes() * scale / layers),
         )
         alone = DegreeProblem(layers=layers, options=(option,), memory_limit_bytes=0)
@@ -136,13 +136,13 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
     )
 
 
-def _blocks(graph: Graph, profile: Profile, beside: bool) -> tuple[PassCosts, ...]:
-    """What is computed up to each collective, and the collective."""
+def _blocks(graph: Graph, profile: Profile, paired: bool) -> tuple[PassCosts, ...]:
+    """Return blocks of a pass: the compute up to each collective, and the collective."""
     blocks: list[PassCosts] = []
     compute = 0.0
 
     def close(collective: float) -> None:
-        pairs = [(round(ns), round(ns) if beside else 0) for ns in (compute, collective)]
+        pairs = [(round(ns), round(ns) if paired else 0) for ns in (compute, collective)]
         blocks.append(PassCosts(compute_ns=pairs[0], collective_ns=pairs[1]))
 
     for op in graph.operators:

@@ -1,8 +1,8 @@
-"""The cluster tier: which layout, recomputation, micro-batch and schedule (``parallel: auto``).
+"""The cluster tier: layout, recomputation, micro-batch and schedule (``parallel: auto``).
 
-Every combination of degrees is priced by a formula of its layer's serial and overlapped times, pruned by
-memory; the most promising are decided in full and simulated, and the simulated step ranks them. Of ZeRO's
-stages each combination takes the first that fits, from 1 on.
+Every combination of degrees is priced by a formula of its layer's serial and overlapped times and pruned by
+memory; the most promising are decided in full and simulated, and the simulated step ranks them. Each
+combination takes the first of ZeRO's stages, from 1 on, that fits.
 """
 
 import math
@@ -23,22 +23,22 @@ from braid.scheduling.schedule.memory import least_bytes
 from braid.scheduling.schedule.validate import check, check_memory
 
 SIMULATED = 8
-"""Most layouts that are decided and simulated in full; thrice as many are looked at whether they fit."""
+"""Most layouts that are decided and simulated in full; thrice as many are checked for memory."""
 
 REFUSED = 3
-"""So many of those that do not fit are told with a plan."""
+"""Most layouts in a plan that do not fit."""
 
 LEAST = 0.85
-"""Of its estimate a step takes no less: 0.86 to 1.16 over a hundred layouts of nine jobs (docs/log.md)."""
+"""Least step over its estimate: 0.86 to 1.16 over a hundred layouts of nine jobs (docs/log.md)."""
 
 COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
-"""Policies under which a layer computes less and moves no more: where one fits, no other need be tried."""
+"""Policies that compute less and move no more than a policy: if one fits, the policy need not be tried."""
 
 USUAL_SCHEDULES = ("interleaved", "zbv", "megatron", "ddp")
-"""What the best layout is also simulated with; ours has to be better, or it is not taken."""
+"""Schedules that the best layout is also simulated with; Braid's must be faster to be taken."""
 
 Tell = Callable[[str], None]
-"""Told what a search is at."""
+"""Called with a text on the progress of a search."""
 
 
 class DoesNotFitError(ValueError):
@@ -52,14 +52,14 @@ def plan_layout(
     simulated: int = SIMULATED,
     tell: Tell = lambda text: None,
 ) -> Plan:
-    """The best plan that was found, with the runners-up and what the usual schedules would take.
+    """Return the best plan found, with runners-up and the times of the usual schedules.
 
     `DoesNotFitError` says how much memory is missing and what would make the job fit; `ValueError` where no
     layout divides the model and the batch.
     """
     tell("which layouts fit")
-    found = list(candidates(search, cluster))
-    if not found:
+    priced = list(candidates(search, cluster))
+    if not priced:
         model = search.model
         raise ValueError(
             f"no layout of {cluster.gpus} GPUs divides model.layers={model.layers}, model.kv_heads="
@@ -67,17 +67,17 @@ def plan_layout(
             f"multiple of {cluster.gpus}, or the number of GPUs"
         )
     fitting = sorted(
-        (candidate for candidate in found if candidate.bytes <= cluster.usable_bytes),
+        (candidate for candidate in priced if candidate.bytes <= cluster.usable_bytes),
         key=lambda candidate: candidate.step_ns,
     )
     bench_of, over = modelled(cluster), within(cluster.usable_bytes)
     outcomes, refused = _simulate(fitting, simulated, bench_of, over, tell)
     if not outcomes:
-        raise DoesNotFitError(_missing_memory(search, cluster, found))
+        raise DoesNotFitError(_missing_memory(search, cluster, priced))
     outcomes.sort(key=rank)
     best = outcomes[0]
     tell(f"all pipelines of the best layout, {best.setting.layout.describe()}")
-    # Here every part is a unit: searching the orders of units takes seconds each.
+    # Every part is a unit: searching the orders of units takes seconds each.
     opened = variants(with_schedule(best.setting, search.schedule or OURS), PART_BY_PART)
     others = [setting for setting in opened if setting != best.setting]
     if others := [setting for setting in others if _may_fit(setting, bench_of, cluster.usable_bytes)]:
@@ -91,7 +91,7 @@ def plan_layout(
     best = outcomes[0]
     setting = best.setting
     check(best.code)
-    # Instruction by instruction.
+    # Memory is checked for each instruction.
     check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
     others_told = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
     return plan_of(best, cluster, (*others_told, *refused), usual)
@@ -103,7 +103,7 @@ def plan_of(
     runners_up: Sequence[RunnerUp] = (),
     usual: Sequence[Outcome] = (),
 ) -> Plan:
-    """An outcome as a plan."""
+    """Return an outcome as a plan."""
     return Plan(
         cluster=cluster.name,
         profile=best.bench.profile.source,
@@ -119,9 +119,9 @@ def plan_of(
 def _simulate(
     ranked: Sequence[Candidate], simulated: int, bench_of: BenchOf, over: Over, tell: Tell
 ) -> tuple[list[Outcome], list[RunnerUp]]:
-    """Outcomes of those that also fit when memory is counted instruction by instruction.
+    """Return outcomes that fit when memory is counted for each instruction, and some that do not.
 
-    The most promising come first, but no more than three of the same degrees: the estimate is not trusted.
+    The most promising come first, but at most three of the same degrees, since estimates are imprecise.
     """
     outcomes: list[Outcome] = []
     refused: list[RunnerUp] = []
@@ -133,7 +133,7 @@ def _simulate(
             continue
         tried[setting.layout] += 1
         best = min((outcome.step_ns for outcome in outcomes), default=math.inf)
-        # What follows is no quicker either.
+        # Later candidates are estimated to be no quicker.
         no_hope = len(outcomes) == simulated or candidate.step_ns * LEAST > best
         if no_hope or tried.total() > 3 * simulated:
             break
@@ -153,7 +153,7 @@ def _simulate(
 
 
 def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
-    """By what it holds at least."""
+    """Tell whether a lower bound of the setting's memory fits."""
     layout, parts = setting.layout, bench_of(setting).members
     members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
     order = setting.order.order(layout, setting.micro_batches, setting.hop)
@@ -161,31 +161,31 @@ def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
 
 
 def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:
-    """The same degrees under each of `USUAL_SCHEDULES` that suits them and fits, the quickest first; ``best``
-    itself, if it is one of them."""
-    found = []
+    """Return the same degrees under each of `USUAL_SCHEDULES` that suits and fits, the quickest first;
+    ``best`` itself stands for its own schedule."""
+    outcomes = []
     for name in USUAL_SCHEDULES:
         if name == str(best.setting.name):
-            found.append(best)
+            outcomes.append(best)
             continue
         try:
             settings = variants(with_schedule(best.setting, name), PART_BY_PART)
             outcome = best_of(settings, bench_of, over)
         except ValueError:
-            continue  # a schedule that wants another number of micro-batches or layers
+            continue  # a schedule that needs another number of micro-batches or layers
         if not outcome.missing_bytes:
-            found.append(outcome)
-    return sorted(found, key=rank)
+            outcomes.append(outcome)
+    return sorted(outcomes, key=rank)
 
 
 def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
-    """What a plan says of a setting that was simulated and not taken."""
+    """Return a plan's entry for a setting that was simulated and not taken."""
     slower = outcome.step_ns / best.step_ns - 1
     ours, theirs = best.numbers, outcome.numbers
     reasons = []
     if theirs.exposed_seconds > ours.exposed_seconds * 1.02:
-        more = theirs.exposed_seconds - ours.exposed_seconds
-        reasons.append(f"{more:.2f} s more exposed communication")
+        exposed = theirs.exposed_seconds - ours.exposed_seconds
+        reasons.append(f"{exposed:.2f} s more exposed communication")
     if theirs.bubble_seconds > ours.bubble_seconds * 1.02:
         reasons.append(f"{theirs.bubble_seconds - ours.bubble_seconds:.2f} s more bubble")
     if outcome.setting.recompute != best.setting.recompute:
@@ -207,9 +207,9 @@ def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
     )
 
 
-def _missing_memory(search: Search, cluster: ClusterSpec, found: Sequence[Candidate]) -> str:
-    """The leanest layout, and the first doubling of the nodes that would do, if one within 64 times does."""
-    leanest = min(found, key=lambda candidate: candidate.bytes)
+def _missing_memory(search: Search, cluster: ClusterSpec, priced: Sequence[Candidate]) -> str:
+    """Return an error text: the leanest layout, and the first doubling of nodes (up to 64 times) to fit."""
+    leanest = min(priced, key=lambda candidate: candidate.bytes)
     setting = leanest.setting
     over = leanest.bytes - cluster.usable_bytes
     text = (

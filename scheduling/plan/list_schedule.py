@@ -1,10 +1,10 @@
 """Two strands without barriers: one static order in which a rank issues the operators of both.
 
-What a rank does with an order is the executor's rule: compute operators run one after the other; a collective
-is issued at its place in the order, after the compute operators before it, and runs on its stream behind what
-was issued there earlier; whoever needs its result waits. So an order is a schedule, and the search is over
-orders: several ways to make one, each improved by moving operators until no move helps; or branch and bound,
-which is exact and for small graphs.
+An order is a schedule by the executor's rule: compute operators run one after the other; a collective is
+issued at its position in the order, after the preceding compute operators, and runs on its stream behind the
+collectives issued there before; an operator that needs its result waits. So the search is over orders:
+several methods make one, and each is improved by moving operators until no move helps; or branch and bound
+finds the best, for small graphs.
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ _FOREVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class IssueOrder:
-    """Operators of both strands, by their numbers in the problem, in the order of issue."""
+    """Operators of both strands, by their numbers in the problem, in the order of issue; time in ns."""
 
     operators: tuple[int, ...]
     ns: float
 
 
 class State(NamedTuple):
-    """A rank after issuing some operators: its clock and what is under way on the two links."""
+    """A rank after issuing some operators: its clock in ns, and the transfers under way on two links."""
 
     clock: float
     done: int
-    """Mask of what was issued."""
+    """Mask of the operators that were issued."""
     ready: tuple[int, ...]
-    """What may be issued next, in the order of the graphs."""
+    """Operators that may be issued next, in the order of the graphs."""
     queues: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
-    """Per link: operators issued and not finished, with the time each still needs; the first one runs."""
+    """Per link: operators issued and not finished, with the ns each still needs; the first one runs."""
 
 
 class Machine:
@@ -48,11 +48,11 @@ class Machine:
         self.slowdown: list[list[float]] = problem.slowdown.tolist()
         self.before = [tuple(bits(mask)) for mask in self.needs]
         self.awaited = [
-            tuple((needed, self.streams[needed] - 1) for needed in own if self.streams[needed])
-            for own in self.before
+            tuple((needed, self.streams[needed] - 1) for needed in operators if self.streams[needed])
+            for operators in self.before
         ]
         """Per operator, the transfers that it waits for, with their lanes."""
-        self.followers = [[n for n, own in enumerate(self.before) if op in own] for op in range(self.count)]
+        self.followers = [[n for n, ops in enumerate(self.before) if op in ops] for op in range(self.count)]
         self.tail = [*self.solo]
         """Per operator, the longest chain of solo times that begins with it."""
         for op in reversed(range(self.count)):
@@ -63,17 +63,17 @@ class Machine:
         return State(0.0, 0, tuple(op for op in range(self.count) if not self.needs[op]), ((), ()))
 
     def issue(self, state: State, op: int) -> State:
-        """The state after issuing one more operator."""
+        """Return the state after issuing one more operator."""
         lanes = [[*state.queues[0]], [*state.queues[1]]]
         clock = self._advance(state.clock, lanes, op)
         done = state.done | 1 << op
-        new = [other for other in self.followers[op] if not self.needs[other] & ~done]
-        left = [other for other in state.ready if other != op]
-        ready = tuple(sorted((*left, *new)) if new else left)
+        new = [follower for follower in self.followers[op] if not self.needs[follower] & ~done]
+        remaining = [waiting for waiting in state.ready if waiting != op]
+        ready = tuple(sorted((*remaining, *new)) if new else remaining)
         return State(clock, done, ready, (tuple(lanes[0]), tuple(lanes[1])))
 
     def _advance(self, clock: float, lanes: list[Lane], op: int) -> float:
-        """Issue an operator; the clock when the next one may be."""
+        """Issue an operator; return the clock when the next one may be issued."""
         for needed, link in self.awaited[op]:
             lane = lanes[link]
             while any(queued == needed for queued, _ in lane):
@@ -85,7 +85,7 @@ class Machine:
         return clock + run_compute(lanes, self.slowdown, op, self.solo[op])
 
     def finish(self, state: State, order: Sequence[int] = (), limit: float = _FOREVER) -> float:
-        """When all has finished, with the rest of an order; infinity as soon as it is beyond a limit."""
+        """Return when all operators of ``order`` and before have ended; infinity from ``limit`` on."""
         clock, lanes = state.clock, [[*state.queues[0]], [*state.queues[1]]]
         for op in order:
             clock = self._advance(clock, lanes, op)
@@ -97,7 +97,7 @@ class Machine:
         return clock + passed
 
     def bound(self, state: State) -> float:
-        """No continuation finishes earlier: work left per stream, and the longest chain that is left."""
+        """Return a lower bound of any continuation's end: work per stream, and the longest chain."""
         work = [0.0, 0.0, 0.0]
         chain = 0.0
         for op in range(self.count):
@@ -106,15 +106,15 @@ class Machine:
                 chain = max(chain, self.tail[op])
         for link in (0, 1):
             ahead = 0.0
-            for op, left in state.queues[link]:
-                ahead += left
+            for op, remaining in state.queues[link]:
+                ahead += remaining
                 chain = max(chain, ahead + self.tail[op] - self.solo[op])
             work[link + 1] += ahead
         return state.clock + max(*work, chain)
 
 
 def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
-    """Time of an order; `ValueError` if an operator stands before what it needs or twice."""
+    """Return the ns of an order; `ValueError` for an operator before its inputs, or twice."""
     machine = Machine(problem)
     state = machine.start()
     for op in order:
@@ -125,19 +125,19 @@ def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
 
 
 def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) -> IssueOrder:
-    """A good order: the best of several, each improved by moving a few operators at a time.
+    """Return a good order: the best of several, each improved by moving a few operators at a time.
 
-    starts: further orders to begin with, such as that of a pairing (`pairing_order`).
+    ``starts``: further orders to begin with, such as a pairing's (`pairing_order`).
     """
     candidates = {tuple(order) for order in starts}
     candidates |= {switching_order(problem), _greedy_order(problem)}
     ranked = sorted((issue_ns(problem, order), order) for order in candidates)
-    found = [improved(problem, IssueOrder(operators=order, ns=ns)) for ns, order in ranked[:3]]
-    return min(found, key=lambda order: order.ns)
+    orders = [improved(problem, IssueOrder(operators=order, ns=ns)) for ns, order in ranked[:3]]
+    return min(orders, key=lambda order: order.ns)
 
 
 def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
-    """The order of a pairing's segments without their barriers: collectives first, then compute."""
+    """Return a pairing's segments as an order without barriers: collectives first, then compute."""
     streams, order = problem.streams, list[int]()
     for forward, backward in pairing.segments:
         ops = [*(len(problem.forward) + op for op in bits(backward)), *bits(forward)]
@@ -146,9 +146,9 @@ def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
 
 
 def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
-    """Collectives as soon as they can be issued; else the compute operator that does not wait.
+    """Return an order of collectives as soon as possible, else compute operators that need not wait.
 
-    Among several the operator with the longest chain behind it.
+    Of several the operator with the longest chain behind it comes first.
     """
     machine = Machine(problem)
     state, order = machine.start(), []
@@ -166,7 +166,7 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
 
 
 def improved(problem: PairProblem, order: IssueOrder) -> IssueOrder:
-    """Move one to three operators in a row to where they help most, until no move helps."""
+    """Move one to three neighbouring operators to the position where they help most, until no move helps."""
     machine = Machine(problem)
     best, best_ns = list(order.operators), order.ns
     better = True
@@ -181,7 +181,7 @@ def improved(problem: PairProblem, order: IssueOrder) -> IssueOrder:
 
 
 def _best_move(machine: Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
-    """The best place for a few operators in a row among those that precedence allows."""
+    """Return the order with some neighbouring operators at their best position, and its ns."""
     moved = order[start : start + length]
     rest = order[:start] + order[start + length :]
     position = {op: n for n, op in enumerate(rest)}
@@ -193,23 +193,23 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
         (position[o] for o in rest if any(n in inside for n in machine.before[o])), default=len(rest)
     )
     best, best_ns = order, float("inf")
-    # States up to the first place are the same for all of them.
+    # States up to the earliest position are common to all moves.
     state = machine.start()
     for op in rest[:earliest]:
         state = machine.issue(state, op)
-    for place in range(earliest, latest + 1):
-        if place > earliest:
-            state = machine.issue(state, rest[place - 1])
-        if place == start:
+    for target in range(earliest, latest + 1):
+        if target > earliest:
+            state = machine.issue(state, rest[target - 1])
+        if target == start:
             continue
-        ns = machine.finish(state, (*moved, *rest[place:]), best_ns)
+        ns = machine.finish(state, (*moved, *rest[target:]), best_ns)
         if ns < best_ns:
-            best, best_ns = rest[:place] + moved + rest[place:], ns
+            best, best_ns = rest[:target] + moved + rest[target:], ns
     return best, best_ns
 
 
 def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
-    """The best order, by branch and bound from the list schedule's; `ValueError` beyond ``limit`` states."""
+    """Return the best order, by branch and bound; `ValueError` beyond ``limit`` visited states."""
     machine = Machine(problem)
     best = list_schedule(problem)
     seen: dict[tuple[object, ...], float] = {}
@@ -226,10 +226,10 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
         visited += 1
         if visited > limit:
             raise ValueError(f"the exact search visited {limit} states without an end; use fewer operators")
-        # Dominated: the same operators were issued no later, with as much left to run. Less work left is not
-        # enough: what comes next on a link then starts sooner, perhaps beside an operator that it slows down
-        # more than the wait would have cost.
-        under_way = tuple((op, round(left, 3)) for queue in state.queues for op, left in queue)
+        # Dominated: the same operators were issued no later, with as much work remaining. Less work remaining
+        # is not enough: the next collective on a link then starts sooner, perhaps beside an operator that it
+        # slows down more than the wait would have cost.
+        under_way = tuple((op, round(remaining, 3)) for queue in state.queues for op, remaining in queue)
         if seen.get((state.done, under_way), _FOREVER) <= state.clock + EPSILON:
             continue
         seen[state.done, under_way] = state.clock
@@ -242,19 +242,19 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
 
 
 def turns_order(problem: PairProblem) -> tuple[int, ...]:
-    """The strands take turns, operator by operator, the backward one first."""
+    """Return an order in which strands take turns, operator by operator, the backward strand first."""
     count = len(problem.forward)
     return round_robin((range(count), range(count, len(problem))))
 
 
 def switching_order(problem: PairProblem) -> tuple[int, ...]:
-    """A strand runs until it has started a collective, then the other one does; a start for the search."""
-    left = [[*range(len(problem.forward))], [*range(len(problem.forward), len(problem))]]
+    """Return an order in which a strand runs until it starts a collective, then the other strand runs."""
+    remaining = [[*range(len(problem.forward))], [*range(len(problem.forward), len(problem))]]
     order: list[int] = []
     turn = 1
-    while left[0] or left[1]:
-        while left[turn]:
-            order.append(left[turn].pop(0))
+    while remaining[0] or remaining[1]:
+        while remaining[turn]:
+            order.append(remaining[turn].pop(0))
             if problem.streams[order[-1]]:
                 break
         turn = 1 - turn

@@ -1,6 +1,6 @@
-"""In which order the operators of programs are issued: searched with a profile's costs.
+"""Searches the orders in which programs issue their operators, with a profile's costs.
 
-What `braid.scheduling.plan.decide` then compares by simulation are whole sets of orders (`Choices`).
+`braid.scheduling.plan.decide` compares whole sets of orders (`Choices`) by simulation.
 """
 
 from collections import defaultdict
@@ -34,14 +34,14 @@ from braid.scheduling.schedule.schedule import Side, Sides
 from braid.scheduling.text.pattern import UNIFORM
 
 LONG = 40
-"""Operators beyond which orders are searched for by beam."""
+"""Number of operators above which beam search finds the orders."""
 
 MANY = 64
-"""Operators of two passes beyond which there is no time for the best segments between barriers: layers that
-partitions have cut."""
+"""Number of operators of two passes above which there is no time for the best segments between barriers:
+layers that partitions have cut."""
 
 FIXED = frozenset((PairMethod.EXCHANGES, PairMethod.WITHIN_PASSES, PairMethod.ACROSS_PASSES))
-"""Ways of other systems, for which there is nothing to decide."""
+"""Methods of other systems, which need no decision."""
 
 Decision = tuple[Choices, PairingNote | None]
 
@@ -55,39 +55,41 @@ _F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
 
 @dataclass(frozen=True)
 class CostedSetting:
-    """A setting with its operators and what they cost."""
+    """A setting with its operators and their costs."""
 
     setting: Setting
     members: Mapping[str, Part]
-    """Embedding, layers of every kind (in pieces, where the setting says so) and head."""
+    """Embedding, layers of every kind (cut by the setting's partitions) and head, by name."""
     profile: Profile
     peak_flops_per_s: float | None = None
-    """Of a GPU, where it is known: for MFU."""
+    """Peak rate of a GPU, for MFU; None if unknown."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """What is scheduled: the members, or the units that they are joined to."""
+        """The scheduled graphs: the members, or the units that they are joined to."""
         setting = self.setting
         return unit_parts(self.members, setting.layout, setting.kinds, setting.unit_layers)
 
 
 BenchOf = Callable[[Setting], CostedSetting]
-"""Graphs and costs of a setting."""
+"""Returns graphs and costs of a setting."""
 
 
 def decisions(bench: CostedSetting) -> list[Decision]:
-    """Decisions without and, where it can be, with ends of backward passes left to the next paired block.
+    """Return decisions without and, if possible, with ends of backward passes left to the next paired block.
 
-    That fills blocks which follow each other better. What the last one leaves runs by itself, or (both are
-    tried) in the backward pass by itself that follows.
+    Ends fill consecutive blocks better. The last block's end runs by itself, or (both are tried) within the
+    lone backward pass that follows.
     """
-    found = [_decide(bench, whole_ends=False)]
+    result = [_decide(bench, whole_ends=False)]
     if bench.setting.pairs is PairMethod.ORDER and bench.setting.unit_layers:
-        other = _decide(bench, whole_ends=True)
-        if _of_pairs(other[0]) != _of_pairs(found[0][0]):
-            found.append(other)
-        found += [(ends, note) for choices, note in found if (ends := _with_ends(bench, choices)) != choices]
-    return found
+        with_whole_ends = _decide(bench, whole_ends=True)
+        if _of_pairs(with_whole_ends[0]) != _of_pairs(result[0][0]):
+            result.append(with_whole_ends)
+        result += [
+            (ends, note) for choices, note in result if (ends := _with_ends(bench, choices)) != choices
+        ]
+    return result
 
 
 def _of_pairs(choices: Choices) -> dict[Sides, Order]:
@@ -108,7 +110,7 @@ def _decide(bench: CostedSetting, *, whole_ends: bool) -> Decision:
     if pairs is None or pairs in FIXED:
         return Choices(orders=orders), None
     decided = list(_unit_pairs(bench, whole_ends) if setting.unit_layers else _layer_pairs(bench, pairs))
-    orders |= {sides: order for sides, order, _ in decided if order}  # else lowering has it
+    orders |= {sides: order for sides, order, _ in decided if order}  # if empty, lowering has a fixed order
     longest = max((note for *_, note in decided), key=lambda note: note.serial_ns, default=None)
     return Choices(orders=orders), longest
 
@@ -116,21 +118,21 @@ def _decide(bench: CostedSetting, *, whole_ends: bool) -> Decision:
 @lru_cache(maxsize=1024)
 def _order_alone(problem: PairProblem) -> Order:
     if len(problem.backward) <= LONG:
-        found = list_schedule(problem)
+        order = list_schedule(problem)
     else:
-        found = improved(problem, beam_order(problem))
-    return tuple(problem.backward.issues[op] for op in found.operators)
+        order = improved(problem, beam_order(problem))
+    return tuple(problem.backward.issues[op] for op in order.operators)
 
 
 def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
-    """The same, with programs of backward passes by themselves that take up what is left."""
+    """Return the choices plus programs of lone backward passes that run a previous block's end."""
     orders = dict(choices.orders)
-    left: dict[str, set[frozenset[str]]] = defaultdict(set)
+    ends: dict[str, set[frozenset[str]]] = defaultdict(set)
     for sides, order in choices.orders.items():
         if [side.kind for side in sides[:2]] == [_F, _B]:
             issues = (step for step in order if isinstance(step, Issue))
-            left[sides[1].unit].add(frozenset(issue.operator for issue in issues if issue.turn == 2))
-    for name, sets in left.items():
+            ends[sides[1].unit].add(frozenset(issue.operator for issue in issues if issue.turn == 2))
+    for name, sets in ends.items():
         if len(sets) == 1 and (names := next(iter(sets))):
             graph = bench.parts[name].backward
             end = Graph(operators=tuple(op for op in graph.operators if op.name in names))
@@ -141,15 +143,15 @@ def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
 
 # -- a forward pass beside a backward pass -------------------------------------------------------------------
 def layer_pair(bench: CostedSetting, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
-    """A layer's forward beside a layer's backward."""
+    """Return the problem of a layer's forward pass beside a layer's backward pass."""
     ahead, behind = (bench.members[kind] for kind in names)
     return pair_problem(ahead.forward, behind.backward, bench.profile)
 
 
 def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecision]:
-    """An order for every pair of kinds that blocks bring together, for all pairs where no block is paired."""
+    """Yield an order for every pair of kinds that blocks combine; for all pairs if no block is paired."""
     kinds = tuple(dict.fromkeys(bench.setting.kinds))
-    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # whatever comes next is like it
+    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # the next pair is always like it
     if len(kinds) > 1:
         pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
     for names, goes_on in pairs.items():
@@ -161,7 +163,7 @@ def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecis
 
 
 def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision]:
-    """An order for every pair of units that blocks bring together."""
+    """Yield an order for every pair of units that blocks combine."""
     setting = bench.setting
     if setting.pairs is not PairMethod.ORDER:
         raise ValueError(
@@ -176,50 +178,50 @@ def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision
 
 
 def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
-    """Pairs of units that meet in paired blocks, and whether most are followed by another one like them."""
+    """Return the pairs of units in paired blocks, and whether most are followed by an equal pair."""
     setting = bench.setting
     stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
     units = [name for name, part in bench.parts.items() if part.has_layers]
     followed: dict[Pair, list[bool]] = defaultdict(list)
-    of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
+    rounds_of = rounds_of_all(units, setting.layout, setting.kinds, setting.unit_layers)
     for stage in stages:
         for block, after in zip(stage, [*stage[1:], None], strict=True):
-            keys = of(block)
-            following = of(after)[0] if after is not None else None
+            keys = rounds_of(block)
+            following = rounds_of(after)[0] if after is not None else None
             for sides, then in zip(keys, [*keys[1:], following], strict=True):
                 if [side.kind for side in sides] == [_F, _B]:
                     followed[sides[0].unit, sides[1].unit].append(then == sides)
-    return {pair: sum(found) > len(found) / 2 for pair, found in followed.items()}
+    return {pair: sum(equal) > len(equal) / 2 for pair, equal in followed.items()}
 
 
 def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False) -> PairDecision:
-    """How two passes of many operators run together."""
-    end, found = unit_order(problem, goes_on=goes_on, whole=whole)
+    """Decide how two passes of many operators run together."""
+    end, order = unit_order(problem, goes_on=goes_on, whole=whole)
     others = {"serial": problem.serial_ns, str(PairMethod.TURNS): issue_ns(problem, turns_order(problem))}
-    note = _note(problem, PairMethod.ORDER, found.ns, others)
-    return _pair_sides(names, end), order_steps(problem, found.operators, end), note
+    note = _note(problem, PairMethod.ORDER, order.ns, others)
+    return _pair_sides(names, end), order_steps(problem, order.operators, end), note
 
 
 def decide_pairing(
     problem: PairProblem, method: PairMethod, names: Pair = (UNIFORM, UNIFORM), *, goes_on: bool = True
 ) -> PairDecision:
-    """How two layers run together, and what the best other method costs.
+    """Decide how two layers run together; the note has the cost of the best other method.
 
-    ``ORDER`` takes the better of the list schedule and the segments between barriers. Where another pair like
-    it comes next (``goes_on``), an end may be left to that one.
+    ``ORDER`` takes the better of the list schedule and the segments between barriers. If an equal pair comes
+    next (``goes_on``), an end may be left to that pair.
     """
-    segments, end, found = _searched(problem, goes_on=goes_on)
+    segments, end, searched = _searched(problem, goes_on=goes_on)
     prices = {
-        str(PairMethod.ORDER): found.ns,
+        str(PairMethod.ORDER): searched.ns,
         str(PairMethod.BARRIERS): segments.ns,
         str(PairMethod.TURNS): issue_ns(problem, turns_order(problem)),
         "serial": problem.serial_ns,
     }
-    if method is PairMethod.ORDER and segments.ns < found.ns:
+    if method is PairMethod.ORDER and segments.ns < searched.ns:
         method = PairMethod.BARRIERS
     order: Order = ()
     if method is PairMethod.ORDER:
-        order = order_steps(problem, found.operators, end)
+        order = order_steps(problem, searched.operators, end)
     elif method is PairMethod.BARRIERS:
         order = segment_steps(problem, segments)
     note = _note(problem, method, prices.pop(method), prices)
@@ -245,30 +247,30 @@ def _pair_sides(names: Pair, end: int) -> Sides:
 
 @lru_cache(maxsize=1024)
 def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, int, IssueOrder]:
-    """Segments between barriers, the end that is left without them (a mask), and the order then.
+    """Return segments between barriers, the end (a mask) left without barriers, and the order with it.
 
-    Kept: layouts and schedules of a search often have layers in common.
+    Results are cached: layouts and schedules of a search often have layers in common.
     """
     segments = pair(problem)
     start = pairing_order(problem, segments)
     ends = possible_ends(problem) if goes_on else [0]
-    found = [(end, list_schedule(leaving(problem, end), [start])) for end in ends]
-    end, best = min(found, key=lambda choice: round(choice[1].ns))
+    orders = [(end, list_schedule(leaving(problem, end), [start])) for end in ends]
+    end, best = min(orders, key=lambda choice: round(choice[1].ns))
     return segments, end, best
 
 
 def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
-    """The best order there is for a layer's two passes, by branch and bound, and its ns; `decide` searches.
+    """Return the best order of a layer's two passes, by branch and bound, and its ns.
 
-    `ValueError` for layers that it would take too long for.
+    `ValueError` for layers that would take too long.
     """
-    found = [(end, exact_order(leaving(problem, end))) for end in possible_ends(problem)]
-    end, best = min(found, key=lambda choice: choice[1].ns)
+    orders = [(end, exact_order(leaving(problem, end))) for end in possible_ends(problem)]
+    end, best = min(orders, key=lambda choice: choice[1].ns)
     return _pair_sides((UNIFORM, UNIFORM), end), order_steps(problem, best.operators, end), best.ns
 
 
 def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> Order:
-    """An order of issue: pass 0 goes forward, 1 backward, 2 is the end that an earlier block has left."""
+    """Return the steps of an order: pass 0 is forward, 1 backward, 2 an earlier block's end."""
     backward = enumerate(problem.backward.issues)
     issues = [
         *problem.forward.issues,
@@ -278,7 +280,7 @@ def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> O
 
 
 def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
-    """A pairing as the steps of a decision."""
+    """Return a pairing as the steps of an order."""
     return tuple(
         OrderSegment((problem.forward.named(f), problem.backward.named(b))) for f, b in pairing.segments
     )

@@ -1,12 +1,12 @@
 """Pairing by dynamic programming, exact over all orders and all segmentations (DHelix section 4.2).
 
-A segment is a set of operators that can be in flight together: between two barriers nothing waits, so within
-one strand's segment nothing needs a collective's result, and no collective needs a result (compute operators
-run one after the other; independent ones of different streams are DHelix's self-overlapping operators).
-Paired segments start together and end with a barrier.
+A segment is a set of operators that can be in flight together: between two barriers no operator waits, so
+within one strand's segment no operator needs a collective's result, and no collective needs a result (compute
+operators run one after the other; independent operators of different streams are DHelix's self-overlapping
+operators). Paired segments start together and end with a barrier.
 
-The paper enumerates orders, cuts each pair of orders into segments and runs equation 2 on each. All of them
-together are the paths through the lattice of prefixes (down-sets) of both graphs: a segment leads from one
+The paper enumerates orders, cuts each pair of orders into segments and runs equation 2 on each. All of these
+together are the paths through the lattice of prefixes (down-sets) of both graphs: a segment leads from a
 prefix to a larger one. So one shortest path over pairs of prefixes gives the best of all.
 """
 
@@ -22,32 +22,32 @@ from braid.scheduling.plan.strands import PairProblem, StrandGraph, bits
 IntArray = NDArray[np.int64]
 
 MOST_PREFIXES = 512
-"""Of a graph whose pairings are all searched: beyond, seconds become minutes."""
+"""Most prefixes of a graph whose pairings are all searched: beyond, seconds become minutes."""
 
 
 Segment = tuple[int, int]
-"""Masks of the forward and of the backward operators that run together; one side may be empty."""
+"""Masks of the forward and of the backward operators that run together; one mask may be 0."""
 
 
 class Pairing(NamedTuple):
-    """Segments in order and the time they take."""
+    """Segments in order, and the time they take in ns."""
 
     segments: tuple[Segment, ...]
     ns: float
 
 
 def may_join(graph: StrandGraph, op: int, others: int) -> bool:
-    """Whether an operator can be in flight with others: both it and what it needs of them compute."""
+    """Tell whether an operator can be in flight with others: both it and its needs among them compute."""
     needed = graph.ancestors[op] & others
     return not needed or (graph.streams[op] == 0 and all(graph.streams[o] == 0 for o in bits(needed)))
 
 
 def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
-    """P(i, j) of equation 2: time of two segments (masks) together; without a partner, of one alone.
+    """Return P(i, j) of equation 2: the ns of two segments (masks) together, or of one if the other is 0.
 
-    The time is that of three streams with the segments' loads; a stream is slowed down by another by
-    the mean of their operators' slowdowns, weighted by the operators' times. For two single operators it is
-    the profiled time of the pair.
+    Three streams carry the segments' loads; a stream is slowed by another by the mean of their operators'
+    slowdowns, weighted by the operators' times. For two single operators the result is the profiled time of
+    the pair.
     """
     operators = list(bits(forward | backward << len(problem.forward)))
     solo, streams = problem.solo_ns, problem.streams
@@ -55,9 +55,9 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
     for op in operators:
         loads[0, streams[op]] += solo[op]
     means = np.zeros((1, len(STREAM_PAIRS)))
-    for place, (a, b) in enumerate(STREAM_PAIRS):
+    for index, (a, b) in enumerate(STREAM_PAIRS):
         if loads[0, a] and loads[0, b]:
-            means[0, place] = sum(
+            means[0, index] = sum(
                 solo[i] * solo[j] * problem.slowdown[i, j]
                 for i in operators
                 for j in operators
@@ -68,15 +68,15 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
 
 
 def pairing_of(problem: PairProblem, segments: Sequence[Segment]) -> Pairing:
-    """A given sequence of paired segments with its cost."""
+    """Return a sequence of paired segments with its cost."""
     return Pairing(tuple(segments), sum(segment_ns(problem, f, b) for f, b in segments))
 
 
 def pair(problem: PairProblem) -> Pairing:
-    """The cheapest pairing over all orders and segmentations: the shortest path over pairs of prefixes.
+    """Return the cheapest pairing over all orders and segmentations: a shortest path over pairs of prefixes.
 
-    ``table[f, b]`` is the least time to come to prefix f of the forward pass and b of the backward pass. It
-    is filled row by row, then the way back goes along what attained the minimum.
+    ``table[f, b]`` is the least time to reach prefix f of the forward pass and b of the backward pass. It is
+    filled row by row; then the path is read backwards along the steps that attained the minimum.
     """
     count = len(problem.forward)
     f = _Segments(problem.forward, problem.slowdown[:count, :count])
@@ -85,25 +85,25 @@ def pair(problem: PairProblem) -> Pairing:
     sizes = np.array([mask.bit_count() for mask in b.prefixes])[b.source]
     levels = [b.by_target(np.flatnonzero(sizes == size)) for size in np.unique(sizes)]
     everything = b.by_target(np.arange(len(b.masks)))
-    beside: dict[int, FloatArray] = {}
+    paired_ns: dict[int, FloatArray] = {}
 
     def together(segment: int) -> FloatArray:
-        """P(i, j) of one forward segment and every backward segment."""
-        if (mask := f.masks[segment]) not in beside:
+        """Return P(i, j) of one forward segment and every backward segment."""
+        if (mask := f.masks[segment]) not in paired_ns:
             loads, sums = f.loads[segment] + b.loads, f.sums[segment] + b.sums
-            for place, (s, t) in enumerate(STREAM_PAIRS):
-                sums[:, place] += b.on[t] @ (f.on[s][segment] @ of_forward)
-                sums[:, place] += b.on[s] @ (of_backward @ f.on[t][segment])
-            beside[mask] = fluid_ns(loads, _means(sums, loads)) + problem.barrier_ns
-        return beside[mask]
+            for index, (s, t) in enumerate(STREAM_PAIRS):
+                sums[:, index] += b.on[t] @ (f.on[s][segment] @ of_forward)
+                sums[:, index] += b.on[s] @ (of_backward @ f.on[t][segment])
+            paired_ns[mask] = fluid_ns(loads, _means(sums, loads)) + problem.barrier_ns
+        return paired_ns[mask]
 
     table = np.full((len(f.prefixes), len(b.prefixes)), np.inf)
     table[0, 0] = 0.0
-    for place, row in enumerate(table):
+    for prefix, row in enumerate(table):
         for rows, starts, targets in levels:  # the backward strand runs alone
             reached = np.minimum.reduceat(row[b.source[rows]] + b.alone_ns[rows], starts)
             row[targets] = np.minimum(row[targets], reached)
-        for segment in map(int, np.flatnonzero(f.source == place)):
+        for segment in map(int, np.flatnonzero(f.source == prefix)):
             target = table[f.target[segment]]
             np.minimum(target, row + f.alone_ns[segment], out=target)
             rows, starts, targets = everything
@@ -133,13 +133,13 @@ class _Segments:
 
     A row leads from prefix ``source`` to prefix ``target`` by the operators of ``masks``. ``on[s]`` holds the
     solo times of a segment's operators on stream s (segments, operators), else 0; ``loads`` their sums per
-    stream; ``sums`` those of time x time x slowdown within a segment, per pair of streams; ``alone_ns`` what
-    it takes by itself.
+    stream; ``sums`` the sums of time x time x slowdown within a segment, per pair of streams; ``alone_ns``
+    the time of a segment by itself.
     """
 
     def __init__(self, graph: StrandGraph, slowdown: FloatArray) -> None:
         self.prefixes = _prefixes(graph)
-        place = {mask: n for n, mask in enumerate(self.prefixes)}
+        number = {mask: n for n, mask in enumerate(self.prefixes)}
         rows: list[tuple[int, int, int]] = []
         for done in self.prefixes:
             seen: set[int] = set()
@@ -148,10 +148,10 @@ class _Segments:
                 taken = stack.pop()
                 for op in graph.ready(done | taken):
                     larger = taken | 1 << op
-                    if larger not in seen and done | larger in place and may_join(graph, op, taken):
+                    if larger not in seen and done | larger in number and may_join(graph, op, taken):
                         seen.add(larger)
                         stack.append(larger)
-                        rows.append((place[done | larger], place[done], larger))
+                        rows.append((number[done | larger], number[done], larger))
         rows.sort()
         self.target = np.array([row[0] for row in rows], dtype=np.int64)
         self.source = np.array([row[1] for row in rows], dtype=np.int64)
@@ -161,36 +161,36 @@ class _Segments:
             for op in bits(mask):
                 weights[n, op] = graph.solo_ns[op]
         self.on: list[FloatArray] = [weights * (np.array(graph.streams) == s) for s in range(3)]
-        self.loads = np.stack([own.sum(axis=1) for own in self.on], axis=1)
+        self.loads = np.stack([times.sum(axis=1) for times in self.on], axis=1)
         within = [((self.on[s] @ slowdown) * self.on[t]).sum(axis=1) for s, t in STREAM_PAIRS]
         self.sums = np.stack(within, axis=1)
         self.alone_ns = fluid_ns(self.loads, _means(self.sums, self.loads))
 
     def by_target(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Some rows, where runs of equal targets start among them, and these targets."""
+        """Return rows, the indices at which runs of equal targets start among them, and these targets."""
         starts = np.flatnonzero(np.diff(self.target[rows], prepend=-1))
         return rows, starts, self.target[rows][starts]
 
 
 def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
-    """Weighted mean slowdowns per pair of streams from sums of products; 0 where a stream is empty."""
+    """Return mean slowdowns per pair of streams, weighted by time; 0 where a stream is empty."""
     products = np.stack([loads[:, a] * loads[:, b] for a, b in STREAM_PAIRS], axis=1)
     return np.divide(sums, products, out=np.zeros_like(sums), where=products > 0)
 
 
 def _prefixes(graph: StrandGraph) -> tuple[int, ...]:
-    """All masks that some order begins with (down-sets), smaller ones first.
+    """Return all masks with which some order begins (down-sets), smaller masks first.
 
-    Where branches side by side (shared experts) make them too many, those of one order of weight gradients,
-    which nothing waits for, and one of all others.
+    If parallel branches (shared experts) make them too many, weight gradients, for which no operator waits,
+    keep the graph's order among themselves, and so do all other operators.
     """
-    found = {0}
-    frontier = found
+    prefixes = {0}
+    frontier = prefixes
     while frontier:
         frontier = {done | 1 << op for done in frontier for op in graph.ready(done)}
-        found = found | frontier
-    if len(found) > MOST_PREFIXES:
+        prefixes = prefixes | frontier
+    if len(prefixes) > MOST_PREFIXES:
         for kind in (graph.weights, graph.all & ~graph.weights):
             in_order = {kind & ((1 << op) - 1) for op in range(len(graph) + 1)}
-            found = {mask for mask in found if mask & kind in in_order}
-    return tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))
+            prefixes = {mask for mask in prefixes if mask & kind in in_order}
+    return tuple(sorted(prefixes, key=lambda mask: (mask.bit_count(), mask)))

@@ -1,7 +1,7 @@
-"""Plan: few, symbolic decisions that a person can read and edit, with what the runner-up would have cost.
+"""Plan: few, symbolic decisions that a person can read and edit, with the costs of the runners-up.
 
-A plan is YAML. `braid.scheduling.plan.decide` makes one and lowers it to a `Schedule` again; what is
-edited into nonsense fails there, with the key that is wrong.
+A plan is YAML. `braid.scheduling.plan.decide` makes plans and lowers them to a `Schedule` again; it refuses a
+wrong edit with the wrong key.
 """
 
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ VERSION: Final = 6
 
 @dataclass(frozen=True, kw_only=True)
 class PairingNote:
-    """What the chosen pairing of a layer's two passes costs, and what the others would."""
+    """Costs of the chosen pairing of a layer's two passes, and of the next best method."""
 
     method: PairMethod
     ns: int
@@ -33,7 +33,7 @@ class PairingNote:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The simulated step."""
+    """Results of the simulated step."""
 
     step_seconds: float
     tokens_per_second: float
@@ -46,7 +46,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerUp:
-    """Another setting that was simulated (or why it was not)."""
+    """Another setting that was simulated, or the reason why it was not."""
 
     layout: str
     schedule: str
@@ -59,40 +59,40 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions of a run's schedule (``setting``, ``choices``), and what else was found out."""
+    """All decisions of a run's schedule (``setting``, ``choices``), and further results of planning."""
 
     cluster: str
     profile: str
-    """Where the costs came from."""
+    """Source of the costs."""
     setting: Setting
     choices: Choices
     score: Score
     pairing: PairingNote | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     usual: tuple[RunnerUp, ...] = ()
-    """The usual schedules with the same degrees, the quickest first: what there is without this plan."""
+    """The usual schedules with the same degrees, the quickest first: the alternatives to this plan."""
     braid_plan: int = VERSION
 
     @property
     def not_executed(self) -> tuple[str, ...]:
-        """What of the setting is planned and simulated, but not executed in this version."""
+        """Aspects of the setting that are planned and simulated, but cannot be executed."""
         return ("fewer layers on the stage with the head",) if self.setting.layout.head_layers else ()
 
     def to_yaml(self) -> str:
-        """The plan as YAML that `parse_plan` reads back to an equal object."""
+        """Return the plan as YAML that `parse_plan` reads back to an equal object."""
         content = to_mapping(self)
         ordered = {"braid_plan": content.pop("braid_plan"), **content}
         return write_yaml(ordered, width=100)
 
 
 def score_of(numbers: Numbers) -> Score:
-    """The part of a simulation's numbers that a plan keeps."""
-    kept = {field.name: getattr(numbers, field.name) for field in fields(Score)}
-    return Score(**{**kept, "mfu": numbers.mfu or 0.0})
+    """Return the part of a simulation's numbers that a plan stores."""
+    values = {field.name: getattr(numbers, field.name) for field in fields(Score)}
+    return Score(**{**values, "mfu": numbers.mfu or 0.0})
 
 
 def parse_plan(text: str, where: str) -> Plan:
-    """A plan from YAML; `ValueError` names the key, its value and what would be right."""
+    """Parse a plan from YAML; `ValueError` names the key, its value and the remedy."""
     content = parse_yaml(text, where)
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
@@ -108,7 +108,7 @@ def parse_plan(text: str, where: str) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read ``plan.yaml``."""
+    """Read ``plan.yaml``; `ValueError` names the file and a remedy."""
     try:
         return parse_plan(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

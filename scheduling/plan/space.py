@@ -1,4 +1,4 @@
-"""What planning compares: schedules, and what each of them leaves open."""
+"""The space that planning searches: schedules, and the choices that each leaves open."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,25 +16,25 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is tried of what a schedule leaves open."""
+    """The part of a schedule's open choices that is tried."""
 
     unit_layers: tuple[int, ...] = (0, 4)
-    """Most layers of a unit: none, and as many as a search of a second can order well."""
+    """Most layers of a unit: 0 for none, and as many as a search of a second can order well."""
     every_pipeline: bool = True
-    """Else the first of a schedule's pipelines, with the usual time for messages, and collectives whole."""
+    """Whether all pipelines are tried, or the first with the usual hop and whole collectives."""
 
 
 EVERYTHING = Space()
 PART_BY_PART = Space(unit_layers=(0,))
-"""What a modelled cluster is planned with: searching the orders of units takes seconds each."""
+"""For modelled clusters: searching the orders of units takes seconds each."""
 COARSE = Space(unit_layers=(0,), every_pipeline=False)
-"""To rank many layouts."""
+"""For ranking many layouts."""
 
 
 def searched_schedules(setting: Setting) -> Iterator[Setting]:
-    """The setting under every schedule, as far as layout and batch allow it: what ``auto`` compares.
+    """Yield the setting under every schedule that suits layout and batch: what ``auto`` compares.
 
-    Of schedules that search no pipelines, with every pipeline that can be named.
+    A schedule that searches no pipelines comes with every pipeline that can be named.
     """
     layout = setting.layout
     for name, kind in SCHEDULES.items():
@@ -44,8 +44,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
             continue  # nothing to exchange
         if layout.data_ranks == 1 and name == "ddp":
             continue  # nothing to sum over replicas
-        more = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
-        for named in (ScheduleName(name, pipeline) for pipeline in ("", *more)):
+        further = () if kind.searched or layout.pp == 1 else kind.more  # the same on one stage
+        for named in (ScheduleName(name, pipeline) for pipeline in ("", *further)):
             if layout.pp == 1 and named.placement_on(1) is not Placement.LINEAR:
                 continue  # pipelines of one stage are all the same
             with suppress(ValueError):  # this layout or number of micro-batches has no such schedule
@@ -53,8 +53,8 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
 
 
 def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
-    """The same layout under another schedule (or its text, `ScheduleName`), with the placement that it needs,
-    nothing else decided."""
+    """Return the layout under another schedule (or its text, `ScheduleName`), with the placement that the
+    schedule needs and nothing else decided."""
     schedule, pipeline, hop = named = ScheduleName.parse(str(name))
     return replace(
         setting,
@@ -69,8 +69,8 @@ def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
 
 
 def variants(setting: Setting, space: Space) -> Iterator[Setting]:
-    """What a schedule leaves open: pipeline, slots of a message, pieces of collectives, layers of a unit, how
-    far ahead buckets travel."""
+    """Yield a schedule's open choices: pipeline, slots of a message, pieces of collectives, layers of a unit,
+    distances at which buckets travel ahead."""
     kind, layout = setting.kind, setting.layout
     partitions = [setting.partitions]
     if kind.cuts_collectives and not setting.partitions and layout.tp > 1:

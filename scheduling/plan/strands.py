@@ -1,4 +1,4 @@
-"""Two passes that share a rank, as the pairing search sees them: operators, times, precedence, contention."""
+"""Two passes that share a rank, as a search problem: operators, times, precedence, contention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ STREAMS = tuple(Stream)
 
 @dataclass(frozen=True, kw_only=True)
 class StrandGraph:
-    """Operators of a pass. Sets of operators are bit masks; ``before`` holds, per operator, what it needs."""
+    """Operators of a pass. Sets of operators are bit masks; ``before`` holds each operator's direct needs."""
 
     issues: tuple[Issue, ...]
     """Operators, with the number of their pass in the program."""
@@ -28,9 +28,9 @@ class StrandGraph:
     solo_ns: tuple[float, ...]
     before: tuple[int, ...]
     weights: int = 0
-    """The weight gradients."""
+    """Mask of the weight gradients."""
     last_layer: int = 0
-    """The operators of the layer that the pass comes to last."""
+    """Mask of the operators of the layer that the pass visits last."""
 
     def __post_init__(self) -> None:
         assert len(self.issues) == len(self.streams) == len(self.solo_ns) == len(self.before)
@@ -44,27 +44,27 @@ class StrandGraph:
 
     @property
     def total_ns(self) -> float:
-        """The pass by itself without any overlap."""
+        """Time of the pass alone without any overlap."""
         return sum(self.solo_ns)
 
     def named(self, mask: int) -> tuple[str, ...]:
-        """Names of some operators, in the order of the graph."""
+        """Return the names of operators in a mask, in the order of the graph."""
         return tuple(self.issues[op].operator for op in bits(mask))
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Per operator, everything that has to come before it."""
+        """Per operator, the mask of all operators that must come before it."""
         masks: list[int] = []
         for op, direct in enumerate(self.before):
             assert direct < 1 << op, "operators must stand after what they need"
             mask = direct
-            for other in bits(direct):
-                mask |= masks[other]
+            for needed in bits(direct):
+                mask |= masks[needed]
             masks.append(mask)
         return tuple(masks)
 
     def ready(self, done: int) -> Iterator[int]:
-        """Operators that may come next after those of a mask."""
+        """Yield the operators that may come next after those in ``done``."""
         for op, direct in enumerate(self.before):
             if not done >> op & 1 and direct & ~done == 0:
                 yield op
@@ -74,8 +74,8 @@ class StrandGraph:
 class PairProblem:
     """A forward and a backward pass to run together. Problems of the same content are equal.
 
-    Operators of both are numbered together, those of the forward pass first. ``slowdown[i, j]`` is how much
-    longer operator i takes while j runs; operators of one stream never run together.
+    Operators of both are numbered together, the forward pass first. ``slowdown[i, j]`` is the fraction by
+    which operator i takes longer while j runs; operators of one stream never run together.
     """
 
     forward: StrandGraph
@@ -100,7 +100,7 @@ class PairProblem:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Per operator, the mask of what it needs."""
+        """Per operator, the mask of its direct needs."""
         return self.forward.before + tuple(mask << len(self.forward) for mask in self.backward.before)
 
     @cached_property
@@ -115,12 +115,12 @@ class PairProblem:
 
     @property
     def serial_ns(self) -> float:
-        """Both passes, one operator after the other."""
+        """Time of both passes, one operator after the other."""
         return self.forward.total_ns + self.backward.total_ns
 
     @property
     def lower_bound_ns(self) -> float:
-        """No schedule is faster than its busiest stream."""
+        """Work of the busiest stream: no schedule is faster."""
         loads = [0.0, 0.0, 0.0]
         for stream, ns in zip(self.streams, self.solo_ns, strict=True):
             loads[stream] += ns
@@ -128,10 +128,10 @@ class PairProblem:
 
 
 def leaving(problem: PairProblem, end: int) -> PairProblem:
-    """The problem with the end (a mask) of the previous backward pass in the place of its own.
+    """Return the problem with the previous backward pass's end (a mask) in place of its own end.
 
-    Paired programs follow each other, so the end that a program leaves has all it needs from the next one's
-    begin, but for what belongs to it too. Nothing that stays may need it.
+    Paired programs follow each other, so an end that the previous program left needs at the next begin only
+    its own operators. No operator outside the end may need it.
     """
     graph = problem.backward
     before = tuple(mask & end if end >> n & 1 else mask for n, mask in enumerate(graph.before))
@@ -140,7 +140,7 @@ def leaving(problem: PairProblem, end: int) -> PairProblem:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Numbers of the bits that are set."""
+    """Yield the numbers of the bits that are set, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -148,9 +148,9 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def strand_graph(graph: Graph, profile: Profile, turn: int) -> StrandGraph:
-    """A pass with the profile's costs; precedence is data alone, so weight gradients may move.
+    """Return a pass with the profile's costs; precedence is data alone, so weight gradients may move.
 
-    The last piece of a value stands behind the others.
+    The last piece of a value comes after its other pieces.
     """
     numbered = list(enumerate(graph.operators))
     writer = {name: n for n, op in numbered for name in op.writes}
@@ -161,7 +161,7 @@ def strand_graph(graph: Graph, profile: Profile, turn: int) -> StrandGraph:
             if name in writer:
                 mask |= 1 << writer[name]
         if op.completes:
-            mask |= sum(1 << n for n, other in numbered if other.completed_by(op))
+            mask |= sum(1 << n for n, piece in numbered if piece.completed_by(op))
         before.append(mask)
     last = next((op.place for op in reversed(graph.operators) if is_layer(op.part)), None)
     return StrandGraph(
@@ -185,7 +185,7 @@ def _slowdowns(operators: Sequence[Operator], profile: Profile) -> FloatArray:
 
 
 def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProblem:
-    """A forward pass (number 0) beside a backward pass (number 1)."""
+    """Return the problem of a forward pass (number 0) beside a backward pass (number 1)."""
     return PairProblem(
         forward=strand_graph(forward, profile, 0),
         backward=strand_graph(backward, profile, 1),
@@ -195,9 +195,9 @@ def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProbl
 
 
 def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> PairProblem:
-    """Several passes as the backward side of a problem without a forward side.
+    """Return several passes as the backward side of a problem without a forward side.
 
-    What a pass computes stands behind the same operators of pass ``first`` and of earlier passes: so
+    A pass's compute operators come after the same operators of pass ``first`` and of earlier passes, so that
     gradients are added up in the order of micro-batches.
     """
     turns = sorted(range(len(graphs)), key=lambda turn: (turn != first, turn))

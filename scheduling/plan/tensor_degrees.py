@@ -1,11 +1,11 @@
 """Tensor-parallel degree and recomputation of every layer, by integer linear programming (Oases section V).
 
-A layer's blocks (attention, MLP) end in a collective each. Two sub-batches run through them by turns, so
-that one computes while the other communicates. In Oases the activations are gathered between layers of
-different degrees, and nothing overlaps there; Braid's layers hand on the same tokens whatever their degrees.
+A layer's blocks (attention, MLP) end in a collective each. Two sub-batches take turns, so that one computes
+while the other communicates. In Oases the activations are gathered between layers of different degrees, and
+nothing overlaps there; Braid's layers pass on the same tokens whatever their degrees.
 
 The answer is exact: costs depend on the choices of two neighbouring layers, so a strategy is a path through a
-layered graph, equation 5 the length of the path, and equation 6 a knapsack constraint on it.
+layered graph, equation 5 is the length of the path, and equation 6 is a knapsack constraint on it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Numbers = NDArray[np.float64] | float
 
 
 class LayerChoice(NamedTuple):
-    """A layer's tensor-parallel degree, and what of the layer is computed again."""
+    """A layer's tensor-parallel degree and recompute policy."""
 
     degree: int
     recompute: str = "full"
@@ -32,9 +32,9 @@ class LayerChoice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PassCosts:
-    """A block in one pass: its computation, then its collective, of the first and second sub-batch.
+    """A block in one pass: ns of its computation and of its collective, for (first, second) sub-batch.
 
-    A replica with a single sample has a second sub-batch of nothing, which costs 0: nothing overlaps.
+    A replica with a single sample has an empty second sub-batch, which costs 0: nothing overlaps.
     """
 
     compute_ns: tuple[int, int]
@@ -43,7 +43,7 @@ class PassCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DegreeCosts:
-    """What a layer costs under a choice. Blocks stand in the order of the forward pass, in ``backward`` too.
+    """Costs of a layer under a choice. Blocks are in the order of the forward pass, in ``backward`` too.
 
     Recomputation is part of the backward pass's computation.
     """
@@ -53,11 +53,11 @@ class DegreeCosts:
     forward: tuple[PassCosts, ...]
     backward: tuple[PassCosts, ...]
     resident_bytes: int
-    """What every layer of this choice adds to a rank: weights, gradients, optimizer states, saved inputs."""
+    """Bytes that each layer of this choice adds to a rank: weights, gradients, states, saved inputs."""
     runtime_bytes: int = 0
-    """Temporary buffers, which all layers of a rank use by turns."""
+    """Bytes of temporary buffers, which all layers of a rank use by turns."""
     once_ns: int = 0
-    """What a layer adds whatever its micro-batches are: sums of gradients of replicas, the update."""
+    """Fixed ns of a layer, whatever its micro-batches: sums of gradients of replicas, the update."""
 
     @property
     def choice(self) -> LayerChoice:
@@ -73,7 +73,7 @@ class DegreeCosts:
 
     @property
     def inside_ns(self) -> int:
-        """Terms of equation 3 that the layer has to itself, in both passes."""
+        """Terms of equation 3 that concern this layer alone, in both passes, in ns."""
         total = self.once_ns
         for blocks in (self.forward, self.backward[::-1]):
             total += sum(max(block.compute_ns[1], block.collective_ns[0]) for block in blocks)
@@ -82,37 +82,37 @@ class DegreeCosts:
 
     @property
     def first_ns(self) -> int:
-        """What the layer costs at the model's begin."""
+        """Cost of the layer at the model's begin, in ns."""
         return self.inside_ns + self.forward[0].compute_ns[0] + self.backward[0].collective_ns[1]
 
     @property
     def last_ns(self) -> int:
-        """What the layer adds at the model's end, beyond the cost of coming to it."""
+        """Cost that the layer adds at the model's end, in ns."""
         return self.forward[-1].collective_ns[1] + self.backward[-1].compute_ns[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DegreeProblem:
-    """Equal layers, what to choose from, and the memory of a rank."""
+    """Equal layers, the choices for each, and the memory of a rank."""
 
     layers: int
     options: tuple[DegreeCosts, ...]
     memory_limit_bytes: int
     gather_ns: Mapping[tuple[int, int], int] | None = None
-    """(smaller, larger degree) -> time of the all-gather of activations, or of their gradients, in eq. 4.
+    """(smaller, larger degree) -> ns of the all-gather of activations, or of their gradients, in equation 4.
     None: nothing is gathered, and passes overlap between layers of any degrees."""
 
     def option(self, choice: LayerChoice) -> DegreeCosts:
         return next(option for option in self.options if option.choice == choice)
 
     def step_ns(self, earlier: DegreeCosts, later: DegreeCosts) -> int:
-        """What a layer costs behind an earlier one (equations 3 and 4).
+        """Return the cost of a layer behind an earlier layer (equations 3 and 4), in ns.
 
-        Of two neighbours, the computation of a pass and the collective before it take the longer of both
-        times, or their sum where activations are gathered. The paper writes both cases of equation 4 with
-        the collective of the earlier layer and the computation of the later one. In the backward pass data
-        flows the other way, so there the collective of the later layer cannot hide behind the computation
-        of the earlier one.
+        For two neighbours, a pass's computation and the collective before it take the longer of both times,
+        or their sum where activations are gathered. The paper writes both cases of equation 4 with the
+        collective of the earlier layer and the computation of the later one. In the backward pass data flows
+        the other way, so there the collective of the later layer cannot hide behind the computation of the
+        earlier one.
         """
         forward = (earlier.forward[-1].collective_ns[1], later.forward[0].compute_ns[0])
         backward = (later.backward[0].collective_ns[1], earlier.backward[-1].compute_ns[0])
@@ -127,17 +127,17 @@ class DegreeProblem:
 
 
 def strategy_cost(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
-    """Equation 5: nanoseconds of both passes through layers of these choices."""
+    """Return equation 5: the ns of both passes through layers of these choices."""
     options = [problem.option(choice) for choice in choices]
     steps = sum(problem.step_ns(earlier, later) for earlier, later in pairwise(options))
     return options[0].first_ns + steps + options[-1].last_ns
 
 
 def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
-    """The left side of equation 6: all layers, and the largest buffers.
+    """Return the left side of equation 6: bytes of all layers, and of the largest buffers.
 
-    The paper counts the buffers of the last layer. They are reused, so the peak is the largest of any layer;
-    the two are the same where degrees are equal.
+    The paper counts the buffers of the last layer. Buffers are reused, so the peak is the largest of any
+    layer; both agree where degrees are equal.
     """
     options = [problem.option(choice) for choice in choices]
     units = sum(o.resident_units for o in options) + max(o.runtime_units for o in options)
@@ -145,16 +145,16 @@ def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]
 
 
 def plan_degrees(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
-    """The strategy of least cost (equation 5) within the memory (equation 6), proven to be the best.
+    """Return the strategy of least cost (equation 5) within the memory (equation 6), proven to be optimal.
 
-    Raises `ValueError` where nothing fits, with the bytes that would do.
+    Raises `ValueError` where nothing fits, with the number of bytes that would suffice.
 
-    The search is for the shortest path through the choices of the layers, as counts of its steps. Layers are
-    equal, so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j] counts the
-    steps from choice i to choice j. Counts are those of a path if flow in and out agree and all choices used
-    hang together; the latter is a second flow, which leaves the first choice with a unit for every choice
-    used and runs along steps that are taken. With one binary per layer and step instead, every order of the
-    runs is another solution of the same cost, and 96 layers of 6 degrees took up to 38 s instead of 0.2 s.
+    The search is for the shortest path through the layers' choices, as counts of its steps. Layers are equal,
+    so the flows z[v,i,j] between the layers v and v + 1 may be added up over v: N[i,j] counts the steps from
+    choice i to choice j. Counts form a path if flow in and out agree and all used choices are connected; a
+    second flow ensures the latter: it leaves the first choice with a unit for every used choice and runs
+    along taken steps. With one binary per layer and step instead, every order of the runs is another solution
+    of the same cost, and 96 layers of 6 degrees took up to 38 s instead of 0.2 s.
 
     Columns: first, last and used (binary, per choice), steps N (integer) and the second flow (both per pair
     of choices), the largest buffers.
@@ -202,7 +202,7 @@ def plan_degrees(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
     whole[: steps.stop] = 1
     upper[: steps.start] = 1
     result = milp(
-        cost / 1000,  # in microseconds: the solver's absolute gap, 1e-6, is then below a nanosecond
+        cost / 1000,  # microseconds: the solver's absolute gap of 1e-6 is then below a nanosecond
         constraints=constraints,
         integrality=whole,
         bounds=Bounds(0, upper),
@@ -213,21 +213,21 @@ def plan_degrees(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
     counts = np.rint(result.x[steps]).astype(int).reshape(count, count)
     path = _walk(counts.tolist(), int(np.argmax(result.x[first])))
     assert len(path) == problem.layers
-    return tuple(options[place].choice for place in path)
+    return tuple(options[index].choice for index in path)
 
 
 def _walk(steps: list[list[int]], first: int) -> list[int]:
-    """A path from ``first`` that takes every step as often as counted (Hierholzer 1873)."""
-    left = [list(row) for row in steps]
+    """Return a path from ``first`` that takes every step as often as counted (Hierholzer 1873)."""
+    remaining = [list(row) for row in steps]
     open_path, path = [first], []
     while open_path:
         here = open_path[-1]
-        # Staying comes first, so that layers of one degree stand together.
-        onward = sorted(range(len(left)), key=lambda place: place != here)
-        there = next((place for place in onward if left[here][place]), None)
-        if there is None:
+        # Staying at a choice comes first, so that layers of one degree are adjacent.
+        onward = sorted(range(len(remaining)), key=lambda choice: choice != here)
+        target = next((choice for choice in onward if remaining[here][choice]), None)
+        if target is None:
             path.append(open_path.pop())
         else:
-            left[here][there] -= 1
-            open_path.append(there)
+            remaining[here][target] -= 1
+            open_path.append(target)
     return path[::-1]

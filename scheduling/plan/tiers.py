@@ -1,11 +1,11 @@
 """Centauri's operation tier in a run: which collectives are cut, and how, with the costs of the run.
 
-Every scheme of the partition space of a layer's collective is carried out in the layer's graph and priced
-with the operators beside it, on the streams of a rank, as the profile has them; the shortest is taken, the
-whole collective where that is. What comes of it for a step is for the simulator to say (`cuts`).
+Every scheme of the partition space of a layer's collective is applied to the layer's graph and priced with
+the adjacent operators, on the streams of a rank, with the profile's costs; the shortest is taken, or the
+whole collective if that is shortest. The simulator tells the effect on a step (`cuts`).
 
-The other tiers are the order of a backward pass's operators (`braid.scheduling.plan.orders`) and how many
-micro-batches go together (the pipelines ``together_N``).
+The other tiers are the order of a backward pass's operators (`braid.scheduling.plan.orders`) and the number
+of micro-batches that run together (the pipelines ``together_N``).
 """
 
 from collections import defaultdict
@@ -27,24 +27,24 @@ from braid.scheduling.schedule.timeline import run_in_order
 from braid.scheduling.text.pattern import is_layer
 
 MOST_BESIDE = 2
-"""A GEMM and an activation: what comes before or behind is a collective, or coupled along the tokens."""
+"""A GEMM and an activation: the next operator is a collective, or couples tokens."""
 
 
 def cuts(bench: CostedSetting, bench_of: BenchOf, *, layers: bool = True) -> Iterator[tuple[Partition, ...]]:
-    """Partitions to simulate a setting with: of layers' collectives, of what replicas share, of both.
+    """Yield partitions to simulate a setting with: of layers' collectives, of sums and gathers, of both.
 
-    ``layers``: whether theirs may be cut.
+    ``layers``: whether layers' collectives may be cut.
     """
-    own = operation_tier(bench, bench_of) if layers else ()
+    of_layers = operation_tier(bench, bench_of) if layers else ()
     shared = sharing_partitions(bench)
-    yield from dict.fromkeys(found for found in (own, shared, (*own, *shared)) if found)
+    yield from dict.fromkeys(cut for cut in (of_layers, shared, (*of_layers, *shared)) if cut)
 
 
 # -- collectives of layers -----------------------------------------------------------------------------------
 
 
 class Collecting(NamedTuple):
-    """A collective of a layer, and what can be cut with it."""
+    """A collective of a layer, and the adjacent operators that can be cut with it."""
 
     part: str
     forward: bool
@@ -52,19 +52,19 @@ class Collecting(NamedTuple):
     beside: tuple[str, ...]
 
     def graph(self, bench: CostedSetting) -> Graph:
-        """The pass that it stands in."""
+        """Return the graph that holds the collective."""
         part = bench.members[self.part]
         return part.forward if self.forward else part.backward
 
     def span_ns(self, bench: CostedSetting) -> float:
-        """What it and the operators beside it take, cut or whole."""
+        """Return the ns of the collective and the operators beside it, cut or whole."""
         return span_ns(self.graph(bench), {self.op.name, *self.beside}, bench.profile)
 
 
 def collectives(bench: CostedSetting) -> list[Collecting]:
-    """All gathers and scatters of the layers over tensor parallelism."""
+    """Return all gathers and scatters of the layers over tensor parallelism."""
     return [
-        Collecting(name, graph is part.forward, op, tuple(one.name for one in beside))
+        Collecting(name, graph is part.forward, op, tuple(near.name for near in beside))
         for name, part in bench.members.items()
         if is_layer(name)
         for graph in (part.forward, part.backward)
@@ -75,31 +75,31 @@ def collectives(bench: CostedSetting) -> list[Collecting]:
 
 
 def operation_tier(bench: CostedSetting, bench_of: BenchOf) -> tuple[Partition, ...]:
-    """The best way to cut every gather and scatter of the layers; those that are as good whole have none.
+    """Return the best cut of every gather and scatter of the layers; without one if whole is as good.
 
-    ``bench``: of a setting without partitions. What stands beside a gather stands beside no other one, nor
-    beside two scatters: points of several collectives are priced at once.
+    ``bench``: a setting without partitions. No operator is beside two gathers, or beside two scatters, so
+    points of several collectives are priced at once.
     """
     spans: dict[Collecting, list[tuple[float, Partition | None]]] = {}
     for kind in CUT:
-        own = {
-            one: list(points(bench.members[one.part], one.graph(bench), one.op, bench.profile))
-            for one in collectives(bench)
-            if one.op.kind is kind
+        spaces = {
+            c: list(points(bench.members[c.part], c.graph(bench), c.op, bench.profile))
+            for c in collectives(bench)
+            if c.op.kind is kind
         }
-        for one in own:
-            spans[one] = [(one.span_ns(bench), None)]
-        for tried in zip_longest(*own.values()):
-            chosen = {one: point for one, point in zip(own, tried, strict=True) if point is not None}
+        for collective in spaces:
+            spans[collective] = [(collective.span_ns(bench), None)]
+        for tried in zip_longest(*spaces.values()):
+            chosen = {c: point for c, point in zip(spaces, tried, strict=True) if point is not None}
             cut = bench_of(replace(bench.setting, partitions=tuple(chosen.values())))
-            for one, point in chosen.items():
-                spans[one].append((one.span_ns(cut), point))
-    best = [_plainest(spans[one]) for one in collectives(bench)]
+            for collective, point in chosen.items():
+                spans[collective].append((collective.span_ns(cut), point))
+    best = [_plainest(spans[collective]) for collective in collectives(bench)]
     return tuple(point for point in best if point is not None)
 
 
 def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | None:
-    """The least cut of those that take hardly longer than the shortest."""
+    """Return the least cut of those that take hardly longer than the shortest."""
     least = min(ns for ns, _ in spans)
     alike = [(ns, point) for ns, point in spans if ns <= least * (1 + HARDLY)]
 
@@ -111,19 +111,19 @@ def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | No
 
 
 HARDLY = 0.02
-"""So little longer the simulator cannot tell; every piece has costs that no profile has."""
+"""Relative difference below the simulator's accuracy; every piece has costs that no profile shows."""
 
 
 PIECE_COUNTS = (1, 2, 4, 8)
-"""Into how many pieces a collective may be cut; the last is Centauri's MAX_CHUNKS."""
+"""Numbers of pieces into which a collective may be cut; the last is Centauri's MAX_CHUNKS."""
 
 
 def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator[Partition]:
-    """The partition space of a gather or scatter (section 3.1), the whole of it aside.
+    """Yield the partition space of a gather or scatter (section 3.1), without the whole collective.
 
-    Over nodes and inside them, where the profile has those: in both orders, and a gather also about its own
-    node (figure 5e). In pieces: of the transfer alone, or with operators beside it, along tokens or along the
-    width of a product; those of a gather also as its stages deliver.
+    Stages over nodes and inside them, if the profile has those: in both orders, and for a gather also around
+    its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along tokens or along
+    the width of a product; for a gather also as its stages deliver rows.
     """
     assert op.axis is not None
     what, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
@@ -141,39 +141,39 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
 
 
 def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
-    """Pieces of a collective, alone and with the operators beside it, as many as have some of it each: what a
-    `Partition` says of them."""
+    """Yield pieces of a collective, alone and with the operators beside it, as arguments of `Partition`; no
+    piece is empty."""
     moved = part.values[op.reads[0]], part.values[op.writes[0]]
     rows, width = min(value.rows for value in moved), moved[1].columns
     yield from ({"pieces": n} for n in PIECE_COUNTS if n <= rows)
-    beside = operators_beside(graph, op, MOST_BESIDE)
-    for length in range(1, len(beside) + 1):
+    chain = operators_beside(graph, op, MOST_BESIDE)
+    for length in range(1, len(chain) + 1):
         along = {"dim": "tokens", "operators": length}
         if op.kind is Kind.ALL_GATHER:
             yield {**along, "delivered": True}
         yield from ({**along, "pieces": n} for n in PIECE_COUNTS[1:] if n <= rows)
-    if beside and beside[0].kind is Kind.GEMM:
+    if chain and chain[0].kind is Kind.GEMM:
         across = {"dim": "width", "operators": 1}
         yield from ({**across, "pieces": n} for n in PIECE_COUNTS[1:] if n <= width)
 
 
 def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
-    """Nodes x ranks of each, where a profile has transfers along these factors of an axis."""
+    """Return (nodes, ranks per node), where a profile has transfers along these factors of an axis."""
     factors = (factor_of(key.partition("/")[0]) for key in profile.transfers)
-    return next((one.mesh for one in factors if one is not None and one.axis == axis), None)
+    return next((f.mesh for f in factors if f is not None and f.axis == axis), None)
 
 
 def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
-    """From the first start to the last end of some operators, or of their pieces, alone on a rank.
+    """Return the ns from the first start to the last end of some operators, or their pieces, alone on a rank.
 
-    Streams serve them in the order of the graph. A rank that is busy with starting a collective, or with what
-    it brings, computes nothing meanwhile; where nothing runs beside it, that is part of the collective.
+    Streams serve them in the order of the graph. A rank that starts a collective, or takes its result, does
+    not compute in the meantime; where nothing runs beside the collective, this time is part of it.
     """
     queues: dict[Stream, list[str]] = defaultdict(list)
     lengths: dict[str, int] = {}
     waits: dict[str, Sequence[str]] = {}
     unasked: dict[str, tuple[str, int]] = {}
-    """Of transfers that nothing has asked for yet: what is left to do, the transfer, how long it takes."""
+    """Transfers that no operator has waited for, by their end's name: the transfer, and ns to take it."""
     writers: dict[str, tuple[str, ...]] = {}
     pieces: dict[str, list[str]] = {}
 
@@ -212,12 +212,12 @@ def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
     return max((last for _, last in times.values()), default=0)
 
 
-# -- what replicas share -------------------------------------------------------------------------------------
+# -- sums of gradients and gathers of parameters ---------------------------------------------------------
 
 
 def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
-    """Sums of gradients and gathers of parameters in stages, inside nodes and between them, where that is
-    shorter for a bucket of a layer's size, in the shorter of the two orders."""
+    """Return sums of gradients and gathers of parameters in stages, inside nodes and between them, in the
+    shorter order, where that is shorter for a bucket of a layer's size."""
     setting, profile = bench.setting, bench.profile
     layout, mesh = setting.layout, node_mesh(profile, PARTITIONED[1])
     if mesh is None or not setting.kind.early_sums:
@@ -226,21 +226,21 @@ def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
     layers = max(1, len(kinds) // layout.pp)
     count = sum(chunk_parameters(bench.members, layout, kinds, c).dense for c in layout.chunks_of(0)) / layers
     wanted = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) if layout.zero else (Kind.ALL_REDUCE,)
-    found = []
+    partitions = []
     for kind in wanted:
         gathers, dtype = kind is Kind.ALL_GATHER, setting.dtype
         payload = count * (DTYPE_BYTES[dtype] if gathers else sent_width(dtype, setting.reduce_dtype))
         whole = profile.transfer("dp", kind).ns(payload)
         best = min((stages_ns(profile, kind, mesh, order, payload), order) for order in ((0, 1), (1, 0)))
         if best[0] < whole:
-            found.append(Partition(what=f"dp/{kind.value}", mesh=mesh, order=best[1]))
-    return tuple(found)
+            partitions.append(Partition(what=f"dp/{kind.value}", mesh=mesh, order=best[1]))
+    return tuple(partitions)
 
 
 def stages_ns(
     profile: Profile, kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...], payload: float
 ) -> float:
-    """The longer of what the stages take inside nodes and between them, as those of one bucket go beside
+    """Return the longer of the ns inside nodes and between nodes, since the stages of one bucket run beside
     those of another."""
     along: dict[Factor, float] = {}
     partition = Partition(what=f"dp/{kind.value}", mesh=mesh, order=order)

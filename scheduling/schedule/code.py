@@ -1,9 +1,9 @@
-"""Linked code: what the ranks of a stage do in one step, operation by operation, with nothing left to derive.
+"""Linked code: the operations of a stage's ranks in one step, with nothing left to derive.
 
-`link` makes it of a schedule; executor, simulator, memory, validation and drawings read it.
-Per stage it is a tuple of stretches, one for each instruction of the schedule. A stretch runs a body of
-operations on frames: the registers of a micro-batch in a chunk. Equal stretches share one body, so code of
-600,000 operations is small. `Stretch.operations` over all stretches is the flat form.
+`link` makes code from a schedule; executor, simulator, memory, validation and drawings read it. The code of a
+stage is a tuple of stretches, one for each instruction of the schedule. A stretch runs a body of operations
+on frames: the registers of a micro-batch in a chunk. Equal stretches share one body, so that code of 600,000
+operations is small. `Stretch.operations` over all stretches is the flat form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,46 +19,46 @@ from braid.scheduling.schedule.schedule import Instruction, Prefetch, Schedule, 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Which registers a micro-batch has in a chunk: one per value of the chunk's units, handed on in place.
+    """The registers of a micro-batch in a chunk: one per value of the chunk's units.
 
-    Where one unit's output is the next one's input, they are one register, and so are their gradients. What
-    must have happened is kept as bits: one per operator, then arrival and departure, both ways.
+    The output of a unit and the input of the next unit are one register, and so are their gradients. Progress
+    is kept as bits: one per operator, then arrival and departure for each direction.
     """
 
     names: tuple[str, ...]
     values: tuple[Value, ...]
     owners: tuple[int, ...]
-    """Per register, the one whose memory it shares, or itself."""
+    """For every register, the register whose memory it shares; itself if the memory is its own."""
     keeps: Mapping[int, int]
-    """Registers that hold the memory of another one beside their own."""
+    """Registers that hold another register's memory in addition to their own."""
     constants: Mapping[str, tuple[int, ...]]
-    """Registers that the executor fills (tokens, targets, loss_scale), by name; no memory of the frame."""
+    """Registers that the executor fills (tokens, targets, loss_scale), by name; not memory of the frame."""
     bits: Mapping[tuple[int, bool, str], int]
-    """Bit of an operator: place of its unit in the chunk, whether in the forward graph, name."""
+    """Bit number of an operator, by (index of its unit in the chunk, whether in the forward graph, name)."""
     operators: tuple[str, ...]
-    """Names by bit."""
+    """Names of operators, by bit number."""
     input: int | None
-    """Register of what the chunk before hands on; None for the model's first chunk."""
+    """Register that receives the previous chunk's output; None for the model's first chunk."""
     output: int
     input_gradient: int | None
     output_gradient: int | None
     makers: tuple[int, int]
-    """Bits of what makes the output, and the gradient of the input."""
+    """Bit masks of the operators that write the output and the gradient of the input."""
 
     def entry(self, forward: bool) -> int | None:
-        """The register that a pass takes its input from."""
+        """Return the register from which a pass takes its input; None for the model's first chunk."""
         return self.input if forward else self.output_gradient
 
     def exit(self, forward: bool) -> int | None:
-        """The register that a pass leaves its output in."""
+        """Return the register in which a pass leaves its output."""
         return self.output if forward else self.input_gradient
 
     def arrival(self, forward: bool) -> int:
-        """The bit that says that a pass has its input."""
+        """Return the bit that is set once a pass has its input."""
         return 1 << len(self.operators) + (not forward)
 
     def departure(self, forward: bool) -> int:
-        """The bit that says that another chunk has the output of a pass."""
+        """Return the bit that is set once another chunk has the output of a pass."""
         return 1 << len(self.operators) + 2 + (not forward)
 
     @cached_property
@@ -68,7 +68,7 @@ class Frame:
 
     @cached_property
     def memories(self) -> tuple[tuple[int, ...], ...]:
-        """Per register, whose memory it holds: that of its owner, and perhaps that of one more."""
+        """For every register, the memories it holds: its owner's, and perhaps one more."""
         return tuple(
             (owner, self.owners[self.keeps[register]]) if register in self.keeps else (owner,)
             for register, owner in enumerate(self.owners)
@@ -76,7 +76,7 @@ class Frame:
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """Per register, a mask of all those that hold its memory."""
+        """For every register, a bit mask of all registers that hold its memory."""
         masks = [0] * len(self.owners)
         for register, memories in enumerate(self.memories):
             for memory in memories:
@@ -93,27 +93,26 @@ class Body:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What one instruction comes to."""
+    """The linked form of one instruction."""
 
     instruction: Instruction
     passes: tuple[Pass, ...]
-    """Those of a block, and those that it hands something to. Of a transfer: whose register it uses."""
+    """Passes of a block and the next passes on the stage; for a transfer, the pass whose register it uses."""
     frames: tuple[Frame, ...]
     body: Body
 
     @property
     def block_passes(self) -> tuple[Pass, ...]:
-        """The passes that it runs; none for a transfer."""
+        """The passes that the stretch runs; empty for a transfer."""
         return passes_in(self.instruction)
 
     @property
     def paired(self) -> bool:
         """Whether several passes run at the same time."""
-        return sum(one.kind is not PassKind.END for one in self.block_passes) > 1
+        return sum(pass_.kind is not PassKind.END for pass_ in self.block_passes) > 1
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The body's."""
         return self.body.operations
 
 
@@ -124,21 +123,21 @@ class Code:
     schedule: Schedule
     layout: ParallelLayout
     kinds: tuple[str, ...]
-    """Of the model's layers."""
+    """Kinds of the model's layers."""
     parts: Mapping[str, Part]
-    """Those that the schedule's programs are of."""
+    """The units that the schedule's programs run, by name."""
     stages: tuple[tuple[Stretch, ...], ...]
     buckets: Buckets
 
     def parameters(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Of a chunk, or of a bucket of it, on the fullest rank of a tensor-parallel group."""
-        own = self.buckets.of(chunk)
-        held = own if bucket is None else (own[bucket],)
-        return sum((one.parameters for one in held), Parameters())
+        """Return the parameters of a chunk, or of a bucket, on a tensor-parallel group's fullest rank."""
+        buckets = self.buckets.of(chunk)
+        counted = buckets if bucket is None else (buckets[bucket],)
+        return sum((spec.parameters for spec in counted), Parameters())
 
 
 def update_begins(stretches: Sequence[Stretch]) -> int:
-    """The first stretch of the norm or of the update, behind all that touch activations and messages."""
+    """Return the index of the first stretch of norm or update, behind all activations and messages."""
     first = len(stretches)
     for at, stretch in enumerate(stretches):
         if stretch.frames:
@@ -149,7 +148,7 @@ def update_begins(stretches: Sequence[Stretch]) -> int:
 
 
 def prefetched(stretches: Sequence[Stretch]) -> tuple[Gather, ...]:
-    """What the step before begins to gather."""
+    """Return the gathers that a step's end starts for the next step."""
     behind = len(stretches) > 1 and isinstance(stretches[-1].instruction, Prefetch)
-    starts = (one.what for one in (stretches[-1].operations if behind else ()) if isinstance(one, Start))
+    starts = (op.what for op in (stretches[-1].operations if behind else ()) if isinstance(op, Start))
     return tuple(what for what in starts if isinstance(what, Gather))

@@ -1,15 +1,15 @@
-"""Schedules as text grids: stages downwards, time to the right."""
+"""Draws schedules as text grids: stages downwards, time to the right."""
 
 from braid.scheduling.schedule.operations import Pass, Receive, Send, Start, Wait
 from braid.scheduling.schedule.schedule import Block, Instruction, Schedule
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 
 Cell = tuple[str, Block | None]
-"""Some columns of characters of a grid, and the block that they show, or none."""
+"""Text of a grid's cell, and the block that it shows; None for an idle cell."""
 
 
 def grid(schedule: Schedule) -> list[list[Cell]]:
-    """Rows of cells, one per stage; every slot of `unit_timeline` is as wide as keeps all labels apart."""
+    """Return a row of cells per stage; every slot of `unit_timeline` is wide enough for all labels."""
     timeline = unit_timeline(schedule)
     blocks = [timed for stage in timeline.stages for timed in stage]
     width = 1 + max((-(-len(_label(b.block)) // (b.end - b.start)) for b in blocks), default=0)
@@ -34,13 +34,13 @@ def _label(block: Block) -> str:
 
 
 def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -> str:
-    """The instructions around the marked one at ``position`` of a stage, beside those of the other stages.
+    """Draw the instructions around the one at ``position`` of a stage, with those of the other stages.
 
-    The middle column is the marked instruction (behind the last one: the end), and in the other stages' rows
-    the instruction closest to it.
+    The middle column shows the marked instruction (or the end, behind the last one) and, in the rows of other
+    stages, the instruction closest to it.
     """
     lists = [[str(i) for i in instructions] + ["end"] for instructions in schedule.stages]
-    middles = [_counterpart(schedule, stage, position, other) for other in range(len(lists))]
+    middles = [_counterpart(schedule, stage, position, other_stage) for other_stage in range(len(lists))]
     lists[stage][position] = f">>{lists[stage][position]}<<"
     rows = [
         [texts[n] if 0 <= n < len(texts) else "" for n in range(middle - reach, middle + reach + 1)]
@@ -54,28 +54,28 @@ def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -
     return "\n".join(lines)
 
 
-def _counterpart(schedule: Schedule, stage: int, position: int, other: int) -> int:
-    """The position in another stage's list that is closest to an instruction of a stage.
+def _counterpart(schedule: Schedule, stage: int, position: int, other_stage: int) -> int:
+    """Return the position in another stage's list that is closest to an instruction of a stage.
 
-    That is the same pass of the same micro-batch on the nearest chunk, or else as far along the list.
+    It is the same pass of the same micro-batch on the nearest chunk, or else the same fraction of the list.
     """
-    here, there = schedule.stages[stage], schedule.stages[other]
-    if other == stage:
+    here, others = schedule.stages[stage], schedule.stages[other_stage]
+    if other_stage == stage:
         return position
     marked = _pass_of(here[position]) if position < len(here) else None
     distances = [
         (abs(near.chunk - marked.chunk), n)
-        for n, instruction in enumerate(there)
+        for n, instruction in enumerate(others)
         if marked is not None
         and (near := _pass_of(instruction)) is not None
         and (near.direction, near.micro_batch) == (marked.direction, marked.micro_batch)
     ]
-    _, nearest = min(distances, default=(0, position * len(there) // max(1, len(here))))
+    _, nearest = min(distances, default=(0, position * len(others) // max(1, len(here))))
     return nearest
 
 
 def _pass_of(instruction: Instruction) -> Pass | None:
-    """The first pass of a block, or the pass whose input a message moves."""
+    """Return the first pass of a block, or the pass whose input a message moves; None for others."""
     match instruction:
         case Block(passes):
             return passes[0]
@@ -86,7 +86,7 @@ def _pass_of(instruction: Instruction) -> Pass | None:
 
 
 def summary(schedule: Schedule) -> str:
-    """One line: slots, idle share, micro-batches in flight per stage."""
+    """Return one line: slots, idle share and micro-batches in flight per stage."""
     timeline = unit_timeline(schedule)
     stages = range(len(schedule.stages))
     idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))

@@ -1,5 +1,5 @@
-"""Registers of a chunk: which value of which unit is where, what has to be done before an operator, and what
-each operation is the last to touch."""
+"""Registers of a chunk: the register of each value, the operators that must run before each operator, and the
+registers that each operation touches last."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,38 +19,38 @@ class ChunkLayout:
     units: tuple[str, ...]
     frame: Frame
     nodes: Mapping[tuple[int, bool, str], Node]
-    """By place of the unit, whether of the forward pass, and name."""
+    """Nodes by (index of the unit, whether in the forward graph, name of the operator)."""
 
 
 def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
-    """Registers and operators of a chunk's units."""
+    """Lay out the registers and operators of a chunk's units. ``trains``: whether backward graphs run."""
     registers: dict[tuple[int, str], int] = {}
     names: list[str] = []
     values: list[Value] = []
     owners: list[int] = []
     constants: dict[str, tuple[int, ...]] = {}
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         x = next((name for name in part.inputs if name not in part.constants), None)
-        if place:
+        if index:
             assert x is not None
-            before = parts[place - 1].output
-            for own, handed in ((x, before), (f"d.{x}", f"d.{before}")):
-                if own in part.values:
-                    registers[place, own] = registers[place - 1, handed]
+            before = parts[index - 1].output
+            for name_here, name_before in ((x, before), (f"d.{x}", f"d.{before}")):
+                if name_here in part.values:
+                    registers[index, name_here] = registers[index - 1, name_before]
         for name, value in part.values.items():
-            if (place, name) not in registers:
-                registers[place, name] = len(names)
+            if (index, name) not in registers:
+                registers[index, name] = len(names)
                 names.append(name)
                 values.append(value)
                 owners.append(len(owners))
             if name in part.constants:
-                constants[name] = (*constants.get(name, ()), registers[place, name])
+                constants[name] = (*constants.get(name, ()), registers[index, name])
         for name, value in part.values.items():
             if value.alias_of is not None:
-                owners[registers[place, name]] = registers[place, value.alias_of]
+                owners[registers[index, name]] = registers[index, value.alias_of]
     keeps = {
-        registers[place, name]: registers[place, value.keeps]
-        for place, part in enumerate(parts)
+        registers[index, name]: registers[index, value.keeps]
+        for index, part in enumerate(parts)
         for name, value in part.values.items()
         if value.keeps is not None
     }
@@ -59,17 +59,17 @@ def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
     x = next((name for name in first.inputs if name not in first.constants), None)
     end = len(parts) - 1
     graphs = [
-        (place, forward, graph)
-        for place, part in enumerate(parts)
+        (index, forward, graph)
+        for index, part in enumerate(parts)
         for forward, graph in _graphs(part, trains)
     ]
     bits = {
-        (place, forward, op.name): number
-        for number, (place, forward, op) in enumerate(
-            (place, forward, op) for place, forward, graph in graphs for op in graph.operators
+        (index, forward, op.name): number
+        for number, (index, forward, op) in enumerate(
+            (index, forward, op) for index, forward, graph in graphs for op in graph.operators
         )
     }
-    made = _made(graphs, bits, registers)
+    writers = _writers(graphs, bits, registers)
     input_gradient = registers.get((0, f"d.{x}"))
     frame = Frame(
         names=tuple(names),
@@ -84,13 +84,13 @@ def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
         input_gradient=input_gradient,
         output_gradient=registers.get((end, f"d.{last.output}")),
         makers=(
-            made[True].get(registers[end, last.output], 0),
+            writers[True].get(registers[end, last.output], 0),
             0
             if input_gradient is None
-            else made[False].get(input_gradient, 0) or made[True].get(input_gradient, 0),
+            else writers[False].get(input_gradient, 0) or writers[True].get(input_gradient, 0),
         ),
     )
-    nodes = _nodes(parts, graphs, frame, registers, made)
+    nodes = _nodes(parts, graphs, frame, registers, writers)
     return ChunkLayout(tuple(part.name for part in parts), frame, nodes)
 
 
@@ -106,18 +106,18 @@ def _graphs(part: Part, trains: bool) -> tuple[tuple[bool, Graph], ...]:
     return (True, part.forward), (False, part.backward)
 
 
-def _made(
+def _writers(
     graphs: Sequence[tuple[int, bool, Graph]],
     bits: Mapping[tuple[int, bool, str], int],
     registers: Mapping[tuple[int, str], int],
 ) -> dict[bool, dict[int, int]]:
-    """By pass (whether forward) and register: the bit of the operator that writes it."""
-    made: dict[bool, dict[int, int]] = {True: {}, False: {}}
-    for place, forward, graph in graphs:
+    """Return the bit mask of the operator that writes a register, by (whether forward) and register."""
+    writers: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for index, forward, graph in graphs:
         for op in graph.operators:
             for name in op.writes:
-                made[forward][registers[place, name]] = 1 << bits[place, forward, op.name]
-    return made
+                writers[forward][registers[index, name]] = 1 << bits[index, forward, op.name]
+    return writers
 
 
 def _nodes(
@@ -125,38 +125,38 @@ def _nodes(
     graphs: Sequence[tuple[int, bool, Graph]],
     frame: Frame,
     registers: Mapping[tuple[int, str], int],
-    made: Mapping[bool, Mapping[int, int]],
+    writers: Mapping[bool, Mapping[int, int]],
 ) -> dict[tuple[int, bool, str], Node]:
-    """Every operator with what has to be done before it."""
+    """Return the nodes of every operator, each with the bits of the operators that must run before it."""
     counts = [1 + max((op.place for op in part.forward.operators), default=0) for part in parts]
-    offsets = [sum(counts[:place]) for place in range(len(parts))]
+    offsets = [sum(counts[:index]) for index in range(len(parts))]
     arrivals = {
         register: frame.arrival(forward)
         for forward in (True, False)
         if (register := frame.entry(forward)) is not None
     }
     nodes = {}
-    for place, forward, graph in graphs:
+    for index, forward, graph in graphs:
         for op in graph.operators:
             needs = 0
-            reads = tuple(registers[place, name] for name in op.reads)
-            wholes = (parts[place].values[name].piece_of for name in op.writes)
+            reads = tuple(registers[index, name] for name in op.reads)
+            wholes = (parts[index].values[name].piece_of for name in op.writes)
             written = dict.fromkeys((*op.writes, *(name for name in wholes if name is not None)))
             for register in reads:
-                own = made[forward].get(register)
-                needs |= own or (0 if forward else made[True].get(register)) or arrivals.get(register, 0)
+                bit = writers[forward].get(register)
+                needs |= bit or (0 if forward else writers[True].get(register)) or arrivals.get(register, 0)
             others = 0
-            for other in graph.operators if op.completes else ():
-                if other.completed_by(op):
-                    others |= 1 << frame.bits[place, forward, other.name]
-            nodes[place, forward, op.name] = Node(
+            for earlier in graph.operators if op.completes else ():
+                if earlier.completed_by(op):
+                    others |= 1 << frame.bits[index, forward, earlier.name]
+            nodes[index, forward, op.name] = Node(
                 operator=op,
-                unit=parts[place].name,
-                place=place,
-                part=offsets[place] + op.place,
+                unit=parts[index].name,
+                place=index,
+                part=offsets[index] + op.place,
                 reads=reads,
-                writes=tuple(registers[place, name] for name in written),
-                bit=1 << frame.bits[place, forward, op.name],
+                writes=tuple(registers[index, name] for name in written),
+                bit=1 << frame.bits[index, forward, op.name],
                 needs=needs,
                 others=others,
             )
@@ -166,21 +166,21 @@ def _nodes(
 # -- operations ----------------------------------------------------------------------------------------------
 
 Placed = tuple[Operation, int, int]
-"""An operation of a program, the turn and the place that it is for."""
+"""An operation of a program, the turn of its pass, and the index of its unit in the chunk."""
 
 
 def operations_of(
     steps: list[Placed], passes: Sequence[Pass], chunks: Sequence[ChunkLayout]
 ) -> list[Operation]:
-    """The operations of steps, one behind the other. `ValueError` for what the graphs do not have."""
+    """Return linked operations for a program's steps. `ValueError` for operators that the graphs lack."""
     operations: list[Operation] = []
-    for (operation, turn, place), following in zip_longest(steps, steps[1:]):
+    for (operation, turn, index), following in zip_longest(steps, steps[1:]):
         if not isinstance(operation, Compute | Start | Wait):
             operations.append(operation)
             continue
         chunk, name = chunks[turn], str(operation.what)
-        node = chunk.nodes.get((place, passes[turn].kind is PassKind.FORWARD, name))
-        side = Side(passes[turn].kind, chunk.units[place])
+        node = chunk.nodes.get((index, passes[turn].kind is PassKind.FORWARD, name))
+        side = Side(passes[turn].kind, chunk.units[index])
         if node is None:
             raise ValueError(f"program {side}: the graph has no operator {name!r}")
         op = node.operator
@@ -194,7 +194,7 @@ def operations_of(
             case Start(_, stream):
                 if stream is Stream.COMPUTE:
                     raise ValueError(f"program {side}: {op.name}: no collective runs on the compute stream")
-                lone = following == (Wait(name, turn=operation.turn), turn, place)
+                lone = following == (Wait(name, turn=operation.turn), turn, index)
                 operations.append(Start(node, turn=turn, reads=reads, writes=writes[:1], lone=lone))
             case Wait():
                 last = operations[-1] if operations else None
@@ -204,26 +204,26 @@ def operations_of(
 
 
 def kept_after(
-    one: Pass, chunk: ChunkLayout, ends: Collection[str], place: int, *, passes_on: bool
+    pass_: Pass, chunk: ChunkLayout, ends: Collection[str], index: int, *, passes_on: bool
 ) -> set[int]:
-    """Registers that what comes after a pass still reads; ``ends``: operators of a unit that it leaves."""
+    """Return the registers read after a pass; ``ends``: operators of unit ``index`` that the pass leaves."""
     later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
-    if one.kind is PassKind.INPUT:
+    if pass_.kind is PassKind.INPUT:
         later = [node for node in later if node.operator.phase is Phase.WEIGHT_GRADIENT]
-    elif not one.forward:
-        later = [chunk.nodes[place, False, name] for name in ends]
-    kept = {register for node in later for register in node.reads}
-    kept -= {register for node in later for register in node.writes}
-    if passes_on and (out := chunk.frame.exit(one.forward)) is not None:
-        kept.add(out)
-    if one.forward and chunk.frame.input_gradient is not None:
-        kept.add(chunk.frame.input_gradient)  # that of a head which runs its backward pass at once
-    return kept
+    elif not pass_.forward:
+        later = [chunk.nodes[index, False, name] for name in ends]
+    registers = {register for node in later for register in node.reads}
+    registers -= {register for node in later for register in node.writes}
+    if passes_on and (out := chunk.frame.exit(pass_.forward)) is not None:
+        registers.add(out)
+    if pass_.forward and chunk.frame.input_gradient is not None:
+        registers.add(chunk.frame.input_gradient)  # of a head that runs its backward pass at once
+    return registers
 
 
 def freeing(operations: Sequence[Operation], keeps: Sequence[set[int]]) -> list[Operation]:
-    """The operations with what each of them is the last to touch; a transfer's input lives until its wait."""
-    seen = [set(kept) for kept in keeps]
+    """Add to each operation the registers that it touches last; a transfer's input lives until its wait."""
+    seen = [set(registers) for registers in keeps]
     result: list[Operation] = []
     for operation in reversed(operations):
         if isinstance(operation, Compute | Wait):

@@ -1,4 +1,4 @@
-"""Schedules that earlier versions had by names of their own."""
+"""Names of schedules in earlier versions, which are refused with their present names."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -19,10 +19,10 @@ GONE: Final[Mapping[str, str]] = {
     "two_beside_one": "wavelet",
     "bidirectional": "dhelix",
 }
-"""What stands in the place of names that earlier versions had."""
+"""Name in earlier versions -> present schedule, with its pipeline after a colon."""
 
 
 def replacement(name: str) -> str:
-    """What stands in the place of a schedule's name that is gone, for a message behind the name."""
+    """Return the end of an error message that names the present form of an earlier schedule's name."""
     schedule, _, pipeline = GONE[name].partition(":")
     return f"is gone; use schedule {schedule}" + (f" with pipeline {pipeline}" if pipeline else "")

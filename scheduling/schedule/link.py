@@ -1,9 +1,9 @@
-"""The linker: from a schedule to linked code. What runs when is decided here and nowhere behind it.
+"""The linker turns a schedule into code. No later stage decides what runs when.
 
-A block's passes go through their units together where the schedule has a program for that combination of
-units. What has no partner goes by itself: at the begin and at the end of the block, backward passes first.
-What a program leaves of a backward pass is taken up by the next program that has a side for it, in the same
-block or in the one that names it (``L2.1``); where there is none, it runs by itself right after.
+The passes of a block advance through their units together where the schedule has a program for a combination
+of units. A unit without a partner runs by itself: at the begin or at the end of the block, backward passes
+first. The operators that a program leaves of a backward pass are run by the next program with a side for
+them, in the same block or in the block that names them (``L2.1``), or else by themselves right after.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ from braid.scheduling.schedule.sharing import Sharing, SharingError
 
 
 class LinkError(ValueError):
-    """A schedule that names what its parts do not have; ``stage`` and ``position`` say where."""
+    """A schedule that names units or operators which its parts lack, at a stage and a position."""
 
     def __init__(self, stage: int, position: int, cause: str) -> None:
         super().__init__(cause)
@@ -66,7 +66,7 @@ class LinkError(ValueError):
 def link(
     schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
 ) -> Code:
-    """Unroll every stage. ``kinds``: of the model's layers; ``parts``: those of `scheduled_parts`.
+    """Unroll every stage. ``kinds``: kinds of the model's layers; ``parts``: from `scheduled_parts`.
 
     `LinkError` names the instruction.
     """
@@ -84,38 +84,38 @@ def link(
 
 
 @dataclass(frozen=True)
-class _Left:
-    """The end of a backward pass that has not run yet."""
+class _PendingEnd:
+    """The end, not run yet, of backward pass number ``turn`` in the unit with ``index`` in its chunk."""
 
     turn: int
-    place: int
+    index: int
     unit: str
     program: Program
-    """The program that left it, and the number of the side that takes it up."""
+    """The program that left the end, and the number of the side that runs it."""
     side: int
 
 
 @dataclass(frozen=True)
 class _Unrolled:
-    """A block's operations and the end that its backward passes leave, by turn."""
+    """A block's operations and the ends that its backward passes leave, by turn."""
 
     body: Body
     frames: tuple[Frame, ...]
-    """Of the block's passes, and of those that it hands something to."""
-    left: Mapping[int, _Left]
+    """Frames of the block's passes, and of the passes that take their outputs."""
+    pending: Mapping[int, _PendingEnd]
 
 
 @dataclass(frozen=True, eq=False)
 class _Role:
-    """What all passes of a kind through a chunk have in common."""
+    """Facts common to all passes of a kind through a chunk."""
 
     chunk: ChunkLayout
     passes_on: bool
-    """Whether something takes what the pass produces."""
+    """Whether another pass takes the output."""
     follower: tuple[PassKind, int] | None
-    """Kind and chunk of the pass on the same stage that does."""
+    """Kind and chunk of the pass on the same stage that takes the output."""
     alike: tuple[object, ...]
-    """Equal where operations and registers are."""
+    """Roles with equal keys have the same operations and registers."""
 
 
 @dataclass
@@ -126,14 +126,14 @@ class _Linker:
     parts: Mapping[str, Part]
     _chunks: dict[int, ChunkLayout] = field(default_factory=dict)
     _laid_out: dict[tuple[str, ...], ChunkLayout] = field(default_factory=dict)
-    """By the names of the units: equal chunks share their frame and their operators."""
+    """Layout by the names of the units: equal chunks share frame and operators."""
     _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
-    """Frame and register that a message is sent from or received in, by what it carries."""
+    """Frame and register that a message is sent from or received in, by (kind, chunk, whether sent)."""
     _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
-    """Sums of the stage that stand in blocks."""
+    """Sums that blocks of the stage start."""
 
     def __post_init__(self) -> None:
         kind = Kind.REDUCE_SCATTER if self.layout.zero else Kind.ALL_REDUCE
@@ -146,45 +146,45 @@ class _Linker:
             self._by_movers.setdefault(movers, []).append(sides)
 
     def stage(self, stage: int) -> Iterator[Stretch]:
-        """The stretches of a stage."""
+        """Return the stretches of a stage."""
         instructions = self.schedule.stages[stage]
-        named = {one.whole for one in self.schedule.passes[stage] if one.kind is PassKind.END}
-        ends: dict[Pass, _Left] = {}
+        named = {pass_.whole for pass_ in self.schedule.passes[stage] if pass_.kind is PassKind.END}
+        ends: dict[Pass, _PendingEnd] = {}
         self._begun.clear()
         for position, instruction in enumerate(instructions):
             try:
                 if isinstance(instruction, Block):
                     yield self._block(instruction, stage, named, ends)
                 else:
-                    yield self._other(instruction, by_bucket=isinstance(instructions[-1], Prefetch))
+                    yield self._standalone(instruction, by_bucket=isinstance(instructions[-1], Prefetch))
             except ValueError as error:
                 raise LinkError(stage, position, str(error)) from None
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def _block(self, block: Block, stage: int, named: set[Pass], ends: dict[Pass, _Left]) -> Stretch:
+    def _block(self, block: Block, stage: int, named: set[Pass], ends: dict[Pass, _PendingEnd]) -> Stretch:
         passes = block.passes
-        roles = [self._role(one.kind, one.chunk, stage) for one in passes]
+        roles = [self._role(pass_.kind, pass_.chunk, stage) for pass_ in passes]
         before = {}
-        for turn, one in enumerate(passes):
-            if one.kind is PassKind.END:
-                if one.whole not in ends:
-                    raise ValueError(f"no block before it has left an end of {one.whole} for {one}")
-                before[turn] = ends.pop(one.whole)
-        leaves = tuple([one in named for one in passes])
+        for turn, pass_ in enumerate(passes):
+            if pass_.kind is PassKind.END:
+                if pass_.whole not in ends:
+                    raise ValueError(f"no block before it has left an end of {pass_.whole} for {pass_}")
+                before[turn] = ends.pop(pass_.whole)
+        leaves = tuple([pass_ in named for pass_ in passes])
         key = (
             *[role.alike for role in roles],
             leaves,
-            *((turn, id(left.program), left.side, left.place) for turn, left in before.items()),
+            *((turn, id(end.program), end.side, end.index) for turn, end in before.items()),
         )
         if key not in self._blocks:
             self._blocks[key] = self._unrolled(passes, roles, leaves, before)
         unrolled = self._blocks[key]
-        for turn, left in unrolled.left.items():
-            ends[passes[turn]] = left
+        for turn, end in unrolled.pending.items():
+            ends[passes[turn]] = end
         followers = [
-            Pass(*role.follower[:1], one.micro_batch, role.follower[1], one.strand)
-            for one, role in zip(passes, roles, strict=True)
+            Pass(*role.follower[:1], pass_.micro_batch, role.follower[1], pass_.strand)
+            for pass_, role in zip(passes, roles, strict=True)
             if role.follower is not None
         ]
         self._begun.update(block.sums)
@@ -192,14 +192,14 @@ class _Linker:
 
     def _role(self, kind: PassKind, chunk: int, stage: int) -> _Role:
         if (kind, chunk) not in self._roles:
-            one = Pass(kind, 0, chunk)
-            after = one.after(self.layout) if kind.travels else None
+            pass_ = Pass(kind, 0, chunk)
+            after = pass_.after(self.layout) if kind.travels else None
             here = after is not None and self.layout.stage_of(after.chunk) == stage
             follower = (after.kind, after.chunk) if after is not None and here else None
-            own, passes_on = self._chunk(chunk), after is not None or one.forward
+            layout, passes_on = self._chunk(chunk), after is not None or pass_.forward
             target = None if follower is None else self._chunk(follower[1])
-            alike = kind, id(own), id(target), passes_on, after is None
-            self._roles[kind, chunk] = _Role(own, passes_on, follower, alike)
+            alike = kind, id(layout), id(target), passes_on, after is None
+            self._roles[kind, chunk] = _Role(layout, passes_on, follower, alike)
         return self._roles[kind, chunk]
 
     def _unrolled(
@@ -207,22 +207,22 @@ class _Linker:
         passes: Sequence[Pass],
         roles: Sequence[_Role],
         leaves: Sequence[bool],
-        before: Mapping[int, _Left],
+        before: Mapping[int, _PendingEnd],
     ) -> _Unrolled:
         chunks = [role.chunk for role in roles]
-        steps, left = self._steps(passes, chunks, leaves, before)
+        steps, pending = self._steps(passes, chunks, leaves, before)
         operations = operations_of(steps, passes, chunks)
         keeps = []
-        for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
-            end = left.get(turn)
+        for turn, (pass_, role) in enumerate(zip(passes, roles, strict=True)):
+            end = pending.get(turn)
             ends = {str(op.what) for op in on_side(end.program, end.side)} if end else ()
-            place = end.place if end else 0
-            keeps.append(kept_after(one, role.chunk, ends, place, passes_on=role.passes_on))
+            index = end.index if end else 0
+            keeps.append(kept_after(pass_, role.chunk, ends, index, passes_on=role.passes_on))
         operations = freeing(operations, keeps)
         frames = [chunk.frame for chunk in chunks]
-        for turn, (one, role) in enumerate(zip(passes, roles, strict=True)):
-            frame, forward = role.chunk.frame, one.forward
-            if forward and self.layout.is_last(one.chunk):
+        for turn, (pass_, role) in enumerate(zip(passes, roles, strict=True)):
+            frame, forward = role.chunk.frame, pass_.forward
+            if forward and self.layout.is_last(pass_.chunk):
                 operations.append(Loss(turn=turn, reads=(frame.output,), frees=(frame.output,)))
             elif role.follower is not None:
                 target = self._chunk(role.follower[1]).frame
@@ -231,24 +231,24 @@ class _Linker:
                 assert into is not None
                 operations.append(Hand(turn=turn, reads=(out,), frees=(out,), to=len(frames), register=into))
                 frames.append(target)
-        return _Unrolled(Body(tuple(operations)), tuple(frames), left)
+        return _Unrolled(Body(tuple(operations)), tuple(frames), pending)
 
     def _steps(
         self,
         passes: Sequence[Pass],
         chunks: Sequence[ChunkLayout],
         leaves: Sequence[bool],
-        before: Mapping[int, _Left],
-    ) -> tuple[list[Placed], dict[int, _Left]]:
-        """Programs one after the other, and the ends that are left at last."""
-        movers = [turn for turn, one in enumerate(passes) if one.kind is not PassKind.END]
+        before: Mapping[int, _PendingEnd],
+    ) -> tuple[list[Placed], dict[int, _PendingEnd]]:
+        """Return the programs' steps in order, and the pending ends, by turn, that no program has run."""
+        movers = [turn for turn, pass_ in enumerate(passes) if pass_.kind is not PassKind.END]
         units = [chunks[t].units if passes[t].forward else chunks[t].units[::-1] for t in movers]
         kinds = [passes[turn].kind for turn in movers]
-        left = [replace(one, turn=turn) for turn, one in before.items()]
+        pending = [replace(end, turn=turn) for turn, end in before.items()]
         steps: list[Placed] = []
-        for places in in_rounds(units, kinds, self._combinations.get(tuple(kinds), set())):
-            together = [(n, at) for n, at in enumerate(places) if at is not None]
-            sides = self._program(tuple(Side(kinds[n], units[n][at]) for n, at in together), left)
+        for positions in in_rounds(units, kinds, self._combinations.get(tuple(kinds), set())):
+            together = [(n, at) for n, at in enumerate(positions) if at is not None]
+            sides = self._program(tuple(Side(kinds[n], units[n][at]) for n, at in together), pending)
             program = self.schedule.programs[sides]
             moving = [
                 (movers[n], at if kinds[n] is PassKind.FORWARD else len(units[n]) - 1 - at)
@@ -260,54 +260,54 @@ class _Linker:
                 if side.kind is not PassKind.END:
                     slots.append(next(mover))
                     continue
-                taken = next((one for one in left if one.unit == side.unit), None)
-                slots.append(None if taken is None else (taken.turn, taken.place))
+                taken = next((end for end in pending if end.unit == side.unit), None)
+                slots.append(None if taken is None else (taken.turn, taken.index))
                 if taken is not None:
-                    left.remove(taken)
-            for one in left:  # what this program does not take up
-                steps += _finish(one)
+                    pending.remove(taken)
+            for end in pending:  # ends that this program does not run
+                steps += _finish(end)
             steps += _actions(program, slots)
-            left = list(self._left(sides, program, slots))
-        for one in [one for one in left if not leaves[one.turn]]:
-            steps += _finish(one)
-            left.remove(one)
-        return steps, {one.turn: one for one in left}
+            pending = list(self._ends_left(sides, program, slots))
+        for end in [end for end in pending if not leaves[end.turn]]:
+            steps += _finish(end)
+            pending.remove(end)
+        return steps, {end.turn: end for end in pending}
 
-    def _left(
+    def _ends_left(
         self, sides: Sides, program: Program, slots: Sequence[tuple[int, int] | None]
-    ) -> Iterator[_Left]:
-        """The ends of backward passes that a program does not run."""
+    ) -> Iterator[_PendingEnd]:
+        """Yield the ends of backward passes that a program does not run."""
         for number, (side, slot) in enumerate(zip(sides, slots, strict=True)):
             end = Side(PassKind.END, side.unit)
             if slot is None or side.kind is not PassKind.BACKWARD or end not in sides:
                 continue
             done = {str(op.what) for op in on_side(program, number)}
             if any(op.name not in done for op in self.parts[side.unit].backward.operators):
-                yield _Left(*slot, side.unit, program, sides.index(end))
+                yield _PendingEnd(*slot, side.unit, program, sides.index(end))
 
-    def _program(self, movers: Sides, left: Sequence[_Left]) -> Sides:
-        """The program of a combination: the one that takes up what is left, if there is one."""
-        known = self._by_movers.get(movers)
-        if known is None:
+    def _program(self, movers: Sides, pending: Sequence[_PendingEnd]) -> Sides:
+        """Return the program of a combination, preferably one that runs the pending ends."""
+        programs = self._by_movers.get(movers)
+        if programs is None:
             raise ValueError(f"program {'|'.join(map(str, movers))} is missing")
-        waiting = {one.unit for one in left}
+        waiting = {end.unit for end in pending}
 
         def rank(sides: Sides) -> tuple[bool, int]:
             ends = [side.unit for side in sides if side.kind is PassKind.END]
             fits = bool(ends) and all(unit in waiting for unit in ends)
             return not fits, len(ends)
 
-        return min(known, key=rank)
+        return min(programs, key=rank)
 
     def _stages(self, reduce: Reduce) -> list[Reduce]:
-        """What a sum that stands by itself comes to."""
+        """Return the stages of a sum that is an instruction of its own."""
         moves = self.moves if reduce.axis == "dp" and reduce.chunk is not None else ()
         return [replace(reduce, move=move) for move in moves] or [reduce]
 
-    # -- everything else -----------------------------------------------------------------------------------
+    # -- instructions other than blocks --------------------------------------------------------------------
 
-    def _other(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
-        """Transfers and the update, ``by_bucket`` where gathers follow it."""
+    def _standalone(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
+        """Link a transfer or the update; ``by_bucket``: gathers follow, so that buckets are updated apart."""
         match instruction:
             case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
                 return self._of_message(instruction, message)
@@ -324,20 +324,20 @@ class _Linker:
                 return Stretch(instruction, (), (), self._shared(()))
             case Wait(Reduce() as reduce):
                 first, *others = self._stages(reduce)
-                rest = [kind(one) for one in others for kind in (Start, Wait)]
-                return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *rest))
+                further = [kind(stage) for stage in others for kind in (Start, Wait)]
+                return Stretch(instruction, (), (), self._shared((instruction,), Wait(first), *further))
         raise ValueError(f"{instruction} does not stand by itself")
 
     def _shared(self, key: tuple[object, ...], *operations: Operation) -> Body:
         return self._update.setdefault(key, Body(operations))
 
     def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
-        """What is sent is read, and let go of at its wait; what is received has memory from its start on."""
+        """Link a message: a sent value is freed at its wait, a received value has memory from its start."""
         moved, sent = message.moved, isinstance(message, Send)
-        one = moved.before(self.layout) if sent else moved
+        pass_ = moved.before(self.layout) if sent else moved
         key = moved.kind, moved.chunk, sent
         if key not in self._ends_of_messages:
-            frame = None if one is None else self._chunk(one.chunk).frame
+            frame = None if pass_ is None else self._chunk(pass_.chunk).frame
             register = None
             if frame is not None:
                 register = frame.exit(moved.forward) if sent else frame.entry(moved.forward)
@@ -352,8 +352,8 @@ class _Linker:
             operation = replace(instruction, reads=at)
         else:
             operation = replace(instruction, frees=at)
-        assert one is not None
-        return Stretch(instruction, (one,), (frame,), Body((operation,)))
+        assert pass_ is not None
+        return Stretch(instruction, (pass_,), (frame,), Body((operation,)))
 
     def _chunk(self, chunk: int) -> ChunkLayout:
         if chunk not in self._chunks:
@@ -367,7 +367,7 @@ class _Linker:
 
 
 def _actions(program: Program, slots: Sequence[tuple[int, int] | None]) -> Iterator[Placed]:
-    """A program's operations with the turns and places of its sides; sides without a slot are left out."""
+    """Yield a program's operations with turn and unit index of their sides; a side may have no slot."""
     for operation in program:
         if isinstance(operation, Barrier):
             yield operation, 0, 0
@@ -375,5 +375,5 @@ def _actions(program: Program, slots: Sequence[tuple[int, int] | None]) -> Itera
             yield operation, *slot
 
 
-def _finish(left: _Left) -> Iterator[Placed]:
-    return ((operation, left.turn, left.place) for operation in on_side(left.program, left.side))
+def _finish(end: _PendingEnd) -> Iterator[Placed]:
+    return ((operation, end.turn, end.index) for operation in on_side(end.program, end.side))

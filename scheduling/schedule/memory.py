@@ -1,4 +1,4 @@
-"""What a rank needs: parameters, gradients, optimizer, activations; and the FLOPs of a step."""
+"""Memory of a rank (parameters, gradients, optimizer states, activations), and FLOPs of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,30 +16,29 @@ DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def sum_width(dtype: str) -> int:
-    """Bytes of a gradient where it is added up: single precision at least."""
+    """Return the bytes of a gradient in the buffer that adds it up: at least single precision."""
     return max(4, DTYPE_BYTES[dtype])
 
 
 def sent_width(dtype: str, reduce_dtype: str | None) -> int:
-    """Bytes of a gradient that ranks sum: as it is added up, unless it is rounded for the way."""
+    """Return the bytes of a gradient that ranks sum; ``reduce_dtype``: dtype it is rounded to, if any."""
     return DTYPE_BYTES[reduce_dtype] if reduce_dtype else sum_width(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes one rank of a pipeline stage needs, by what they hold."""
+    """Bytes that one rank of a pipeline stage needs, by content."""
 
     stage: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Activations, messages until they are waited for or used, whole buckets of what is held in shares, and
-    copies of gradients that are rounded for the way, when most is held."""
+    """Peak bytes of activations, of messages until they are used, of whole buckets where ranks hold shares,
+    and of rounded copies of gradients."""
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
@@ -50,9 +49,9 @@ def rank_memory(
     stage: int,
     reduce_dtype: str | None = None,
 ) -> RankMemory:
-    """Memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
+    """Return the memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
 
-    reduce_dtype: to which gradients are rounded where ranks sum them; they are added up in at least single
+    ``reduce_dtype``: the dtype of the gradients that ranks exchange; they are summed in at least single
     precision.
     """
     parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype)
@@ -66,7 +65,7 @@ def rank_memory(
 
 
 def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer states of a rank."""
+    """Return the bytes of parameters, gradients and optimizer states of a rank."""
     whole = share = 0
     for chunk in layout.chunks_of(stage):
         for bucket in buckets.of(chunk):
@@ -89,35 +88,35 @@ def least_bytes(
     layout: ParallelLayout,
     dtype: str,
 ) -> int:
-    """Bytes that the fullest rank holds at least: its states, and what passes keep for later ones.
+    """Return a lower bound of the fullest rank's bytes: states, and values that passes keep for later passes.
 
-    ``members``: the parts of every chunk. It takes no lowering, so it sorts out pipelines before they are
-    linked; `rank_memory` counts what comes on top.
+    ``members``: the parts of every chunk. The bound needs no lowering, so it sorts out pipelines before they
+    are linked; `rank_memory` counts everything.
     """
     width, buckets = DTYPE_BYTES[dtype], Buckets(members, layout)
-    kept = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}
+    saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}
     late = {chunk: sum(_late_bytes(part, width) for part in parts) for chunk, parts in members.items()}
     most = 0
     for stage, blocks in enumerate(order):
         held, peak = 0, 0
         for block in blocks:
-            for one in block.passes:
-                match one.kind:
+            for pass_ in block.passes:
+                match pass_.kind:
                     case PassKind.FORWARD:
-                        held += kept[one.chunk]
+                        held += saved[pass_.chunk]
                     case PassKind.BACKWARD:
-                        held -= kept[one.chunk]
+                        held -= saved[pass_.chunk]
                     case PassKind.INPUT:
-                        held += late[one.chunk] - kept[one.chunk]
+                        held += late[pass_.chunk] - saved[pass_.chunk]
                     case PassKind.WEIGHT:
-                        held -= late[one.chunk]
+                        held -= late[pass_.chunk]
             peak = max(peak, held)
         most = max(most, peak + sum(_states(buckets, layout, stage, dtype)))
     return most
 
 
 def _late_bytes(part: Part, width: int) -> int:
-    """What weight gradients read that are computed in a pass of their own."""
+    """Return the bytes that a separate weight-gradient pass reads."""
     late = [op for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
     names = {name for op in late for name in op.reads} - {name for op in late for name in op.writes}
     owners = {part.values[name].alias_of or name for name in names} - set(part.constants)
@@ -130,18 +129,17 @@ def held_during(
     width: int,
     reduce_dtype: str | None = None,
 ) -> tuple[int, ...]:
-    """Most bytes of activations and messages during each instruction of a stage; ``width``: of one number.
+    """Return the peak bytes of activations and messages during each instruction; ``width``: bytes per number.
 
-    Gathered parameters, gradients on their way into shares (ZeRO), and copies of those that are rounded to
-    ``reduce_dtype`` count too. What operators of one pass hand each other counts, what kernels take while
-    they run comes on top.
+    Gathered parameters, gradients before they become shares (ZeRO), copies rounded to ``reduce_dtype`` and
+    values between the operators of a pass count; workspaces of kernels do not.
     """
     rounded = DTYPE_BYTES[reduce_dtype] if reduce_dtype else 0
     return histories(code, width, rounded)[stage].during
 
 
 def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
+    """Return the bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
     main = max(4, width)
     masters = 0 if width == main else parameters * main
     optimizer = masters + 2 * parameters * main
@@ -150,16 +148,16 @@ def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[in
 
 
 def message_bytes(parts: Mapping[str, Part], width: int) -> int:
-    """Bytes of a message between stages: the input of any part that has one."""
+    """Return the bytes of a message between stages: the size of the input of a layer or the head."""
     sizes = [part.values["x"].bytes(width) for part in parts.values() if "x" in part.inputs]
     return max(sizes, default=0)
 
 
 def model_flops(shape: ModelShape, tokens: int) -> int:
-    """FLOPs of a training step over ``tokens`` tokens, without recomputation: 3 x the forward pass.
+    """Return the FLOPs of a training step over ``tokens`` tokens: 3 x the forward pass, no recomputation.
 
-    Matrix multiplications with weights, logits and causal attention count; the rest does not. A layer of the
-    user's own counts as one of the family.
+    Matrix products with weights, logits and causal attention count, other operators do not. A user's layer
+    counts as a layer of the family.
     """
     qkv = shape.query_width + 2 * shape.kv_width
     mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers

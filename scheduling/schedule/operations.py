@@ -1,16 +1,16 @@
-"""The instruction set: what ranks do in a step. Schedules and linked code are lists of these operations.
+"""The instruction set of a step. Schedules and linked code are lists of these operations.
 
     Compute(what)    run an operator, or a part of the update, on the compute stream
     Start(what)      issue a transfer: a collective of a layer, a message, a sum of gradients, a gather
     Wait(what)       make the result of a transfer available
     Barrier()        wait on the host for all transfers of layers (DHelix section 5)
-    Allocate(sum)    make memory, all zeros, for gradients that are added up next (ZeRO 2)
-    Release(gather)  let go of a bucket's parameters (ZeRO 3)
+    Allocate(sum)    make zeroed memory for the gradients that operators add to next (ZeRO 2)
+    Release(gather)  free a bucket's gathered parameters (ZeRO 3)
     Hand(...)        give the output of a pass to the next chunk, which is on the same stage
     Loss()           keep the model's output
 
-In the text of a schedule ``what`` names an operator and no operation has registers; `link` puts the
-operator's `Node` in place of its name, and the registers that it reads, writes and frees.
+In the text of a schedule ``what`` names an operator, and operations have no registers; `link` replaces the
+name by the operator's `Node` and adds the registers that the operation reads, writes and frees.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from braid.scheduling.model.stages import Move
 
 
 class Direction(StrEnum):
-    """Which way a pass goes through the model."""
+    """The direction of a pass through the model."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
 class PassKind(StrEnum):
-    """What a pass computes; the letter of its token."""
+    """The kind of computation in a pass; its letter begins the pass's text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -41,7 +41,7 @@ class PassKind(StrEnum):
 
     @property
     def direction(self) -> Direction:
-        """Which way it goes."""
+        """The direction of the pass through the model."""
         return Direction.FORWARD if self is PassKind.FORWARD else Direction.BACKWARD
 
     @property
@@ -51,11 +51,11 @@ class PassKind(StrEnum):
 
 
 ENDING = (PassKind.BACKWARD, PassKind.WEIGHT, PassKind.END)
-"""Passes behind which no other one of the micro-batch need add to gradients."""
+"""Kinds of passes that may be the last of a micro-batch to add to a chunk's gradients."""
 
 
 class Strand(StrEnum):
-    """The streams of micro-batches that may run on a rank at the same time."""
+    """The sequences of micro-batches that may run on a rank at the same time."""
 
     ALPHA = "alpha"
     BETA = "beta"
@@ -75,27 +75,27 @@ class Pass(NamedTuple):
 
     @property
     def direction(self) -> Direction:
-        """Which way the pass goes through the model."""
+        """The direction of the pass through the model."""
         return self.kind.direction
 
     @property
     def forward(self) -> bool:
-        """Whether it goes forward."""
+        """Whether the pass goes forward."""
         return self.kind is PassKind.FORWARD
 
     @property
     def whole(self) -> "Pass":
-        """The pass that this one is a part of; messages are named by it."""
+        """The forward or backward pass that contains this pass; messages are named by it."""
         if self.kind in (PassKind.FORWARD, PassKind.BACKWARD):
             return self
         return Pass(PassKind.BACKWARD, self.micro_batch, self.chunk, self.strand)
 
     def after(self, layout: ParallelLayout) -> "Pass | None":
-        """The pass that takes what this one produces; None at the end of the model."""
+        """Return the pass that takes this pass's output; None at the end of the model."""
         return self._along(layout, 1 if self.forward else -1)
 
     def before(self, layout: ParallelLayout) -> "Pass | None":
-        """The pass whose output this one takes; None at the begin."""
+        """Return the pass whose output is this pass's input; None at the begin of the model."""
         return self._along(layout, -1 if self.forward else 1)
 
     def _along(self, layout: ParallelLayout, distance: int) -> "Pass | None":
@@ -104,33 +104,33 @@ class Pass(NamedTuple):
         return None if chunk is None else Pass(kind, self.micro_batch, chunk, self.strand)
 
 
-# -- what an operation is about ------------------------------------------------------------------------------
+# -- objects of operations -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
-    """An operator at its place in a chunk."""
+    """An operator of a chunk, with the registers and bits of the chunk's frame."""
 
     operator: Operator
     unit: str
-    """Of parts, whose graph the operator is of."""
+    """Name of the unit whose graph has the operator."""
     place: int
-    """Of the unit in the chunk, in the order of the forward pass."""
+    """Index of the unit in the chunk, in the order of the forward pass."""
     part: int
-    """Of the chunk, in the order of the forward pass."""
+    """Index of the part in the chunk, in the order of the forward pass."""
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    """Registers; of a piece also the one of the whole value that has its rows."""
+    """Registers that are written; for a piece, also the register of the whole value."""
     bit: int
     needs: int
-    """Bits of what has to be done before it begins."""
+    """Bits of the operators that must have run before."""
     others: int = 0
-    """Of the last piece, which completes the whole value: bits of the others."""
+    """For the last piece of a value: bits of the operators that bring its other pieces."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """The input of ``moved``, on its way to another stage."""
+    """A transfer of the input of ``moved`` to another stage."""
 
     moved: Pass
     stage: int
@@ -141,7 +141,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """The input of ``moved``, on its way from another stage."""
+    """A transfer of the input of ``moved`` from another stage."""
 
     moved: Pass
     stage: int
@@ -152,9 +152,9 @@ class Receive:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A sum over the ranks of an axis: of the gradients of a chunk, or (None) of the squares of the norm.
+    """A sum over the ranks of an axis: of a chunk's gradients, or (chunk None) of the norm's squares.
 
-    ``bucket``: of that bucket of the chunk; None: of all. ``move``: one stage of the sum; None: all of it.
+    ``bucket``: one bucket of the chunk, None: all buckets. ``move``: one stage of the sum, None: all stages.
     """
 
     chunk: int | None
@@ -168,9 +168,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Gather:
-    """The parameters of a chunk, of which each rank of an axis has updated a shard.
+    """A gather of a chunk's parameters, of which each rank of an axis has updated a shard.
 
-    ``bucket``, ``move``: as of `Reduce`.
+    ``bucket``, ``move``: as for `Reduce`.
     """
 
     chunk: int
@@ -184,7 +184,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Norm:
-    """Square and add up this rank's gradients."""
+    """Sum the squares of this rank's gradients."""
 
     def __str__(self) -> str:
         return "NORM"
@@ -192,7 +192,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Clip:
-    """Decide the update: whether there is one, the learning rate, and what gradients are multiplied with."""
+    """Decide the update: whether it is skipped, the learning rate, and the factor on gradients."""
 
     def __str__(self) -> str:
         return "CLIP"
@@ -219,14 +219,14 @@ class Step:
 
 Message = Send | Receive
 Shared = Reduce | Gather
-"""Transfers of what replicas share."""
+"""Transfers of parameters and gradients between replicas."""
 Computed = str | Node | Norm | Clip | Update | Step
 Transfer = str | Node | Send | Receive | Reduce | Gather
-"""A name stands for a collective of a layer, as a `Node` does."""
+"""A text names a collective of a layer, which linked code holds as a `Node`."""
 
 
 def name_of(what: Computed | Transfer) -> str:
-    """The name of an operation: in traces, profiles, tables, pages and errors."""
+    """Return the name of an operation in traces, profiles, tables, pages and errors."""
     match what:
         case str():
             return what
@@ -254,7 +254,7 @@ def name_of(what: Computed | Transfer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """``turn``: the number of a pass in the program or block; its registers are read, written and freed."""
+    """An operation on the registers of the pass number ``turn`` of its program or block."""
 
     turn: int = 0
     reads: tuple[int, ...] = ()
@@ -274,13 +274,13 @@ class Compute(Operation):
 
 @dataclass(frozen=True)
 class Start(Operation):
-    """Issue a transfer. What it writes has memory from here on."""
+    """Issue a transfer. The registers that it writes have memory from then on."""
 
     what: Transfer
     stream: Stream | None = None
     """In a program: the stream that the collective was planned on."""
     lone: bool = False
-    """True if nothing runs before its wait."""
+    """Whether no operation runs before its wait."""
 
     def __str__(self) -> str:
         return str(self.what)
@@ -288,7 +288,7 @@ class Start(Operation):
 
 @dataclass(frozen=True)
 class Wait(Operation):
-    """Wait for a transfer: what it writes is there from here on, what was sent may be let go."""
+    """Wait for a transfer: then its result is available, and a sent value may be freed."""
 
     what: Transfer
     lone: bool = False
@@ -304,21 +304,21 @@ class Barrier(Operation):
 
 @dataclass(frozen=True)
 class Allocate(Operation):
-    """Make memory, all zeros, for a bucket's gradients; it lives until their sum is waited for."""
+    """Make zeroed memory for a bucket's gradients; it lives until their sum is waited for."""
 
     what: Reduce
 
 
 @dataclass(frozen=True)
 class Release(Operation):
-    """Let go of a bucket's parameters, which have memory from the start of the gather on."""
+    """Free a bucket's parameters, which have memory from the start of their gather."""
 
     what: Gather
 
 
 @dataclass(frozen=True)
 class Hand(Operation):
-    """Give the output of a pass to its next chunk, on this stage: register ``register`` of pass ``to``."""
+    """Give the output of a pass to the next chunk on this stage: register ``register`` of frame ``to``."""
 
     to: int
     register: int

@@ -1,8 +1,8 @@
-"""Decided orders of issue, which plans hold and programs are made of; and what a plan writes of them.
+"""Orders of issue, from which programs are made, and their form in plans.
 
-An order is for the passes of one program (`Sides`). Its steps are operators in the order of issue, and
-barriers; or they are segments: operators of every pass that run together, with a barrier behind each segment
-of several passes. As text:
+An order belongs to the passes of one program (`Sides`). Its steps are operators in the order of issue, and
+barriers; or segments: operators of every pass that run together, with a barrier behind each segment of
+several passes. As text:
 
     F:layer|B:layer: [0:qkv, 1:mlp_out.dgrad, barrier, 0:attention, ...]
     F:layer|B:layer: [qkv attention | mlp_scatter.grad, ...]
@@ -31,7 +31,7 @@ class OrderSegment(NamedTuple):
 
     @property
     def issues(self) -> tuple[Issue, ...]:
-        """The same operators one by one; later passes first, since a backward pass frees memory."""
+        """The operators one by one, later passes first, since a backward pass frees memory."""
         numbered = list(enumerate(self.operators))
         return tuple(Issue(turn, name) for turn, names in reversed(numbered) for name in names)
 
@@ -41,7 +41,7 @@ Orders = Mapping[Sides, Order]
 
 
 def write_orders(orders: Orders) -> dict[str, list[str]]:
-    """Orders as a plan writes them."""
+    """Return orders as lists of texts, by the text of their sides."""
     return {
         write_sides(sides): [_written(step, len(sides)) for step in order] for sides, order in orders.items()
     }
@@ -58,7 +58,7 @@ def _written(step: Issue | OrderSegment | Barrier, passes: int) -> str:
 
 
 def parse_orders(content: Any, where: str = "orders") -> dict[Sides, Order]:
-    """Orders that `write_orders` wrote; `ValueError` names the key below ``where`` that is wrong."""
+    """Parse the result of `write_orders`; `ValueError` names the wrong key below ``where``."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}={content!r} must hold keys and values")
     orders = {}

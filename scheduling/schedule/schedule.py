@@ -1,36 +1,36 @@
-"""A schedule: what every pipeline stage does in one step. As text: `braid.scheduling.schedule.text`.
+"""A schedule: the work of every pipeline stage in one step. `braid.scheduling.schedule.text` is its text.
 
 Operations of `braid.scheduling.schedule.operations` in two levels. Per stage a list of instructions:
 
     F3.1            forward pass of micro-batch 3 on chunk 1          (``F3.1b``: on strand beta)
-    B3.1            backward pass of it, input and weight gradients
+    B3.1            its backward pass, with input and weight gradients
     I3.1  W3.1      input gradients alone; the weight gradients, which may come later
     L3.1            the end of backward pass B3.1, which an earlier block has left
     [F5.0b|B1.1]    a block of several passes that run at the same time, here a forward and a backward one
     [F0.0|F1.0b]    the same pass of two micro-batches
-    [B3.1|REDUCE(1 dp)]  a block in which the gradients of each bucket of chunk 1 are summed, once final
-    [F0.1|GATHER(1 dp)]  a block before whose use of a bucket of chunk 1 its parameters are gathered (ZeRO)
-    SEND(F3.2>1)    start to send what F3.2 needs to stage 1
-    RECV(F3.2<0)    start to receive what F3.2 needs from stage 0
+    [B3.1|REDUCE(1 dp)]  a block in which each bucket of chunk 1 is summed once its gradients are final
+    [F0.1|GATHER(1 dp)]  a block before which each bucket of chunk 1 is gathered when needed (ZeRO)
+    SEND(F3.2>1)    start to send the input of F3.2 to stage 1
+    RECV(F3.2<0)    start to receive the input of F3.2 from stage 0
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
     NORM            square this rank's gradients;  REDUCE(norm tp): start to sum the squares over an axis
     WAIT(...)       wait for the SEND, RECV or REDUCE inside, such as WAIT(RECV F3.2<0)
     PREFETCH        start to gather the parameters that are used first: at the begin; or behind STEP, for the
-                    step that follows, where each bucket is gathered as soon as it is updated
+                    next step, where each bucket is gathered as soon as it is updated
     STEP            update the parameters
 
 and, for units (``layer``, ``embedding+2*layer``) of one pass or several, an operator program:
 
     compute NAME        run a compute operator
-    start NAME on S     issue a collective, planned on stream S (where its group is, ranks see for themselves)
+    start NAME on S     issue a collective, planned on stream S (ranks determine the stream of their group)
     wait NAME           make its result available
-    barrier             wait for everything that is under way
+    barrier             wait for every transfer that is under way
 
-``program F:layer`` is that of a layer's forward pass; ``program F:layer|B:layer`` that of one beside a
-layer's backward pass, where operators carry the number of their pass: ``0:qkv``, ``1:qkv.dgrad``. What a
-program does not name of its backward pass is left to ``L``: ``program F:layer|B:layer|L:layer`` takes up
-(``2:qkv.wgrad``) what the unit before has left, in the same block or in the one that names it; without one,
-these operators are skipped. `braid.scheduling.schedule.link` says which program runs when.
+``program F:layer`` is the program of a layer's forward pass; in ``program F:layer|B:layer``, beside a layer's
+backward pass, operators carry the number of their pass: ``0:qkv``, ``1:qkv.dgrad``. Operators of the backward
+pass that a program does not name are left as an end: ``program F:layer|B:layer|L:layer`` runs
+(``2:qkv.wgrad``) the end of the previous unit, in the same block or in the block that names it; without an
+end these operators are skipped. `braid.scheduling.schedule.link` selects programs.
 
 All ranks of a stage run the same lists in the same order.
 """
@@ -55,12 +55,12 @@ from braid.scheduling.schedule.operations import (
 
 @dataclass(frozen=True)
 class Block:
-    """Passes that run at the same time, sums of gradients that become final and parameters that are gathered.
+    """Passes that run at the same time, with sums of gradients and gathers of parameters.
 
-    ``sums`` are started bucket by bucket, behind the last operator that adds to a bucket's gradients; those
-    over tp come first and are waited for at once, the others stay under way behind the block. Buckets of
-    ``gathers`` that are not there are waited for before the first operator that uses them, and were started
-    as long before as `Schedule.prefetch` says.
+    ``sums`` are started bucket by bucket, behind the last operator that adds to a bucket's gradients; sums
+    over tp come first and are waited for at once, other sums continue behind the block. Missing buckets of
+    ``gathers`` are waited for before the first operator that uses them; `Schedule.prefetch` says how early
+    they were started.
     """
 
     passes: tuple[Pass, ...]
@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Start to gather the parameters that are used first; behind STEP: by the next step, once updated."""
+    """Start to gather the parameters used first; behind STEP, those of the next step, once updated."""
 
     def __str__(self) -> str:
         return "PREFETCH"
@@ -84,12 +84,12 @@ Instruction = Block | Prefetch | Operation
 
 
 def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
-    """The passes that an instruction runs; none for any but a block."""
+    """Return the passes that an instruction runs; empty for all but blocks."""
     return instruction.passes if isinstance(instruction, Block) else ()
 
 
 def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
-    """The sums of gradients that an instruction starts."""
+    """Return the sums of gradients that an instruction starts."""
     match instruction:
         case Block():
             return instruction.sums
@@ -100,12 +100,12 @@ def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
 
 
 Program = tuple[Operation, ...]
-"""How the operators of one pass through a unit, or of several beside each other, are issued: by name."""
+"""The order in which operators of one pass through a unit, or of several at once, are issued, by name."""
 
 
 @dataclass(frozen=True, order=True)
 class Side:
-    """One pass of a program: its kind and the unit that it goes through."""
+    """One pass of a program: its kind and its unit."""
 
     kind: PassKind
     unit: str
@@ -115,12 +115,12 @@ class Side:
 
 
 Sides = tuple[Side, ...]
-"""What a program is for, in the order of the passes in a block's token."""
+"""The passes of a program, in the order of the passes in a block's text."""
 
 
 def on_side(program: Program, turn: int) -> Iterator[Compute | Start | Wait]:
-    """The operations of one pass of a program."""
-    return (one for one in program if isinstance(one, Compute | Start | Wait) and one.turn == turn)
+    """Yield the operations of one pass of a program."""
+    return (op for op in program if isinstance(op, Compute | Start | Wait) and op.turn == turn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +133,14 @@ class Schedule:
     stages: tuple[tuple[Instruction, ...], ...]
     programs: Mapping[Sides, Program]
     unit_layers: int = 0
-    """Most layers of a unit (`braid.scheduling.model.units`); 0: every part is a unit of its own."""
+    """Most layers of a unit (`braid.scheduling.model.units`); 0: every part is a unit."""
     partitions: tuple[Partition, ...] = ()
-    """How collectives are cut; what none is for runs whole."""
+    """The cuts of collectives; a collective without a partition runs whole."""
     prefetch: int = 0
-    """Where gradients are in shares (ZeRO 2): sums of buckets under way at most; 0: each is waited for at
-    once. Where parameters are, too (ZeRO 3): so many uses ahead a bucket is gathered; 0: when it is used."""
+    """ZeRO 2: most bucket sums under way at a time; 0: each is waited for at once. ZeRO 3: number of bucket
+    uses by which a gather precedes its use; 0: it starts at its use."""
     keep: int = 0
-    """ZeRO 3: a bucket that is used again within so many uses is not let go of; at least ``prefetch``."""
+    """ZeRO 3: a bucket that is used again within ``keep`` uses stays gathered; at least ``prefetch``."""
 
     @property
     def trains(self) -> bool:
@@ -149,11 +149,11 @@ class Schedule:
 
     @cached_property
     def passes(self) -> tuple[tuple[Pass, ...], ...]:
-        """The passes of every stage, in order; of a block all."""
-        return tuple(tuple(one for i in stage for one in passes_in(i)) for stage in self.stages)
+        """The passes of every stage, in order."""
+        return tuple(tuple(pass_ for i in stage for pass_ in passes_in(i)) for stage in self.stages)
 
     @cached_property
     def strands(self) -> tuple[Strand, ...]:
         """The strands in use."""
-        found = {one.strand for stage in self.passes for one in stage}
-        return tuple(strand for strand in Strand if strand in found)
+        used = {pass_.strand for stage in self.passes for pass_ in stage}
+        return tuple(strand for strand in Strand if strand in used)

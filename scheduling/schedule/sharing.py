@@ -1,8 +1,8 @@
-"""What replicas share, between the operators of a stage: the second half of the linker.
+"""Inserts the traffic of replicas between the operators of a stage: the second half of the linker.
 
-Between the operators of its blocks stand sums of gradients, gathers of parameters, and what makes and lets go
-of their memory, bucket by bucket. A *use* of a bucket is a run of operators that read its parameters; gathers
-and releases are placed by counting uses over the whole stage, so that they reach from one block into others.
+Sums of gradients, gathers of parameters, and the allocation and release of their memory are inserted bucket
+by bucket. A *use* of a bucket is a run of operators that read its parameters; gathers and releases are
+positioned by counting uses over the whole stage, so that they reach from one block into others.
 """
 
 from collections import defaultdict
@@ -48,7 +48,7 @@ class _Touches:
 
 
 class _PlacedTouch(NamedTuple):
-    """A touch at its place in the stage."""
+    """A touch in the stretch at ``position`` of the stage."""
 
     position: int
     touch: _Touch
@@ -56,7 +56,7 @@ class _PlacedTouch(NamedTuple):
 
 _Insertion = tuple[Callable[..., Operation], Gather | Reduce | Update]
 _Insertions = dict[int, list[_Insertion]]
-"""What stands before the operations of a body, by position."""
+"""Insertions, keyed by the index of the operation that they precede."""
 
 
 @dataclass
@@ -72,10 +72,10 @@ class Sharing:
     _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _operations: dict[_Insertion, Operation] = field(default_factory=dict)
     _bases: list[Body] = field(default_factory=list)
-    """Keeps alive what bodies are looked up by."""
+    """Keeps bodies alive, so that their ids stay valid as keys."""
 
     def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
-        """The stretches of a stage; `SharingError` for a block without the parameters that it uses."""
+        """Return the stretches of a stage; `SharingError` for a block that lacks parameters."""
         inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
         if self.layout.zero:
             self._gathers(stage, stretches, inserted)
@@ -86,8 +86,8 @@ class Sharing:
     # -- parameters ----------------------------------------------------------------------------------------
 
     def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
-        """Start, wait, and with ZeRO 3 release, of every use of a bucket that is not there."""
-        begin = next((n for n, one in enumerate(stretches) if isinstance(one.instruction, Prefetch)), None)
+        """Insert start, wait and, with ZeRO 3, release for every use of a bucket that is not gathered."""
+        begin = next((n for n, s in enumerate(stretches) if isinstance(s.instruction, Prefetch)), None)
         uses = list(self._uses(stretches))
         following: dict[int, int] = {}
         seen: dict[BucketKey, int] = {}
@@ -99,48 +99,48 @@ class Sharing:
         ahead = self.schedule.prefetch if self.layout.zero > 2 else len(uses)
         keep = max(self.schedule.keep, ahead, 1)
         behind = begin is not None and begin > 0
-        """Whether the stage's list ends with the start of what the next step uses first."""
+        """Whether the stage's list ends with the gathers for the next step's begin."""
         moves = self._gather_moves
-        there: set[BucketKey] = set()
+        gathered: set[BucketKey] = set()
         for number, (position, touch) in enumerate(uses):
             block = stretches[position].instruction
             assert isinstance(block, Block)
-            of = [Gather(one.chunk or 0, one.axis, one.bucket) for one in self._replicas(touch.key)]
-            if touch.key not in there:
+            gathers = [Gather(r.chunk or 0, r.axis, r.bucket) for r in self._replicas(touch.key)]
+            if touch.key not in gathered:
                 # A tied head reads the table of the first chunk, which need not be in the block.
                 if begin is None or not block.gathers:
                     raise SharingError(position, f"the parameters of chunk {touch.key[0]} are not gathered")
                 early = number - ahead
-                at, place = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
+                at, index = (uses[early].position, uses[early].touch.first) if early >= 0 else (begin, 0)
                 if at == begin and behind:
-                    inserted[at][place].append((Compute, Update(*touch.key)))
-                ends = [self._ends(one) for one in of]  # none of experts that one rank alone has
-                inserted[at][place] += [(Start, first) for first, _ in ends]
-                for nth in range(1, len(moves)):  # one use before the next, and the last one before its own
+                    inserted[at][index].append((Compute, Update(*touch.key)))
+                ends = [self._ends(gather) for gather in gathers]  # empty for experts of a single rank
+                inserted[at][index] += [(Start, first) for first, _ in ends]
+                for nth in range(1, len(moves)):  # a stage per use, the last one use early
                     turn = uses[min(number, max(0, early + nth, number - len(moves) + nth))]
                     inserted[turn.position][turn.touch.first] += [
                         insertion
-                        for one in of
-                        if one.axis == "dp"
+                        for gather in gathers
+                        if gather.axis == "dp"
                         for insertion in (
-                            (Wait, replace(one, move=moves[nth - 1])),
-                            (Start, replace(one, move=moves[nth])),
+                            (Wait, replace(gather, move=moves[nth - 1])),
+                            (Start, replace(gather, move=moves[nth])),
                         )
                     ]
                 inserted[position][touch.first] += [(Wait, last) for _, last in ends]
-                there.add(touch.key)
+                gathered.add(touch.key)
             again = following.get(number)
             if self.layout.zero > 2 and (again is None or again - number > keep):
-                inserted[position][touch.last + 1] += [(Release, one) for one in of]
-                there.remove(touch.key)
-        if behind:  # what nothing reads is updated too
+                inserted[position][touch.last + 1] += [(Release, gather) for gather in gathers]
+                gathered.remove(touch.key)
+        if behind:  # buckets that no operator reads are updated too
             assert begin is not None
             chunks = self.layout.chunks_of(stage)
             keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
-            inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in there]
+            inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in gathered]
 
     def _uses(self, stretches: Sequence[Stretch]) -> Iterator[_PlacedTouch]:
-        """All of them; the first ones where buckets stay once they are there."""
+        """Yield all uses of buckets; only the first use of each where buckets stay gathered."""
         again = self.layout.zero > 2
         seen: set[BucketKey] = set()
         for position, stretch in enumerate(stretches):
@@ -155,7 +155,7 @@ class Sharing:
         return moves_of(Kind.ALL_GATHER, self.schedule.partitions, "dp")
 
     def _ends(self, gather: Gather) -> tuple[Gather, Gather]:
-        """The first and the last stage of a gather."""
+        """Return the first and the last stage of a gather."""
         moves = self._gather_moves if gather.axis == "dp" else ()
         return (
             (replace(gather, move=moves[0]), replace(gather, move=moves[-1])) if moves else (gather, gather)
@@ -164,7 +164,7 @@ class Sharing:
     # -- gradients -----------------------------------------------------------------------------------------
 
     def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
-        """Start a bucket's sums behind the last operator that adds to it; wait for what begins elsewhere."""
+        """Start a bucket's sums behind the last operator that adds to it; wait for single sums."""
         sums = _BucketSums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
         for stretch, into in zip(stretches, inserted, strict=True):
             block = stretch.instruction
@@ -178,26 +178,26 @@ class Sharing:
                 for reduce in self._by_bucket(block)
             ]
             events += [(touch.first, key) for key, touch in adds.items()]
-            for place, event in sorted(events, key=lambda one: one[0]):  # sums before what is next added up
+            for index, event in sorted(events, key=lambda timed: timed[0]):  # sums before allocations
                 if isinstance(event, Reduce):
-                    sums.start(into[place], event)
+                    sums.start(into[index], event)
                 elif sums.shared:
-                    sums.allocate(into[place], event, self._replicas(event))
+                    sums.allocate(into[index], event, self._replicas(event))
             sums.end(map(_key, self._by_bucket(block)))
 
     def _replicas(self, key: BucketKey) -> list[Reduce]:
         chunk, number = key
-        held = self.buckets.of(chunk)[number].parameters
-        summed = ("dp", held.dense), ("edp", held.experts if self.layout.expert_replicas > 1 else 0)
+        sizes = self.buckets.of(chunk)[number].parameters
+        summed = ("dp", sizes.dense), ("edp", sizes.experts if self.layout.expert_replicas > 1 else 0)
         axes = [axis for axis, count in summed if count]
         return [Reduce(chunk, axis, number) for axis in axes]
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:
-        """A block's sums, bucket by bucket in the order of a backward pass."""
-        for chunk in dict.fromkeys(one.chunk for one in block.sums):
-            own = [one for one in block.sums if one.chunk == chunk]
+        """Yield a block's sums, bucket by bucket in the order of a backward pass."""
+        for chunk in dict.fromkeys(reduce.chunk for reduce in block.sums):
+            sums = [reduce for reduce in block.sums if reduce.chunk == chunk]
             for number in reversed(self._numbers(chunk)):
-                yield from (Reduce(chunk, one.axis, number) for one in own)
+                yield from (Reduce(chunk, reduce.axis, number) for reduce in sums)
 
     def _numbers(self, chunk: int | None) -> range:
         assert chunk is not None
@@ -206,7 +206,7 @@ class Sharing:
     # -- bodies --------------------------------------------------------------------------------------------
 
     def _of(self, stretch: Stretch) -> _Touches:
-        chunks = [one.chunk for one in stretch.block_passes]
+        chunks = [pass_.chunk for pass_ in stretch.block_passes]
         key = (id(stretch.body), *chunks)
         if key not in self._touches:
             self._bases.append(stretch.body)
@@ -216,7 +216,7 @@ class Sharing:
     def _find(self, body: Body, chunks: Sequence[int]) -> _Touches:
         reads: list[_Touch] = []
         adds: dict[BucketKey, _Touch] = {}
-        for place, operation in enumerate(body.operations):
+        for index, operation in enumerate(body.operations):
             if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
                 continue
             node = operation.what
@@ -224,10 +224,10 @@ class Sharing:
             if key is None:
                 continue
             if node.operator.phase is not Phase.WEIGHT_GRADIENT:
-                first = reads.pop().first if reads and reads[-1].key == key else place
-                reads.append(_Touch(key, first, place))
+                first = reads.pop().first if reads and reads[-1].key == key else index
+                reads.append(_Touch(key, first, index))
             if node.operator.adds_gradients:
-                adds[key] = _Touch(key, adds[key].first if key in adds else place, place)
+                adds[key] = _Touch(key, adds[key].first if key in adds else index, index)
         return _Touches(tuple(reads), adds)
 
     def _with(self, stretch: Stretch, inserted: _Insertions) -> Stretch:
@@ -235,8 +235,8 @@ class Sharing:
         if key not in self._bodies:
             self._bases.append(stretch.body)
             operations: list[Operation] = []
-            for place, operation in enumerate((*stretch.body.operations, None)):
-                ordered = sorted(inserted.get(place, ()), key=_turn)
+            for index, operation in enumerate((*stretch.body.operations, None)):
+                ordered = sorted(inserted.get(index, ()), key=_turn)
                 operations += [self._operation(kind, what) for kind, what in ordered]
                 operations += [] if operation is None else [operation]
             self._bodies[key] = Body(tuple(operations))
@@ -256,26 +256,26 @@ def _key(reduce: Reduce) -> BucketKey:
 
 @dataclass
 class _BucketSums:
-    """Sums of buckets on their way through a stage.
+    """The sums of buckets that are under way in a stage.
 
     Where gradients are in shares (``shared``), they have memory from the first operator that adds to them
-    until their sum is waited for, and ``most`` sums are under way.
+    until their sum is waited for, and at most ``most`` sums are under way.
     """
 
     shared: bool
     most: int
     moves: tuple[Move, ...]
     """Stages of sums over replicas."""
-    _there: set[BucketKey] = field(default_factory=set)
-    """Buckets whose gradients have been added to, and not been summed since."""
+    _unsummed: set[BucketKey] = field(default_factory=set)
+    """Buckets whose gradients have been added to since their last sum."""
     _under_way: list[Reduce] = field(default_factory=list)
     _next: dict[Reduce, Reduce] = field(default_factory=dict)
-    """What begins when a sum is there: its next stage, or that of its shares over replicas (hybrid)."""
+    """The sum that starts when another is complete: its next stage, or the sum of its shares (hybrid)."""
 
     def start(self, into: list[_Insertion], reduce: Reduce) -> None:
-        """A block's sum, behind the last operator that adds."""
+        """Start a block's sum, behind the last operator that adds to it."""
         if reduce.axis == "replica":
-            before = next((one for one in self._under_way if _key(one) == _key(reduce)), None)
+            before = next((r for r in self._under_way if _key(r) == _key(reduce)), None)
             if before is not None:
                 while before in self._next:
                     before = self._next[before]
@@ -284,18 +284,18 @@ class _BucketSums:
                 into.append((Start, reduce))
                 self._under_way.append(reduce)
             return
-        if self.shared and _key(reduce) not in self._there:
+        if self.shared and _key(reduce) not in self._unsummed:
             return
         if is_tensor(reduce.axis):
             into += [(Start, reduce), (Wait, reduce)]
             return
         while self.shared and self._under_way and len(self._under_way) >= max(1, self.most):
             self._finish(into, self._under_way[:1])
-        first = [one for one in self._under_way if one in self._next]
-        inside = [one for one in first if one.move is not None and one.move.factor.inside]
-        others = [one for one in first if one not in inside]
-        for one in (*inside, *others[:-1]):  # of those between nodes the last one has hardly begun
-            self._wait(into, one)
+        first = [r for r in self._under_way if r in self._next]
+        inside = [r for r in first if r.move is not None and r.move.factor.inside]
+        others = [r for r in first if r not in inside]
+        for unfinished in (*inside, *others[:-1]):  # between nodes, the last has hardly begun
+            self._wait(into, unfinished)
         stages = [replace(reduce, move=move) for move in self.moves if reduce.axis == "dp"] or [reduce]
         self._next.update(pairwise(stages))
         into.append((Start, stages[0]))
@@ -304,7 +304,7 @@ class _BucketSums:
             self._finish(into, [stages[0]])
 
     def _wait(self, into: list[_Insertion], reduce: Reduce) -> None:
-        """Wait, and start what follows."""
+        """Wait for a sum, and start the sum that follows."""
         self._under_way.remove(reduce)
         into.append((Wait, reduce))
         if (following := self._next.pop(reduce, None)) is not None:
@@ -312,34 +312,34 @@ class _BucketSums:
             self._under_way.append(following)
 
     def _finish(self, into: list[_Insertion], sums: list[Reduce]) -> None:
-        """Wait for sums and for all their stages, those of one beside those of another."""
+        """Wait for sums and all their stages; stages of different sums alternate."""
         while sums:
-            one, *sums = sums
-            last = one.move is None or one.move.last
-            self._wait(into, one)
+            reduce, *sums = sums
+            last = reduce.move is None or reduce.move.last
+            self._wait(into, reduce)
             if not last:
                 sums.append(self._under_way[-1])
 
     def end(self, summed: Iterable[BucketKey]) -> None:
-        """The end of a block that starts the sums of these."""
-        self._there.difference_update(summed)
+        """Note that a block has started the sums of these buckets."""
+        self._unsummed.difference_update(summed)
 
     def wait(self, into: list[_Insertion], whole: Reduce) -> None:
-        """Of a chunk over an axis, those that are under way."""
-        along = [one for one in self._under_way if (one.chunk, one.axis) == (whole.chunk, whole.axis)]
+        """Wait for the sums under way of a chunk over an axis."""
+        along = [r for r in self._under_way if (r.chunk, r.axis) == (whole.chunk, whole.axis)]
         self._finish(into, along)
 
     def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
-        """An operator adds to a bucket next; ``sums``: over the axes along which it is in shares."""
-        if key in self._there:
+        """Allocate a bucket's gradients before an operator adds; ``sums``: over the axes of shares."""
+        if key in self._unsummed:
             return
-        self._there.add(key)
-        self._finish(into, [one for one in self._under_way if _key(one) == key])
-        into += [(Allocate, one) for one in sums]
+        self._unsummed.add(key)
+        self._finish(into, [r for r in self._under_way if _key(r) == key])
+        into += [(Allocate, reduce) for reduce in sums]
 
 
 def _turn(insertion: _Insertion) -> int:
-    """What comes first at one place: releases, starts of gathers, sums, next stages, waits for gathers."""
+    """Return the rank among insertions at one index: releases, starts of gathers, sums, stages, waits."""
     kind, what = insertion
     if isinstance(what, Reduce):
         return 2
@@ -353,7 +353,7 @@ def _turn(insertion: _Insertion) -> int:
 
 
 class SharingError(ValueError):
-    """An instruction that lacks what it needs; ``position``: of it."""
+    """An instruction that lacks parameters; ``position``: its position in the stage's list."""
 
     def __init__(self, position: int, cause: str) -> None:
         super().__init__(cause)

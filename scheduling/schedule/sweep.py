@@ -1,7 +1,7 @@
-"""One sweep over linked code: what is alive and what is done after every operation.
+"""One sweep over linked code: registers that are alive and operators that have run, after each operation.
 
-Memory asks it for bytes, validation for the first operation that cannot run. Bodies that meet frames in the
-same state are swept once.
+Memory reads bytes from it, validation the first operation that cannot run. A body is swept once for each
+state of its frames.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ FrameKey = tuple[int, int]
 
 
 class FrameState(NamedTuple):
-    """Bit masks: registers that hold something, operators that are done, transfers that were started."""
+    """Bit masks: registers that hold a value, operators that have run, transfers that were started."""
 
     live: int = 0
     done: int = 0
@@ -47,52 +47,52 @@ class FrameState(NamedTuple):
 
 @dataclass(frozen=True)
 class Swept:
-    """A stretch: bytes that its frames hold at most during it, and after it, beyond what they held before."""
+    """Bytes of a stretch's frames, relative to their bytes before it: at most during it, and after it."""
 
     most: int
     change: int
 
 
 class CodeError(ValueError):
-    """An operation that cannot run where it stands."""
+    """An operation that cannot run at its position."""
 
 
 class AbsentInputError(CodeError):
-    """A pass whose input is not there."""
+    """A pass whose input is missing."""
 
-    def __init__(self, one: Pass) -> None:
-        super().__init__(f"{one}: its input is not there")
-        self.one = one
+    def __init__(self, pass_: Pass) -> None:
+        super().__init__(f"{pass_}: its input is not there")
+        self.pass_ = pass_
 
 
 @dataclass
 class Sweep:
-    """Goes through the stretches of a stage. ``width``: bytes of an activation; ``rounded_width``: of a
-    gradient in a copy that is rounded for the way; 0: there are none."""
+    """Sweeps over the stretches of a stage. ``width``: bytes of an activation; ``rounded_width``: bytes of a
+    gradient in a rounded copy that is sent; 0: no such copies."""
 
     code: Code
     width: int = 2
     rounded_width: int = 0
     states: dict[FrameKey, FrameState] = field(default_factory=dict)
     held_bytes: int = 0
-    _known: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
+    _swept: dict[tuple[object, ...], tuple[Swept, tuple[FrameState, ...]]] = field(default_factory=dict)
     _sizes: dict[Frame, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, stretch: Stretch) -> Swept:
-        """The next stretch; `CodeError` where an operation cannot run."""
-        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        """Sweep the next stretch; `CodeError` where an operation cannot run."""
+        keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
-        known = (stretch.body, stretch.frames, before)
-        if known not in self._known:
-            self._known[known] = self._sweep(stretch, before)
-        swept, after = self._known[known]
+        start = (stretch.body, stretch.frames, before)
+        if start not in self._swept:
+            self._swept[start] = self._sweep(stretch, before)
+        swept, after = self._swept[start]
         self.states.update(zip(keys, after, strict=True))
         self.held_bytes += swept.change
         return swept
 
     def step_by_step(self, stretch: Stretch) -> Iterator[tuple[Operation, int]]:
-        """The next stretch, operation by operation, with the bytes that all frames hold before it frees."""
-        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
+        """Sweep the next stretch by operation, each with all frames' bytes before it frees registers."""
+        keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         run = _Run(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
         for operation in stretch.operations:
             run.operation(operation)
@@ -109,7 +109,7 @@ class Sweep:
         return Swept(run.most, run.bytes), run.after()
 
     def whole_bytes(self, what: Gather | Reduce) -> int:
-        """Bytes of a bucket's parameters or gradients as a whole, where ranks hold shares of them."""
+        """Return the bytes of a bucket's whole parameters or gradients where ranks hold shares; else 0."""
         layout = self.code.layout
         if (
             what.bucket is None
@@ -127,25 +127,25 @@ class Sweep:
         return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
 
     def rounded_bytes(self, what: Gather | Reduce) -> int:
-        """Bytes of the rounded copies of gradients that a sum sends, and that have the result at its end."""
+        """Return the bytes of rounded copies of gradients, which a sum sends and overwrites."""
         if not isinstance(what, Reduce) or what.chunk is None or not self.rounded_width:
             return 0
-        own = self.code.buckets.of(what.chunk)
-        summed = own if what.bucket is None else (own[what.bucket],)
-        return self.rounded_width * sum(self._summed_elements(what.axis, one.parameters) for one in summed)
+        buckets = self.code.buckets.of(what.chunk)
+        summed = buckets if what.bucket is None else (buckets[what.bucket],)
+        return self.rounded_width * sum(self._summed_elements(what.axis, spec.parameters) for spec in summed)
 
-    def _summed_elements(self, axis: str, held: Parameters) -> int:
-        """Gradients of a bucket that a sum over an axis is of, on each of its ranks."""
+    def _summed_elements(self, axis: str, parameters: Parameters) -> int:
+        """Return the number of a bucket's gradients, on each rank, that a sum over an axis covers."""
         layout, total = self.code.layout, 0
         shares = axis == "replica" or (layout.zero > 1 and axis == "ends")
-        for axes, count in flat_elements(layout, held).items():
+        for axes, count in flat_elements(layout, parameters).items():
             if axis in axes or axis == "replica":
                 ways = share_ways(layout, axes)
                 total += share_elements(count, ways) * (1 if shares else ways)
         return total
 
     def sizes(self, frame: Frame) -> tuple[int, ...]:
-        """Bytes of every register's memory; none of what the executor provides."""
+        """Return the bytes of every register's memory; 0 for registers that the executor fills."""
         if frame not in self._sizes:
             provided = {register for all_ in frame.constants.values() for register in all_}
             self._sizes[frame] = tuple(
@@ -161,18 +161,18 @@ _NEW = FrameState()
 
 
 def _begins(what: Gather | Reduce) -> bool:
-    """Whether no stage comes before it."""
+    """Tell whether a transfer is whole or the first stage."""
     return what.move is None or what.move.number == 0
 
 
 def _ends(what: Gather | Reduce) -> bool:
-    """Whether no stage follows it."""
+    """Tell whether a transfer is whole or the last stage."""
     return what.move is None or what.move.last
 
 
 @dataclass(frozen=True)
 class History:
-    """A stage's step: most bytes during each instruction, the first fault, frames as they are left."""
+    """A stage's step: peak bytes during each instruction, first fault, and final states of the frames."""
 
     during: tuple[int, ...]
     fault: tuple[int, CodeError] | None
@@ -181,8 +181,8 @@ class History:
 
 @lru_cache(maxsize=1)
 def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
-    """Sweep over every stage, with bytes of numbers as `Sweep` has them."""
-    sweep, found = Sweep(code, width, rounded_width), []
+    """Sweep over every stage; ``width`` and ``rounded_width`` are the bytes that `Sweep` explains."""
+    sweep, result = Sweep(code, width, rounded_width), []
     for stretches in code.stages:
         sweep.states, sweep.held_bytes = {}, 0
         during, fault = [], None
@@ -193,18 +193,18 @@ def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, 
             except CodeError as error:
                 fault = position, error
                 break
-        found.append(History(tuple(during), fault, sweep.states))
-    return tuple(found)
+        result.append(History(tuple(during), fault, sweep.states))
+    return tuple(result)
 
 
 class _Run:
-    """A stretch on its way. Passes of one micro-batch in one chunk share their frame."""
+    """A sweep of one stretch. Passes of one micro-batch in one chunk share their frame."""
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
         self._whole_bytes, self._rounded_bytes = sweep.whole_bytes, sweep.rounded_bytes
-        keys = [(one.micro_batch, one.chunk) for one in stretch.passes]
-        self._place = [keys.index(key) for key in keys]
+        keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
+        self._frame_of = [keys.index(key) for key in keys]
         self._sizes = [sweep.sizes(frame) for frame in stretch.frames]
         self._live = [state.live for state in before]
         self._done = [state.done for state in before]
@@ -212,17 +212,17 @@ class _Run:
         self.bytes = self.most = self.before_free = 0
 
     def after(self) -> tuple[FrameState, ...]:
-        """States of the frames."""
-        return tuple(FrameState(self._live[n], self._done[n], self._started[n]) for n in self._place)
+        """Return the states of the frames, by turn."""
+        return tuple(FrameState(self._live[n], self._done[n], self._started[n]) for n in self._frame_of)
 
     def operation(self, operation: Operation) -> None:
-        """Run one; `CodeError` if it cannot."""
+        """Run one operation; `CodeError` if it cannot run."""
         turn = operation.turn
         match operation:
             case Compute(Node() as node):
                 self._needs(turn, node, node.needs | node.others)
                 self._write(turn, operation.writes)
-                self._done[self._place[turn]] |= node.bit
+                self._done[self._frame_of[turn]] |= node.bit
             case Start(Node() as node):
                 self._needs(turn, node, node.needs)
                 self._begin(turn, node.bit, node.operator.name)
@@ -244,7 +244,7 @@ class _Run:
                 self._free(turn, operation.frees)
                 self._begin(turn, self._frames[turn].departure(forward), f"what {self._passes[turn]} makes")
                 self._write(to, (register,))
-                self._done[self._place[to]] |= self._frames[to].arrival(forward)
+                self._done[self._frame_of[to]] |= self._frames[to].arrival(forward)
                 self.before_free = self.bytes
                 return
             case Loss():
@@ -263,75 +263,75 @@ class _Run:
             self._free(turn, operation.frees)
 
     def _needs(self, turn: int, node: Node, needs: int) -> None:
-        place = self._place[turn]
-        frame, done, one = self._frames[turn], self._done[place], self._passes[turn]
+        at = self._frame_of[turn]
+        frame, done, pass_ = self._frames[turn], self._done[at], self._passes[turn]
         if done & node.bit:
-            raise CodeError(f"{one} runs twice ({node.operator.name} has run)")
+            raise CodeError(f"{pass_} runs twice ({node.operator.name} has run)")
         missing = needs & ~done
-        if missing & frame.arrival(one.forward):
-            raise AbsentInputError(one)
+        if missing & frame.arrival(pass_.forward):
+            raise AbsentInputError(pass_)
         if missing:
-            raise CodeError(_reason(frame, one, node, missing))
+            raise CodeError(_reason(frame, pass_, node, missing))
 
     def _arrival(self, turn: int, message: Message) -> int:
-        """The bit that says that a message has left, or has come."""
+        """Return the bit of a message's departure or arrival."""
         frame, forward = self._frames[turn], message.moved.forward
         return frame.departure(forward) if isinstance(message, Send) else frame.arrival(forward)
 
     def _made(self, turn: int, forward: bool) -> None:
-        if self._frames[turn].makers[not forward] & ~self._done[self._place[turn]]:
+        if self._frames[turn].makers[not forward] & ~self._done[self._frame_of[turn]]:
             raise CodeError(f"{self._passes[turn]} has not run yet, its output cannot be handed on")
 
     def _begin(self, turn: int, bit: int, name: str) -> None:
-        place = self._place[turn]
-        if self._started[place] & bit:
+        at = self._frame_of[turn]
+        if self._started[at] & bit:
             raise CodeError(f"{name} is started twice")
-        self._started[place] |= bit
+        self._started[at] |= bit
 
     def _end(self, turn: int, bit: int, name: str) -> None:
-        place = self._place[turn]
-        if not self._started[place] & bit:
+        at = self._frame_of[turn]
+        if not self._started[at] & bit:
             raise CodeError(f"{name} is not started")
-        if self._done[place] & bit:
+        if self._done[at] & bit:
             raise CodeError(f"{name} is waited for twice")
-        self._done[place] |= bit
+        self._done[at] |= bit
 
     def _write(self, turn: int, registers: Sequence[int]) -> None:
-        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        frame, at, sizes = self._frames[turn], self._frame_of[turn], self._sizes[turn]
         for register in registers:
             for memory in frame.memories[register]:
-                if not self._live[place] & frame.holders[memory]:
+                if not self._live[at] & frame.holders[memory]:
                     self.bytes += sizes[memory]
-            self._live[place] |= 1 << register
+            self._live[at] |= 1 << register
 
     def _free(self, turn: int, registers: Sequence[int]) -> None:
-        frame, place, sizes = self._frames[turn], self._place[turn], self._sizes[turn]
+        frame, at, sizes = self._frames[turn], self._frame_of[turn], self._sizes[turn]
         for register in registers:
-            if self._live[place] >> register & 1:
-                self._live[place] &= ~(1 << register)
+            if self._live[at] >> register & 1:
+                self._live[at] &= ~(1 << register)
                 for memory in frame.memories[register]:
-                    if not self._live[place] & frame.holders[memory]:
+                    if not self._live[at] & frame.holders[memory]:
                         self.bytes -= sizes[memory]
 
 
-def _reason(frame: Frame, one: Pass, node: Node, missing: int) -> str:
-    """Why an operator cannot run yet."""
+def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:
+    """Return the reason why an operator cannot run yet."""
     ahead, name = _first(frame, missing)
-    if ahead and not one.forward:
-        return f"{one}: {name} of its forward pass has not run"
-    hint = f" (does {one._replace(kind=PassKind.INPUT)} come first?)" if one.kind is PassKind.WEIGHT else ""
-    side = Side(one.kind, node.unit)
-    return f"{one}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
+    if ahead and not p.forward:
+        return f"{p}: {name} of its forward pass has not run"
+    hint = f" (does {p._replace(kind=PassKind.INPUT)} come first?)" if p.kind is PassKind.WEIGHT else ""
+    side = Side(p.kind, node.unit)
+    return f"{p}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
 
 
 def _first(frame: Frame, bits: int) -> tuple[bool, str]:
-    """Of operators, the first: whether it is in the forward graph, and its name."""
+    """Return, for the operator of the lowest bit: whether it is in the forward graph, and its name."""
     lowest = (bits & -bits).bit_length() - 1
     return next((ahead, name) for (_, ahead, name), bit in frame.bits.items() if bit == lowest)
 
 
 def unfinished(micro_batch: int, chunk: int, frame: Frame, state: FrameState) -> str | None:
-    """What of a frame is not done at the end of a step; None if nothing."""
+    """Return what a frame has not finished at the end of a step; None if nothing."""
     passes = {
         True: Pass(PassKind.FORWARD, micro_batch, chunk),
         False: Pass(PassKind.BACKWARD, micro_batch, chunk),
@@ -340,16 +340,16 @@ def unfinished(micro_batch: int, chunk: int, frame: Frame, state: FrameState) ->
         ahead, name = _first(frame, missing)
         begun = state.started & missing & -missing
         return f"{name} of {passes[ahead]} {'is never waited for' if begun else 'never runs'}"
-    for forward, one in passes.items():
+    for forward, pass_ in passes.items():
         register = frame.exit(forward)
         if register is not None and state.live >> register & 1:
             begun = state.started & frame.departure(forward)
             where = "waited for" if begun else "sent to the stage that needs it"
-            return f"the {'send of the ' if begun else ''}output of {one} is never {where}"
+            return f"the {'send of the ' if begun else ''}output of {pass_} is never {where}"
     provided = {register for all_ in frame.constants.values() for register in all_}
-    left = [n for n in range(len(frame.names)) if state.live >> n & 1 and n not in provided]
+    alive = [n for n in range(len(frame.names)) if state.live >> n & 1 and n not in provided]
     return (
-        f"{frame.names[left[0]]} of micro-batch {micro_batch}, chunk {chunk} is never let go"
-        if left
+        f"{frame.names[alive[0]]} of micro-batch {micro_batch}, chunk {chunk} is never let go"
+        if alive
         else None
     )

@@ -1,7 +1,7 @@
-"""Schedules as text, and back: strictly what `write` writes, comments and white space apart.
+"""Schedules as text, and back: `parse` reads what `write` writes, with comments and white space.
 
-What programs are for and the steps of orders, which plans hold, are text of the same kind:
-``F:layer|B:layer|L:layer``, ``1:qkv``.
+The sides of programs and the steps of orders in plans are text of the same kind: ``F:layer|B:layer|L:layer``,
+``1:qkv``.
 """
 
 import re
@@ -33,7 +33,7 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Pro
 
 VERSION: Final = 6
 COLUMNS: Final = 120
-"""Lines are not longer, where it can be helped."""
+"""Greatest length of lines with more than one instruction."""
 
 _Result = TypeVar("_Result")
 _NUMBER = r"(0|[1-9][0-9]*)"
@@ -48,7 +48,7 @@ _AXIS: Final = re.compile(rf"({_NUMBER}|norm) ([a-z0-9_]+)")
 
 
 def write(schedule: Schedule) -> str:
-    """The schedule as text that `parse` reads back to an equal object."""
+    """Return the schedule as text that `parse` reads back to an equal object."""
     lines = [
         f"braid schedule {VERSION}",
         f"name {schedule.name}",
@@ -58,27 +58,27 @@ def write(schedule: Schedule) -> str:
         f"unit {schedule.unit_layers}",
     ]
     lines += [f"{key} {value}" for key in _OPTIONAL if (value := getattr(schedule, key))]
-    lines += [f"partition {one}" for one in schedule.partitions]
+    lines += [f"partition {partition}" for partition in schedule.partitions]
     for number, stage in enumerate(schedule.stages):
         lines += ["", f"stage {number}", *_stage_lines(stage)]
     for sides, program in schedule.programs.items():
         lines += ["", f"program {write_sides(sides)}"]
-        lines += [f"  {_operation_text(one, len(sides) > 1)}" for one in program]
+        lines += [f"  {_operation_text(op, len(sides) > 1)}" for op in program]
     return "\n".join(lines) + "\n"
 
 
 def write_sides(sides: Iterable[Side]) -> str:
-    """What a program is for: ``F:layer|B:layer``."""
+    """Return the text of a program's passes: ``F:layer|B:layer``."""
     return "|".join(map(str, sides))
 
 
 def write_step(turn: int, operator: str, *, several: bool = True) -> str:
-    """An operator of a program, with the number of its pass where there are several."""
+    """Return an operator's name in a program, with the number of its pass where there are several."""
     return f"{turn}:{operator}" if several else operator
 
 
 def _operation_text(operation: Operation, several: bool) -> str:
-    """A line of a program."""
+    """Return a line of a program."""
     if not isinstance(operation, Compute | Start | Wait):
         return "barrier"
     verb = type(operation).__name__.lower()
@@ -88,7 +88,7 @@ def _operation_text(operation: Operation, several: bool) -> str:
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
-    """A line per block, after what is waited for before it and before what is sent of it; several others."""
+    """Return a stage's lines. A block shares its line with the transfers it needs and its sends."""
     lines: list[str] = []
     behind = False
     for position, instruction in enumerate(stage):
@@ -103,7 +103,7 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
 
 
 def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
-    """Whether an instruction continues the line; ``behind``: the line has its block already."""
+    """Tell whether an instruction continues the line; ``behind``: the line has its block already."""
     here, before = stage[position], stage[position - 1] if position else None
     arrives = _is(before, Start, Receive) or isinstance(before, Wait)
     match here:
@@ -127,7 +127,7 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
 
 
 def _is(instruction: Instruction | None, kind: type, what: type) -> bool:
-    """Whether an instruction starts, or waits for, a kind of transfer."""
+    """Tell whether an instruction starts (or waits for, by ``kind``) a transfer of a type."""
     return (
         isinstance(instruction, Start | Wait)
         and isinstance(instruction, kind)
@@ -167,29 +167,29 @@ def parse_instruction(token: str) -> Instruction:
 
 def _block(token: str) -> Block:
     texts = token[1:-1].split("|")
-    count = next((n for n, one in enumerate(texts) if _SHARED.fullmatch(one)), len(texts))
+    count = next((n for n, shared in enumerate(texts) if _SHARED.fullmatch(shared)), len(texts))
     passes = tuple(map(parse_pass, texts[:count]))
     if len(texts) < 2:
         raise ValueError(f"{token!r} holds one pass; write it without brackets")
     gathers: list[Gather] = []
     sums: list[Reduce] = []
-    for one in texts[count:]:
-        match = _SHARED.fullmatch(one)
-        found = match and _AXIS.fullmatch(match[2])
-        if not match or not found or found[1] == "norm" or not passes or (sums and match[1] == "GATHER"):
+    for shared in texts[count:]:
+        match = _SHARED.fullmatch(shared)
+        axis = match and _AXIS.fullmatch(match[2])
+        if not match or not axis or axis[1] == "norm" or not passes or (sums and match[1] == "GATHER"):
             raise ValueError(
                 f"{token!r}: behind the passes stand gathers of parameters and then sums of gradients "
                 f"([B3.1|GATHER(1 dp)|REDUCE(1 dp)])"
             )
         if match[1] == "GATHER":
-            gathers.append(Gather(int(found[1]), found[3]))
+            gathers.append(Gather(int(axis[1]), axis[3]))
         else:
-            sums.append(Reduce(int(found[1]), found[3]))
+            sums.append(Reduce(int(axis[1]), axis[3]))
     return Block(passes, tuple(sums), tuple(gathers))
 
 
 def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
-    """The transfer that a token holds as ``text``, or is."""
+    """Parse the transfer in ``text``, which is ``token`` or its content."""
     match = _TRANSFER.fullmatch(text)
     if match is None or match[2] != opening:
         raise ValueError(f"{token!r} waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)")
@@ -198,19 +198,19 @@ def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
         moved, arrow, stage = inside.partition(">" if kind == "SEND" else "<")
         if not arrow or not re.fullmatch(_NUMBER, stage):
             raise ValueError(f"{token!r} names no stage (SEND(F3.2>1), RECV(F3.2<0))")
-        one = parse_pass(moved)
-        return Send(one, int(stage)) if kind == "SEND" else Receive(one, int(stage))
-    found = _AXIS.fullmatch(inside)
-    if found is None:
+        pass_ = parse_pass(moved)
+        return Send(pass_, int(stage)) if kind == "SEND" else Receive(pass_, int(stage))
+    axis = _AXIS.fullmatch(inside)
+    if axis is None:
         raise ValueError(f"{token!r} names no chunk and axis (REDUCE(1 dp), REDUCE(norm tp))")
-    return Reduce(None if found[1] == "norm" else int(found[1]), found[3])
+    return Reduce(None if axis[1] == "norm" else int(axis[1]), axis[3])
 
 
 def parse_sides(text: str) -> Sides:
     """Parse ``F:layer|B:layer``; `ValueError` for anything else."""
     sides = []
-    for one in text.split("|"):
-        kind, colon, unit = one.partition(":")
+    for side in text.split("|"):
+        kind, colon, unit = side.partition(":")
         if not colon or not unit or kind not in set(PassKind):
             raise ValueError(f"{text!r} does not say what the program is for (F:layer, F:layer|B:layer, ...)")
         sides.append(Side(PassKind(kind), unit))
@@ -218,7 +218,7 @@ def parse_sides(text: str) -> Sides:
 
 
 def parse_step(text: str, count: int) -> tuple[int, str]:
-    """The number of a pass and the operator of a step in a program of so many passes."""
+    """Return the pass number and the operator of a step, in a program of ``count`` passes."""
     if count == 1:
         return 0, text
     turn, colon, operator = text.partition(":")
@@ -228,7 +228,7 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
 
 
 def parse_operation(line: str, count: int) -> Operation:
-    """Parse one line of a program of so many passes; `ValueError` for anything else."""
+    """Parse one line of a program of ``count`` passes; `ValueError` for anything else."""
     match line.split():
         case ["compute", name]:
             turn, operator = parse_step(name, count)
@@ -251,11 +251,11 @@ Line = tuple[int, str]
 
 _HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit")
 _OPTIONAL: Final = ("prefetch", "keep")
-"""They follow where they are not 0."""
+"""Keys that follow the header where they are not 0."""
 
 
 def parse(text: str) -> Schedule:
-    """Parse a schedule; `ValueError` names the line that is wrong."""
+    """Parse a schedule; `ValueError` names the wrong line."""
     lines: list[Line] = [
         (number, stripped)
         for number, line in enumerate(text.splitlines(), start=1)
@@ -265,9 +265,9 @@ def parse(text: str) -> Schedule:
     body = lines[1 + len(header) :]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] != "partition"), len(body))
     partitions = [_at(number, parse_partition, _after(line)) for number, line in body[:cut]]
-    for (number, _), one in zip(body, partitions, strict=False):
-        if sum(one.what == other.what for other in partitions) > 1:
-            raise _wrong(number, f"partition {one.what} stands twice")
+    for (number, _), partition in zip(body, partitions, strict=False):
+        if sum(partition.what == other.what for other in partitions) > 1:
+            raise _wrong(number, f"partition {partition.what} stands twice")
     body = body[cut:]
     cut = next((n for n, (_, line) in enumerate(body) if line.split()[0] == "program"), len(body))
     stages = _parse_stages(body[:cut])
@@ -295,8 +295,8 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
             f"if another version of Braid wrote the file, make it anew with 'braid schedule'",
         )
     entries = {}
-    for place, key in enumerate(_HEADER, start=1):
-        number, line = lines[place] if place < len(lines) else (number + 1, "")
+    for index, key in enumerate(_HEADER, start=1):
+        number, line = lines[index] if index < len(lines) else (number + 1, "")
         words = line.split()
         if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
             what = "one word" if key == "name" else "a number"
@@ -304,12 +304,12 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
         entries[key] = words[1]
     if entries["name"] in GONE:
         raise _wrong(lines[1][0], f"schedule {entries['name']!r} {replacement(entries['name'])}")
-    more: tuple[str, ...] = _OPTIONAL
+    optional: tuple[str, ...] = _OPTIONAL
     for number, line in lines[1 + len(_HEADER) :]:
         words = line.split()
-        if words[0] not in more:
+        if words[0] not in optional:
             break
-        more = more[more.index(words[0]) + 1 :]
+        optional = optional[optional.index(words[0]) + 1 :]
         if len(words) != 2 or not re.fullmatch(_NUMBER, words[1]) or words[1] == "0":
             raise _wrong(number, f"expected '{words[0]}' and a number above 0, found {line!r}")
         entries[words[0]] = words[1]
@@ -346,10 +346,10 @@ def _parse_programs(lines: list[Line]) -> dict[Sides, Program]:
         if sides in programs:
             raise _wrong(number, f"{head} stands twice")
         operations: list[Operation] = []
-        for place, line in lines[begin + 1 : end]:
+        for line_number, line in lines[begin + 1 : end]:
             if line.split()[0] == "stage":
-                raise _wrong(place, f"{line!r} after a program; stages come first")
-            operations.append(_at(place, partial(parse_operation, count=len(sides)), line))
+                raise _wrong(line_number, f"{line!r} after a program; stages come first")
+            operations.append(_at(line_number, partial(parse_operation, count=len(sides)), line))
         programs[sides] = tuple(operations)
     return programs
 

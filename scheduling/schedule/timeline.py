@@ -1,6 +1,6 @@
-"""When each block of a schedule runs if a forward and a backward take fixed times and links take none.
+"""Times of a schedule's blocks if forward and backward passes take fixed times and links take none.
 
-Used to draw schedules and to find deadlocks; costs of operators and links are the simulator's business.
+They serve to draw schedules and to find deadlocks; the simulator knows costs of operators and links.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,15 +33,15 @@ class Timeline:
         return max((timed.end for stage in self.stages for timed in stage), default=0)
 
     def idle(self, stage: int) -> int:
-        """Slots in which a stage runs no block."""
+        """Return the number of slots in which a stage runs no block."""
         return self.length - sum(timed.end - timed.start for timed in self.stages[stage])
 
 
 def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Timeline:
-    """Run every stage's instructions as soon as what they need is there.
+    """Run every stage's instructions as soon as their inputs are there.
 
-    A message arrives when it is sent. To wait for a send takes until its receive is asked for: more would be
-    buffering, on which no schedule may count.
+    A message arrives when it is sent. The wait for a send lasts until its receive has started: an earlier end
+    would be buffering, on which no schedule may count.
     """
     inputs = (backward + 1) // 2
     slots = {
@@ -52,14 +52,14 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
         PassKind.END: 0,
     }
     queues: dict[int, list[_Task]] = {
-        stage: [(stage, n) for n, i in enumerate(own) if _waits(i)]
-        for stage, own in enumerate(schedule.stages)
+        stage: [(stage, n) for n, i in enumerate(instructions) if _waits(i)]
+        for stage, instructions in enumerate(schedule.stages)
     }
     messages = {
-        (stage, one.what): (stage, n)
-        for stage, own in enumerate(schedule.stages)
-        for n, one in enumerate(own)
-        if isinstance(one, Start) and isinstance(one.what, Message)
+        (stage, i.what): (stage, n)
+        for stage, instructions in enumerate(schedule.stages)
+        for n, i in enumerate(instructions)
+        if isinstance(i, Start) and isinstance(i.what, Message)
     }
 
     def after(task: _Task) -> Iterator[_Task]:
@@ -71,24 +71,24 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
                 yield messages.get((source, Send(moved, stage)), _NEVER)
 
     def length(task: _Task) -> int:
-        return sum(slots[one.kind] for one in passes_in(schedule.stages[task[0]][task[1]]))
+        return sum(slots[pass_.kind] for pass_ in passes_in(schedule.stages[task[0]][task[1]]))
 
     times, stuck = run_in_order(queues, after, length)
     return Timeline(
         stages=tuple(
             tuple(
-                TimedBlock(one, *times[stage, n])
-                for n, one in enumerate(own)
-                if isinstance(one, Block) and (stage, n) in times
+                TimedBlock(i, *times[stage, n])
+                for n, i in enumerate(instructions)
+                if isinstance(i, Block) and (stage, n) in times
             )
-            for stage, own in enumerate(schedule.stages)
+            for stage, instructions in enumerate(schedule.stages)
         ),
-        stuck={stage: queues[stage][place][1] for stage, place in stuck.items()},
+        stuck={stage: queues[stage][index][1] for stage, index in stuck.items()},
     )
 
 
 def _waits(instruction: Instruction) -> bool:
-    """Whether an instruction takes part in the order of blocks and messages: sums never hold them up."""
+    """Tell whether an instruction is a block or a message; sums and updates never delay these."""
     return isinstance(instruction, Block) or (
         isinstance(instruction, Start | Wait) and isinstance(instruction.what, Message)
     )
@@ -100,15 +100,15 @@ _NEVER: _Task = (-1, -1)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """The largest number of forward passes of a stage whose backward pass has not run yet.
+    """Return the largest number of forward passes of a stage whose backward pass has not run yet.
 
-    Of a block, the backward passes count first: what they let go, the forward passes beside them take.
+    Within a block backward passes count first: the forward passes beside them take the freed memory.
     """
     peak = alive = 0
     for instruction in schedule.stages[stage]:
-        for one in sorted(passes_in(instruction), key=lambda one: one.forward):
-            if one.kind not in (PassKind.INPUT, PassKind.END):
-                alive += 1 if one.forward else -1
+        for pass_ in sorted(passes_in(instruction), key=lambda pass_: pass_.forward):
+            if pass_.kind not in (PassKind.INPUT, PassKind.END):
+                alive += 1 if pass_.forward else -1
             peak = max(peak, alive)
     return peak
 
@@ -122,30 +122,30 @@ def run_in_order(
     after: Callable[[Task], Iterable[Task]],
     ns: Callable[[Task], int],
 ) -> tuple[dict[Task, tuple[int, int]], dict[Queue, int]]:
-    """When every task begins and ends if each queue serves its own in order, each after some others.
+    """Time tasks if each queue runs its tasks in order, and each task waits for the tasks ``after(task)``.
 
-    Returns begin and end of each task, and the queues that cannot run to their end, with the place of the
-    task that waits for ever.
+    Returns begin and end of each task in the unit of ``ns``, and for every queue that cannot finish, the
+    index of the task that waits for ever.
     """
     times: dict[Task, tuple[int, int]] = {}
-    places = dict.fromkeys(queues, 0)
+    positions = dict.fromkeys(queues, 0)
     free = dict.fromkeys(queues, 0)
     moved = True
     while moved:
         moved = False
         for name, tasks in queues.items():
-            while places[name] < len(tasks):
-                task = tasks[places[name]]
+            while positions[name] < len(tasks):
+                task = tasks[positions[name]]
                 start = free[name]
-                for other in after(task):
-                    if other not in times:
+                for earlier in after(task):
+                    if earlier not in times:
                         break
-                    start = max(start, times[other][1])
+                    start = max(start, times[earlier][1])
                 else:
                     times[task] = (start, start + ns(task))
                     free[name] = times[task][1]
-                    places[name] += 1
+                    positions[name] += 1
                     moved = True
                     continue
                 break
-    return times, {name: place for name, place in places.items() if place < len(queues[name])}
+    return times, {name: position for name, position in positions.items() if position < len(queues[name])}

@@ -1,8 +1,8 @@
 """Checks a schedule before a step runs: order, data, transfers, deadlock, memory.
 
-Most of it is one sweep over the linked code: every operator once, after what it needs, every message made,
-sent, received and let go. What a stage's code does not show by itself (other stages, the update) is checked
-on the instructions. `ScheduleError` names stage, instruction and cause and draws the instructions around it.
+Most checks are one sweep over the linked code: every operator runs once, after its inputs, and every message
+is produced, sent, received and freed. Other stages and the update, which a stage's code does not show, are
+checked on the instructions. `ScheduleError` names stage, instruction and cause and draws the instructions.
 """
 
 from collections import Counter, defaultdict, deque
@@ -47,7 +47,7 @@ class ScheduleError(ValueError):
 def linked(
     schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
 ) -> Code:
-    """The code of a schedule; `ScheduleError` unless it is complete and safe for layout and parts."""
+    """Link a schedule; `ScheduleError` unless it is complete and safe for layout and parts."""
     if len(schedule.stages) != layout.pp or schedule.chunks != layout.chunks:
         raise ScheduleError(
             f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
@@ -69,7 +69,7 @@ def linked(
 
 
 def check(code: Code) -> None:
-    """`ScheduleError` for linked code that must not run."""
+    """Raise `ScheduleError` for linked code that must not run."""
     schedule, layout = code.schedule, code.layout
     for stage, stretches in enumerate(code.stages):
         for faults in (
@@ -90,7 +90,7 @@ def check(code: Code) -> None:
 def check_memory(
     code: Code, shape: ModelShape, dtype: str, limit_bytes: int, reduce_dtype: str | None = None
 ) -> None:
-    """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; names the instruction."""
+    """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; it names the instruction."""
     for stage in range(code.layout.pp):
         needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype).total_bytes
         if needed > limit_bytes:
@@ -113,8 +113,8 @@ def _fail(schedule: Schedule, stage: int, position: int, cause: str) -> NoReturn
 
 
 def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
-    """`ScheduleError` for programs of what the model does not have, or that no block can use."""
-    blocks = {_movers(i.passes) for own in schedule.stages for i in own if isinstance(i, Block)}
+    """Raise `ScheduleError` for programs of unknown units, or programs that no block can use."""
+    blocks = {_movers(i.passes) for stage in schedule.stages for i in stage if isinstance(i, Block)}
     kinds = {*blocks, *((kind,) for together in blocks for kind in together)}
     for sides, program in schedule.programs.items():
         label = f"schedule {schedule.name}: program {write_sides(sides)}"
@@ -133,80 +133,84 @@ def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
 
 
 def _movers(passes: Iterable[Pass | Side]) -> tuple[PassKind, ...]:
-    return tuple(one.kind for one in passes if one.kind is not PassKind.END)
+    return tuple(p.kind for p in passes if p.kind is not PassKind.END)
 
 
-# -- what belongs where --------------------------------------------------------------------------------------
+# -- misplaced passes and messages -----------------------------------------------------------------------
 
 Homes = Mapping[int, Strand]
-"""The strand of every micro-batch: that of most passes."""
+"""The strand of every micro-batch: the strand of most of its passes."""
 
 
 def _homes(schedule: Schedule) -> Homes:
-    found: dict[int, Counter[Strand]] = defaultdict(Counter)
+    counts: dict[int, Counter[Strand]] = defaultdict(Counter)
     for stage in schedule.passes:
-        for one in stage:
-            found[one.micro_batch][one.strand] += 1
-    return {micro_batch: strands.most_common(1)[0][0] for micro_batch, strands in found.items()}
+        for pass_ in stage:
+            counts[pass_.micro_batch][pass_.strand] += 1
+    return {micro_batch: strands.most_common(1)[0][0] for micro_batch, strands in counts.items()}
 
 
 def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
-    """Passes and messages that do not belong to the stage, or not to the rest of their micro-batch."""
+    """Find passes and messages on a wrong stage, or on another strand than their micro-batch."""
     here, last = layout.chunks_of(stage), schedule.micro_batches - 1
     together = {_movers(sides) for sides in schedule.programs}
     for position, instruction in enumerate(schedule.stages[stage]):
         transfer = instruction.what if isinstance(instruction, Start | Wait) else None
         runs = [transfer.moved] if isinstance(transfer, Receive) else [*passes_in(instruction)]
-        for one in runs:
-            if one.chunk not in here or one.micro_batch > last:
+        for pass_ in runs:
+            if pass_.chunk not in here or pass_.micro_batch > last:
                 chunks = " and ".join(map(str, here))
                 facts = f"it has chunk {chunks}, micro-batches 0 to {last}"
-                yield position, f"{one} does not run on this stage: {facts}"
+                yield position, f"{pass_} does not run on this stage: {facts}"
         if isinstance(transfer, Message) and (cause := _astray(transfer, stage, layout)):
             yield position, cause
-        for one in [*runs, transfer.moved] if isinstance(transfer, Send) else runs:
-            strand = homes.get(one.micro_batch, one.strand)
-            if one.strand is not strand:
-                yield position, f"micro-batch {one.micro_batch} is on strand {strand} elsewhere"
+        for pass_ in [*runs, transfer.moved] if isinstance(transfer, Send) else runs:
+            strand = homes.get(pass_.micro_batch, pass_.strand)
+            if pass_.strand is not strand:
+                yield position, f"micro-batch {pass_.micro_batch} is on strand {strand} elsewhere"
         if isinstance(instruction, Block) and (cause := _unfit(instruction, together, schedule.trains)):
             yield position, cause
 
 
 def _astray(transfer: Message, stage: int, layout: ParallelLayout) -> str | None:
-    """Why a stage has nothing to send or to receive, if it has not."""
-    moved, other = transfer.moved, transfer.stage
+    """Return the reason why a stage cannot send or receive a message; None if it can."""
+    moved, partner = transfer.moved, transfer.stage
     before = moved.before(layout)
     source = None if before is None else layout.stage_of(before.chunk)
     if moved != moved.whole:
         return f"messages are of whole passes: {moved.whole}"
     if isinstance(transfer, Receive):
-        return f"nothing for {moved} comes from stage {other}" if source != other or other == stage else None
+        return (
+            f"nothing for {moved} comes from stage {partner}"
+            if source != partner or partner == stage
+            else None
+        )
     home = layout.stage_of(moved.chunk)
     if source != stage:
         return f"{moved} takes nothing from this stage"
     if home == stage:
         return f"{moved} runs on this stage, there is nothing to send"
-    return f"{moved} runs on stage {home}" if home != other else None
+    return f"{moved} runs on stage {home}" if home != partner else None
 
 
 def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: bool) -> str | None:
-    """Why passes cannot be in one block, if they cannot."""
+    """Return the reason why passes cannot form a block; None if they can."""
     passes = block.passes
     strands = {
-        forward: {one.strand for one in passes if one.kind is not PassKind.END and one.forward is forward}
+        forward: {p.strand for p in passes if p.kind is not PassKind.END and p.forward is forward}
         for forward in (True, False)
     }
-    if len({one.whole for one in passes}) < len(passes):
+    if len({p.whole for p in passes}) < len(passes):
         return "a block has a pass twice"
     if not any(strands.values()):
         return "an end has nothing to run beside"
     if both := strands[True] & strands[False]:
         return f"both directions are on strand {min(both)}; each is on strands of its own"
-    if not trains and any(not one.forward for one in passes):
+    if not trains and any(not p.forward for p in passes):
         return "the schedule has no backward passes"
     kinds = _movers(passes)
     if len(set(kinds)) > 1 and kinds not in together:
-        # Passes of one kind may go one behind the other; those that differ are there to run side by side.
+        # Passes of one kind may run one after the other; different kinds must run side by side.
         return f"no program is for {kinds[0]} beside {' and '.join(kinds[1:])}"
     return None
 
@@ -215,8 +219,8 @@ def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: boo
 
 
 def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
-    """Passes that a stage has to run, and does not."""
-    here = {(one.whole.kind, one.micro_batch, one.chunk) for one in schedule.passes[stage]}
+    """Find passes that a stage has to run, and does not."""
+    here = {(p.whole.kind, p.micro_batch, p.chunk) for p in schedule.passes[stage]}
     kinds = (PassKind.FORWARD, PassKind.BACKWARD) if schedule.trains else (PassKind.FORWARD,)
     missing = [
         f"{kind.value}{micro_batch}.{chunk}"
@@ -226,31 +230,31 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
         if (kind, micro_batch, chunk) not in here
     ]
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        further = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         runs = "runs" if len(missing) == 1 else "run"
-        yield len(schedule.stages[stage]), f"{', '.join(missing[:4])}{more} never {runs}"
+        yield len(schedule.stages[stage]), f"{', '.join(missing[:4])}{further} never {runs}"
 
 
 def _data(code: Code, stage: int) -> Faults:
-    """Operators that cannot run where they stand, and what is left at the end."""
-    # As memory in bf16 asks for it, so that it is swept once.
+    """Find operators that cannot run at their position, and unfinished work at the end."""
+    # The width of bf16, with which memory asks for the same cached sweep.
     swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
         cause = str(error)
         if isinstance(error, AbsentInputError):
-            cause = f"{error.one}: {_absent(error.one, stage, code.layout)}"
+            cause = f"{error.pass_}: {_absent(error.pass_, stage, code.layout)}"
         yield position, cause.removeprefix(f"{stretches[position].instruction}: ")
         return
     frames = {(p.micro_batch, p.chunk): f for s in stretches for p, f in zip(s.passes, s.frames, strict=True)}
     for key, frame in sorted(frames.items(), key=lambda item: item[0]):
-        if left := unfinished(*key, frame, swept.states[key]):
-            yield len(stretches), left
+        if unfinished_work := unfinished(*key, frame, swept.states[key]):
+            yield len(stretches), unfinished_work
 
 
-def _absent(one: Pass, stage: int, layout: ParallelLayout) -> str:
-    """Why a pass has no input."""
-    before = one.before(layout)
+def _absent(pass_: Pass, stage: int, layout: ParallelLayout) -> str:
+    """Return the reason why a pass has no input."""
+    before = pass_.before(layout)
     assert before is not None
     source = layout.stage_of(before.chunk)
     if source == stage:
@@ -259,18 +263,18 @@ def _absent(one: Pass, stage: int, layout: ParallelLayout) -> str:
 
 
 def _summation(stretches: tuple[Stretch, ...]) -> Faults:
-    """Within a block, gradients of a parameter are added up in the order of micro-batches.
+    """Check that a block adds up a parameter's gradients in the order of micro-batches.
 
-    So a block of several passes gives the bits of the same passes one after the other.
+    Then a block of several passes gives the same bits as these passes one after the other.
     """
-    known: set[tuple[object, ...]] = set()
+    checked: set[tuple[object, ...]] = set()
     for position, stretch in enumerate(stretches):
         passes = stretch.block_passes
         order = sorted(range(len(passes)), key=lambda turn: passes[turn].micro_batch)
-        key = (id(stretch.body), tuple(order), tuple(one.chunk for one in passes))
-        if len(passes) < 2 or key in known:
+        key = (id(stretch.body), tuple(order), tuple(p.chunk for p in passes))
+        if len(passes) < 2 or key in checked:
             continue
-        known.add(key)
+        checked.add(key)
         done: dict[tuple[int, int], list[int]] = defaultdict(list)
         for operation in stretch.operations:
             if not isinstance(operation, Compute) or not isinstance(operation.what, Node):
@@ -292,7 +296,7 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
 
 
 def _channels(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
-    """Every message is received where it is sent to, in the order it is sent, each channel by itself.
+    """Check that every message is received at its target, in the order of sending, for each channel.
 
     A channel is a pair of stages and a direction. Yields stages, positions and causes.
     """

@@ -1,6 +1,6 @@
-"""The end of a step, checked: gradients summed over every axis, the norm of what is summed, one update.
+"""Checks the end of a step: sums of gradients over every axis, sums of the norm's squares, one update.
 
-Nothing of it shows in the data of passes: a sum that is missing gives other gradients on every rank.
+The data of passes show none of this: a missing sum gives other gradients on every rank.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Sch
 def update_faults(
     schedule: Schedule, layout: ParallelLayout, buckets: Buckets
 ) -> Iterator[tuple[int, int, str]]:
-    """Sums of gradients after the last pass of a chunk (ZeRO 2: every one), gathers before the first (ZeRO 3:
-    every one), one step at the end.
+    """Check sums of gradients after a chunk's last pass (ZeRO 2: after every pass), gathers before its first
+    pass (ZeRO 3: before every pass), and one step at the end.
 
-    Stages, positions in their lists (their length: the end) and causes.
+    Yields stages, positions in their lists (the length: the end) and causes.
     """
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, buckets):
@@ -53,12 +53,12 @@ def _transfer(instruction: Instruction) -> object:
 
 
 class _Walk:
-    """Goes through a stage's list and keeps what has happened so far."""
+    """Goes through a stage's list and records its progress."""
 
     def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, buckets: Buckets) -> None:
         self._layout = layout
         self._instructions = schedule.stages[stage]
-        self._last = {one.chunk: n for n, i in enumerate(self._instructions) for one in passes_in(i)}
+        self._last = {p.chunk: n for n, i in enumerate(self._instructions) for p in passes_in(i)}
         self._axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(stage)}
         self._norm_axes = norm_axes(layout)
         self._under_way: list[Reduce] = []
@@ -67,7 +67,7 @@ class _Walk:
         self._normed = self._stepped = False
 
     def fault(self, position: int, instruction: Instruction) -> str | None:
-        """What is wrong with an instruction behind those before it; None: nothing, and it has happened."""
+        """Return what is wrong with the next instruction; None: nothing, and it is recorded."""
         match instruction:
             case Prefetch():
                 behind = self._stepped and self._layout.zero < 3 and position == len(self._instructions) - 1
@@ -92,47 +92,47 @@ class _Walk:
         if cause := self._gathers(block):
             return cause
         if self._layout.zero > 1:
-            for number, one in enumerate(block.sums):
+            for number, reduce in enumerate(block.sums):
                 before = (
-                    other
-                    for other in block.sums[:number]
-                    if other.chunk == one.chunk and not is_tensor(other.axis)
+                    earlier
+                    for earlier in block.sums[:number]
+                    if earlier.chunk == reduce.chunk and not is_tensor(earlier.axis)
                 )
-                if block.sums.count(one) > 1:
-                    return f"{one} stands twice"
-                if is_tensor(one.axis) and (other := next(before, None)):
-                    return f"{other} is not waited for, and sums of the same come one after the other"
-            for chunk in dict.fromkeys(one.chunk for one in block.passes if one.kind in ENDING):
+                if block.sums.count(reduce) > 1:
+                    return f"{reduce} stands twice"
+                if is_tensor(reduce.axis) and (unfinished := next(before, None)):
+                    return f"{unfinished} is not waited for, and sums of the same come one after the other"
+            for chunk in dict.fromkeys(p.chunk for p in block.passes if p.kind in ENDING):
                 for axis in self._axes.get(chunk, ()):
                     if (is_tensor(axis) or axis in SHARDED) and Reduce(chunk, axis) not in block.sums:
                         return f"the gradients of chunk {chunk} are not summed over {axis} (ZeRO 2)"
-        return next(filter(None, (self._start(position, one) for one in block.sums)), None)
+        return next(filter(None, (self._start(position, reduce) for reduce in block.sums)), None)
 
     def _gathers(self, block: Block) -> str | None:
-        """Parameters are there before their passes, and with ZeRO 1 and 2 are gathered once."""
-        reading = dict.fromkeys(one.chunk for one in block.passes if one.kind is not PassKind.WEIGHT)
-        for one in block.gathers:
-            if one.chunk not in reading:
-                return f"{one}: no pass of the block reads the parameters of chunk {one.chunk}"
-            if one.axis not in (known := self._cut(self._axes.get(one.chunk, ()))):
-                axes = ", ".join(known) or "no axis"
-                return f"{one}: over {one.axis} there is nothing to gather (but over {axes})"
-            if one in self._gathered or block.gathers.count(one) > 1:
-                return f"{one} stands twice"
-        there = {*self._gathered, *block.gathers}
+        """Check that parameters are gathered before their passes, and with ZeRO 1 and 2 only once."""
+        reading = dict.fromkeys(p.chunk for p in block.passes if p.kind is not PassKind.WEIGHT)
+        for gather in block.gathers:
+            if gather.chunk not in reading:
+                return f"{gather}: no pass of the block reads the parameters of chunk {gather.chunk}"
+            if gather.axis not in (cut := self._cut(self._axes.get(gather.chunk, ()))):
+                axes = ", ".join(cut) or "no axis"
+                return f"{gather}: over {gather.axis} there is nothing to gather (but over {axes})"
+            if gather in self._gathered or block.gathers.count(gather) > 1:
+                return f"{gather} stands twice"
+        gathered = {*self._gathered, *block.gathers}
         for chunk in reading:
             for axis in self._cut(self._axes.get(chunk, ())):
-                if Gather(chunk, axis) not in there:
+                if Gather(chunk, axis) not in gathered:
                     zero = self._layout.zero
                     return f"the parameters of chunk {chunk} are not gathered over {axis} (ZeRO {zero})"
         if block.gathers and self._instructions.count(Prefetch()) != 1:
             return "PREFETCH is missing, or stands twice"
         if self._layout.zero < 3:
-            self._gathered = there
+            self._gathered = gathered
         return None
 
     def at_end(self) -> str | None:
-        """What is missing."""
+        """Return the instruction that is missing at the end; None if the step is complete."""
         if not self._stepped:
             return "the STEP is missing"
         return f"{self._under_way[0]} is never waited for" if self._under_way else None
@@ -146,9 +146,9 @@ class _Walk:
             return f"{transfer} stands twice"
         if chunk is not None and chunk not in self._axes:
             return f"chunk {chunk} is not on this stage"
-        known = self._norm_axes if chunk is None else self._axes[chunk]
-        if axis not in known:
-            return f"over {axis} there is nothing to do here (but over {', '.join(known) or 'no axis'})"
+        axes = self._norm_axes if chunk is None else self._axes[chunk]
+        if axis not in axes:
+            return f"over {axis} there is nothing to do here (but over {', '.join(axes) or 'no axis'})"
         if chunk is None and not self._normed:
             return "the squares are not there yet: NORM comes first"
         if chunk is not None and self._normed:
@@ -157,13 +157,13 @@ class _Walk:
             return f"sums over {axis} stand in blocks, behind what adds to the gradients (ZeRO 2)"
         if chunk is not None and self._last.get(chunk, -1) > position and not again:
             return f"chunk {chunk} still has passes to run"
-        for other in self._under_way:
-            # Dense parameters and experts are not the same; shares follow their own sums.
-            replicas = {axis, other.axis} <= set(SUMMED)
-            if other.chunk == chunk and not replicas and not again:
-                return f"{other} is not waited for, and sums of the same come one after the other"
+        for unfinished in self._under_way:
+            # Dense parameters and experts are different; sums of shares follow their own sums.
+            replicas = {axis, unfinished.axis} <= set(SUMMED)
+            if unfinished.chunk == chunk and not replicas and not again:
+                return f"{unfinished} is not waited for, and sums of the same come one after the other"
         if isinstance(block, Block) and is_tensor(axis):
-            self._done.add(transfer)  # waited for in the block
+            self._done.add(transfer)  # the block itself waits for it
         elif transfer not in self._under_way:
             self._under_way.append(transfer)
         return None
@@ -194,5 +194,5 @@ class _Walk:
         return None
 
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Of the axes that gradients are summed over, those that states are cut over."""
+        """Return the axes of a chunk's sums along which states are cut; empty without ZeRO."""
         return tuple(axis for axis in axes if axis in SHARDED) if self._layout.zero else ()

@@ -1,5 +1,5 @@
-"""Reads and writes what people read: records as YAML and JSON, patterns of layers, near misses of names.
+"""Read and write files for people: records as YAML and JSON, patterns of layers, near misses of names.
 
-`records.py` checks mappings against dataclasses, `yaml_text.py` and `json_text.py` are the two formats,
-`pattern.py` knows the kinds of a model's layers, `suggestions.py` finds what a wrong name may have meant.
+`records.py` converts mappings to dataclasses and back; `yaml_text.py` and `json_text.py` are formats;
+`pattern.py` parses kinds of layers; `suggestions.py` finds the known name that a wrong name stands for.
 """

@@ -1,7 +1,7 @@
-"""Dataclasses from and to plain mappings (YAML, JSON), strictly: what is wrong is named by its key.
+"""Dataclasses from and to plain mappings (YAML, JSON); an error names the key that is wrong.
 
 Every file that planning reads (clusters, profiles, plans) goes through `from_mapping`, so that a missing, a
-misspelt, a zero or a NaN is one message with key, value and remedy, and never a silent default.
+misspelt, a zero or a NaN value gives one message with key, value and remedy, and never a silent default.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ Record = TypeVar("Record")
 
 
 def from_mapping(kind: type[Record], content: Any, where: str) -> Record:
-    """A dataclass of type ``kind`` from ``content``; `ValueError` names the key below ``where``.
+    """Build a dataclass of type ``kind`` from ``content``; `ValueError` names the wrong key below ``where``.
 
-    Numbers must be finite. Further rules of a record stand in its ``__post_init__``, whose `ValueError` is
-    passed on with the place in front.
+    Numbers must be finite. A record checks its further rules in its ``__post_init__``; its `ValueError` is
+    raised again with ``where`` in front.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{where} must hold keys and values, found {content!r}")
@@ -48,7 +48,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        chosen = [a for a in arguments if a is not type(None)]
+        chosen = [argument for argument in arguments if argument is not type(None)]
         return _value(chosen[0], value, where)
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -73,9 +73,9 @@ def _value(kind: Any, value: Any, where: str) -> Any:
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
-        known = [member.value for member in kind]
-        if value not in known:
-            raise ValueError(f"{where}={value!r} {must_be_one_of(value, known)}")
+        choices = [member.value for member in kind]
+        if value not in choices:
+            raise ValueError(f"{where}={value!r} {must_be_one_of(value, choices)}")
         return kind(value)
     if isinstance(value, bool) is not (kind is bool):
         raise ValueError(f"{where}={value!r} must be {_expected(kind)}")
@@ -83,12 +83,12 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
         value = number(value)
     if kind is float and isinstance(value, int | float):
         try:
-            wide = float(value)
+            as_float = float(value)
         except OverflowError:
-            wide = math.inf
-        if not math.isfinite(wide):
+            as_float = math.inf
+        if not math.isfinite(as_float):
             raise ValueError(f"{where}={value!r} must be a finite number")
-        return wide
+        return as_float
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, kind):
@@ -98,7 +98,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 def number(text: Any) -> Any:
-    """The number that a text is, as YAML leaves 1_000 one; anything else as it is."""
+    """Return the number that a text stands for (YAML reads 1_000 as text); return anything else unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -113,7 +113,7 @@ def _expected(kind: Any) -> str:
 
 
 def to_mapping(record: Any) -> Any:
-    """The inverse of `from_mapping`: plain dictionaries, lists and scalars; defaults are written too."""
+    """Invert `from_mapping`: return plain dictionaries, lists and scalars, with the defaults written out."""
     if hasattr(record, "to_plain"):
         return record.to_plain()
     if dataclasses.is_dataclass(record):
@@ -132,7 +132,7 @@ def to_mapping(record: Any) -> Any:
 
 
 def require_positive(record: Any, names: Sequence[str], *, zero: bool = False) -> None:
-    """`ValueError` unless the named fields are above zero (``zero``: or zero)."""
+    """Raise `ValueError` unless the named fields are above zero, or, with ``zero``, zero or above."""
     for name in names:
         value = getattr(record, name)
         if not (value > 0 or (zero and value == 0)):
@@ -141,7 +141,7 @@ def require_positive(record: Any, names: Sequence[str], *, zero: bool = False) -
 
 
 def require_fraction(record: Any, names: Sequence[str]) -> None:
-    """`ValueError` unless the named fields are above 0 and at most 1."""
+    """Raise `ValueError` unless the named fields are above 0 and at most 1."""
     for name in names:
         value = getattr(record, name)
         if not 0 < value <= 1:

@@ -1,6 +1,6 @@
-"""What somebody meant who wrote a name that is not known: keys, presets, schedules, choices and commands.
+"""Guess what an unknown name stands for: a key, preset, schedule, choice or command.
 
-First what differs in case, dashes and dots alone; then what other systems call it; then what looks alike.
+Candidates in order: a name that differs only in case, dashes and dots; another system's word; a similar name.
 """
 
 import difflib
@@ -70,18 +70,18 @@ OTHER_WORDS: Final = {
     "kubernetes": "k8s",
     "train.dtype": "fp16 precision float32 float64 bfloat16 bf16 float16",
 }
-"""What it is called here (a key with its section, perhaps with a value, a choice, a command) -> what PyTorch,
-Hugging Face, Megatron-LM and DeepSpeed call it. A word that stands twice means the first that is known."""
+"""Braid's name (a key with its section, perhaps with a value; a choice; a command) -> the names that PyTorch,
+Hugging Face, Megatron-LM and DeepSpeed use. A word listed twice means the first name that is known."""
 
 _MOST_CHARACTERS: Final = 100
-"""Of a list that is told although one name of it was meant."""
+"""Length of the longest list of known names that an error still prints when it also suggests one name."""
 
 _ALIKE: Final = 0.9
-"""Texts as alike as that are one text with a slip; less so, the same beginning says more."""
+"""Two names with a higher similarity ratio differ by a slip; otherwise a common beginning counts more."""
 
 
 def plain(name: str) -> str:
-    """A name without what people write differently: case, dashes, dots, underscores."""
+    """Return a name without the characters that people write differently: case, dashes, dots, underscores."""
     return re.sub(r"[^a-z0-9*]", "", name.lower())
 
 
@@ -92,31 +92,31 @@ for _ours, _words in OTHER_WORDS.items():
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` names that ``name`` most likely stands for; None where none is near."""
+    """Return the name in ``known`` that ``name`` most likely stands for; None where no name is near."""
     names = list(known)
-    by_plain = {plain(one): one for one in reversed(names)}
+    by_plain = {plain(candidate): candidate for candidate in reversed(names)}
     wanted = plain(name)
     if wanted in by_plain:
         return by_plain[wanted]
-    if ours := [one for one in _OTHERS.get(wanted, ()) if one in names]:
+    if ours := [synonym for synonym in _OTHERS.get(wanted, ()) if synonym in names]:
         return ours[0]
     close = difflib.get_close_matches(wanted, by_plain, n=1)
     if close and difflib.SequenceMatcher(None, wanted, close[0]).ratio() > _ALIKE:
         return by_plain[close[0]]
-    inside = [one for one in by_plain if len(one) > 2 and wanted.startswith(one)]
-    longer = [one for one in by_plain if len(wanted) > 2 and one.startswith(wanted)]
+    inside = [key for key in by_plain if len(key) > 2 and wanted.startswith(key)]
+    longer = [key for key in by_plain if len(wanted) > 2 and key.startswith(wanted)]
     if near := [*sorted(inside, key=len, reverse=True), *sorted(longer, key=len), *close]:
         return by_plain[near[0]]
     return None
 
 
 def key_called(name: str) -> str:
-    """The key that others call ``name``, perhaps with a value, as ``parallel.zero=3``; empty without one."""
-    return next((one for one in _OTHERS.get(plain(name), ()) if "." in one), "")
+    """Return the key that other systems call ``name``, as ``parallel.zero=3``; empty if there is none."""
+    return next((key for key in _OTHERS.get(plain(name), ()) if "." in key), "")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'lr'?``, or what it is called here; empty where nothing is near."""
+    """Return ``did you mean 'lr'?``, or Braid's word for another system's; empty if no name is near."""
     if (near := nearest(name, known)) is not None:
         return f"did you mean {near!r}?"
     ours = key_called(name)
@@ -124,9 +124,9 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def must_be_one_of(value: object, known: Iterable[object]) -> str:
-    """``must be one of fp32, bf16; did you mean 'bf16'?``: the end of a message on a wrong choice. Of many
-    choices only the one that was meant is told, where one is near."""
-    names = [str(one) for one in known]
+    """Return the end of a message on a wrong choice: ``must be one of fp32, bf16; did you mean 'bf16'?``. A
+    long list of choices is left out where one choice is near."""
+    names = [str(choice) for choice in known]
     listed = ", ".join(names)
     meant = hint(value, names) if isinstance(value, str) else ""
     if meant and len(listed) > _MOST_CHARACTERS:

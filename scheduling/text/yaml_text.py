@@ -1,8 +1,8 @@
-"""YAML by the core schema of version 1.2, which is what people expect of it.
+"""YAML by the core schema of version 1.2, as people expect it.
 
 PyYAML follows version 1.1, in which ``off``, ``yes`` and ``on`` are truth values, ``2026-11-23`` is a date,
-``010`` is eight, ``1:30`` is ninety and ``1e-3`` is a text. Here ``true`` and ``false`` are the only truth
-values, ``1e-3`` is a number, and the others are texts, but for ``010``, which is ten.
+``010`` is eight, ``1:30`` is ninety and ``1e-3`` is a text. In this module ``true`` and ``false`` are the
+only truth values, ``010`` is ten, ``1e-3`` is a number, and the other examples are texts.
 """
 
 import re
@@ -21,15 +21,15 @@ _KINDS = (
         "-+.0123456789",
     ),
     ("null", re.compile("~|null|Null|NULL|"), ["~", "n", "N", ""]),
-    ("merge", re.compile("<<"), "<"),  # of 1.1, and in wide use
+    ("merge", re.compile("<<"), "<"),  # a feature of version 1.1 that is in wide use
 )
-"""Tag, the whole text of a plain scalar, and the characters that it may begin with."""
+"""Tag, pattern of the whole text of a plain scalar, and the characters that such a scalar may begin with."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a YAML text holds: mappings, lists and scalars, nothing that runs code. `ValueError` names
-    ``where`` it stands; a key that stands twice in a mapping is an error, with both lines."""
-    import yaml  # here, since pairings are searched for where it is not installed, too
+    """Return a YAML text's content: mappings, lists and scalars; nothing runs code. `ValueError` names
+    ``where``, the source, and both lines of a key that occurs twice in a mapping."""
+    import yaml  # here, so that pairings can be searched for where PyYAML is not installed
 
     loader = _loader()(text)
     try:
@@ -45,7 +45,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _check_keys(node: Any, seen: set[int]) -> None:
-    """`yaml.YAMLError` for a key that stands twice: PyYAML would drop the first one without a word."""
+    """Raise `yaml.YAMLError` for a key that occurs twice; PyYAML would silently drop the first value."""
     import yaml
 
     if id(node) in seen or isinstance(node, yaml.ScalarNode):
@@ -68,7 +68,7 @@ def _check_keys(node: Any, seen: set[int]) -> None:
 
 
 def write_yaml(content: Any, width: int | None = None) -> str:
-    """YAML that `parse_yaml` and readers of version 1.1 take for the same: quoted where they differ."""
+    """Return YAML that `parse_yaml` and readers of version 1.1 read alike; texts are quoted as needed."""
     import yaml
 
     return yaml.dump(content, Dumper=_dumper(), sort_keys=False, width=width)
@@ -97,7 +97,7 @@ def _dumper() -> Any:
     class Dumper(yaml.SafeDumper):
         pass
 
-    _resolve(Dumper)  # beside those of 1.1: a text that is something else to either is quoted
+    _resolve(Dumper)  # in addition to the rules of 1.1: a text that either reads as another type is quoted
     return Dumper
 
 

@@ -1,5 +1,5 @@
-"""A rank as a process: what it can be asked, its process groups, its memory, its log.
+"""A rank as a process: its calls, process groups, memory and log.
 
 `interface.py` lists the controller's calls, `worker.py` answers them, `actor.py` is the thin Ray actor around
-it. `assembly.py` puts a rank together; `groups.py` and `membership.py` make and leave process groups.
+the worker. `assembly.py` builds a rank; `groups.py` and `membership.py` make and leave process groups.
 """

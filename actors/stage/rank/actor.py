@@ -12,7 +12,7 @@ from braid.actors.stage.measure.span_stream import Sink
 from braid.actors.stage.rank.worker import Worker
 
 _UNDER_WAY = 8
-"""Batches of spans that may be on their way to the collector."""
+"""Most batches of spans that may be on their way to the collector."""
 
 
 BESIDE = "beside"
@@ -20,7 +20,7 @@ BESIDE = "beside"
 
 
 class StageActor(Worker):
-    """One rank as an actor; its methods are those of `Worker`."""
+    """One rank as an actor, with the methods of `Worker`."""
 
     def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
         """``inherited``: variables of the run's command, which Ray would show as a runtime environment."""
@@ -31,7 +31,7 @@ class StageActor(Worker):
         return ActorSink(target)
 
     def node(self) -> dict[str, Any]:
-        """Where this rank runs."""
+        """Return address, node, process and GPUs of this rank."""
         return {
             "address": self.address,
             "node": ray.get_runtime_context().get_node_id(),
@@ -40,12 +40,12 @@ class StageActor(Worker):
         }
 
     def number_as(self, rank: int) -> None:
-        """Take a number; before anything else is asked."""
+        """Set the rank's number; must precede all other calls."""
         self.rank = rank
 
 
 def start_stage(rank: int, options: dict[str, Any], inherited: Mapping[str, str]) -> Any:
-    """Start a rank's actor, with Ray's options; returns its handle."""
+    """Start a rank's actor, with Ray's options; return its handle."""
     settings: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {BESIDE: 1}}
     remote: Any = ray.remote(**settings)
     return remote(StageActor).options(**options).remote(rank, dict(inherited))
@@ -59,7 +59,7 @@ class ActorSink:
         self._under_way: list[Any] = []
 
     def send(self, batch: bytes) -> bool:
-        """Push, unless too many are on their way; `OSError` once the collector is gone."""
+        """Push a batch; False if too many are on their way. `OSError` once the collector is gone."""
         if len(self._under_way) >= _UNDER_WAY:
             done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
             try:
@@ -72,7 +72,7 @@ class ActorSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait until what was pushed has arrived."""
+        """Wait until all pushed batches have arrived, at most ``timeout_s`` seconds."""
         if self._under_way:
             with contextlib.suppress(RayError):
                 ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Memory on the host: glibc's, which it gives back to the kernel too soon, and Python's objects."""
+"""Host memory: glibc's heap, which returns memory to the kernel too early, and Python's objects."""
 
 import ctypes
 import gc
@@ -8,16 +8,16 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 """Parameters of mallopt(3)."""
 _LARGEST = 2**31 - 1
 _VARIABLES = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
-"""Of the environment, for the same parameters."""
+"""Environment variables for the same parameters."""
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed memory for its next tensors; returns whether the C library takes that.
+    """Let this process keep freed memory for its next tensors; return whether the C library supports it.
 
     A training step allocates the same sizes again and again, and on CPU a quarter of the kernel's share of a
     step was page faults (docs/log.md). By default blocks from 128 KiB (later up to 32 MiB) on are mapped and
-    unmapped one by one, and the heap's end is trimmed. Other C libraries than glibc are left as they are, and
-    so is glibc where the environment has a variable of its own for these parameters.
+    unmapped one by one, and the heap's end is trimmed. Other C libraries than glibc are not changed, nor is
+    glibc if the environment sets one of these parameters.
     """
     if any(name in os.environ for name in _VARIABLES):
         return False
@@ -35,10 +35,10 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_what_is_free() -> None:
-    """Let the kernel have what is free in the C library's heap; other libraries than glibc are left alone.
+    """Return the free memory of glibc's heap to the kernel; do nothing with other C libraries.
 
-    Between tensors that threads free in another order in every step a heap frays: what is in use stays the
-    same, but lies ever further apart, on ever more pages (0.3 MB a step where it was measured: docs/log.md).
+    Where threads free tensors in another order in every step, the heap fragments: the memory in use stays the
+    same, but spreads over more and more pages (0.3 MB a step in one measurement: docs/log.md).
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -47,11 +47,11 @@ def give_back_what_is_free() -> None:
 
 
 def set_aside_what_lasts() -> None:
-    """Let Python's garbage collector look no more at what there is now: modules, the model, the schedule.
+    """Exclude all present objects from garbage collection: modules, the model, the schedule.
 
-    A step that records some ten thousand spans makes as many objects, and thereby lets the collector look at
-    all that there are, hundreds of thousands of torch's, once in a step or two.
+    A step that records some ten thousand spans makes as many objects, which would trigger a collection over
+    hundreds of thousands of torch's objects in every step or two.
     """
-    gc.unfreeze()  # what was set aside for an earlier model may be garbage by now
+    gc.unfreeze()  # objects frozen for an earlier model may be garbage by now
     gc.collect()
     gc.freeze()

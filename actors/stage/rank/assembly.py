@@ -1,5 +1,5 @@
-"""What one rank trains with, made of a run's plan: the same parts for workers, for the model of the CUDA
-machine and for measurements on one GPU."""
+"""Assembles one rank from a run's plan, for workers, for the model of the CUDA machine and for measurements
+on one GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """The parts of one rank."""
+    """The objects that one rank trains with."""
 
     mesh: Mesh
     sizes: PartSizes
@@ -56,18 +56,18 @@ class Assembly:
     """Runs `code`."""
 
     def bind(self, code: Code, **how: Any) -> Executor:
-        """An executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
+        """Return an executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
         return Executor(
             code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
         )
 
     def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
-        """The end of optimizer step ``step`` (from 0). intact: raises once communication was broken off."""
+        """Return the end of optimizer step ``step`` (from 0). ``intact``: raises after a break-off."""
         return StepUpdate(self.optimizer, step, intact)
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
-    """The mesh of a run, connected; all ranks call this together. hosts: by rank; empty for one host."""
+    """Return the connected mesh of a run; all ranks call this together. ``hosts``: by rank; empty for one."""
     layout = plan.config.layout()
     mesh = build_mesh(
         layout,
@@ -88,7 +88,7 @@ def assemble(
     accelerator: Accelerator | None,
     kernels: KernelChoice | None = None,
 ) -> Assembly:
-    """Build the rank of a mesh as a run's plan says; all ranks call this together (`put_together`)."""
+    """Assemble a rank for a run's plan; all ranks call this together (`put_together`)."""
     config, train = plan.config, plan.config.train
     definitions = load_layers(config.model.own_layers)
     sizes = config.sizes(plan.shape)
@@ -107,7 +107,7 @@ def assemble(
         kernels=train.kernels,
         choice=kernels,
         seed=train.seed,
-        # Documents change what runs; a drill breaks what it has to find there, on one rank alone.
+        # Documents change the operations; a drill must reach its instruction on one rank alone.
         captured=False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs,
         spans=config.telemetry.spans,
         solo_ns=plan.solo_ns,
@@ -134,10 +134,10 @@ def put_together(
     spans: bool = True,
     solo_ns: Mapping[str, int] | None = None,
 ) -> Assembly:
-    """Build the rank of a mesh; all ranks call this together, as kernels are chosen by all.
+    """Assemble a rank; all ranks call this together, since they choose kernels together.
 
-    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: of the user's own, by kind.
-    ``choice`` remembers which kernels earlier calls chose. ``solo_ns``: times of operators alone, for spans.
+    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own, by kind.
+    ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators alone, for spans.
     """
     layout = mesh.layout
     model_of = partial(
@@ -185,7 +185,7 @@ def put_together(
 
 
 def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], layout: ParallelLayout) -> Code:
-    """What a schedule over the model's parts is run as."""
+    """Link a schedule over the model's parts."""
     units = scheduled_parts(
         parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )
@@ -193,7 +193,7 @@ def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], lay
 
 
 def streams_on(accelerator: Accelerator | None) -> Streams:
-    """The streams of an accelerator; of a CPU without one."""
+    """Return the streams of an accelerator, or a CPU's streams if it is None."""
     if accelerator is not None:
         from braid.actors.stage.run.cuda_streams import CudaStreams
 

@@ -6,12 +6,12 @@ import torch
 
 
 def local_rank(rank: int, hosts: Sequence[str]) -> int:
-    """A rank's number among those of its host; ``hosts``: of all ranks, empty if there is one."""
+    """Return a rank's number among the ranks of its host; ``hosts``: by rank, empty for a single host."""
     return hosts[:rank].count(hosts[rank]) if hosts else rank
 
 
 def device_of(choice: str, number: int) -> torch.device:
-    """The CPU, or a GPU: the only one that Ray shows a rank, or the one of that number on its host."""
+    """Return the CPU, or a GPU: the only one that Ray shows to a rank, or number ``number`` of its host."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -24,7 +24,7 @@ def device_of(choice: str, number: int) -> torch.device:
 
 
 def hardware(device: torch.device) -> str:
-    """What this rank computes on, in words: part of a profile's identity."""
+    """Return a description of the rank's device, which is part of a profile's identity."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     try:
@@ -36,6 +36,6 @@ def hardware(device: torch.device) -> str:
 
 
 def set_arithmetic(*, deterministic: bool, tf32: bool) -> None:
-    """Of this process: kernels that give the same bits every time; 10-bit operands of fp32 products."""
+    """Set for this process: bitwise reproducible kernels; TF32 (10-bit mantissas) in fp32 products."""
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -1,8 +1,8 @@
-"""Faults that a rank does to itself, at an exact place: for drills (`braid drill`) and for nothing else.
+"""Faults that a rank injects into itself at an exact instruction, for drills (`braid drill`) only.
 
-A fault fires once in a run, whatever is repeated: firing leaves a file in ``runs/NAME/faults``, made before
-anything else happens, which is also the proof that it fired and when. Only ``skip`` fires whenever its step
-is done. A fault that has no step of its own waits there for the file that calls it.
+A fault fires once in a run, even if its step is repeated: firing first leaves a file in ``runs/NAME/faults``,
+which also proves that and when it fired. Only ``skip`` fires whenever its step runs. A fault without a step
+waits for the file that calls it.
 """
 
 import os
@@ -21,19 +21,19 @@ from braid.scheduling.schedule.operations import Compute, Direction, Gather, Nor
 from braid.scheduling.schedule.schedule import passes_in, sums_in
 
 FOLDER = "faults"
-"""Of a run's directory, where fired faults leave their marks."""
+"""Folder of a run's directory for the marks of fired faults."""
 _HOLD_SECONDS = 30.0
-"""A rank that nobody lets go of goes on by itself."""
+"""Time after which a rank on hold continues by itself."""
 _SPOILS = ("nan", "skip")
-"""Kinds that make a gradient no number."""
+"""Kinds of faults that make a gradient NaN."""
 _TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
-"""What starts in the phases that are none of instructions."""
+"""Types of the transfers before which faults of these phases fire."""
 
 
 def fire(folder: Path, name: str) -> bool:
-    """Mark a fault as fired, at the mark's time of change; False if it was before.
+    """Mark a fault as fired, with the present time; False if it fired before.
 
-    The mark is empty: it has to come on a full disk as well.
+    The mark is an empty file, which a full disk accepts as well.
     """
     folder.mkdir(exist_ok=True)
     now = time.time_ns()
@@ -41,23 +41,23 @@ def fire(folder: Path, name: str) -> bool:
         (folder / name).touch(exist_ok=False)
     except FileExistsError:
         return False
-    os.utime(folder / name, ns=(now, now))  # the kernel's own is some milliseconds old
+    os.utime(folder / name, ns=(now, now))  # the kernel's own time is some milliseconds old
     return True
 
 
 def fired_at(folder: Path, name: str) -> float:
-    """When a fault has fired, seconds since 1970."""
+    """Return when a fault fired, in seconds since 1970."""
     return (folder / name).stat().st_mtime
 
 
 def call(folder: Path, name: str) -> None:
-    """Let a fault come that has no step of its own."""
+    """Call a fault that has no step of its own."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.called").touch()
 
 
 def let_go(folder: Path, name: str) -> None:
-    """Let a rank go on that a fault holds."""
+    """Let a rank continue that a fault holds."""
     (folder / f"{name}.released").touch()
 
 
@@ -68,30 +68,30 @@ class Saboteur:
         """``stretches``: the rank's code of a training step."""
         self._folder = run / FOLDER
         self._faults = [fault for fault in faults if fault.rank == rank]
-        self._places = {fault: _place(fault, stretches) for fault in self._faults}
+        self._positions = {fault: _position(fault, stretches) for fault in self._faults}
 
     def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
-        """What the executor calls before every instruction of a step, with its position; None: nothing."""
+        """Return the executor's callback before every instruction of a step; None if no fault is due."""
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
 
         def look(position: int) -> None:
             for fault in due:
-                here = position == self._places[fault]
+                here = position == self._positions[fault]
                 if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
                     self._do(fault, buckets)
 
         return look if due else None
 
     def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
-        """What the executor calls before every sum of gradients and every gather of a step; None: nothing."""
+        """Return the executor's callback before every gradient sum and gather; None if no fault is due."""
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
         begun: Counter[type] = Counter()
 
         def look(transfer: Reduce | Gather) -> None:
             for fault in due:
-                of_it = isinstance(transfer, _TRANSFERS[fault.phase])
+                matches = isinstance(transfer, _TRANSFERS[fault.phase])
                 number = begun[type(transfer)]
-                if of_it and number == self._places[fault] and fire(self._folder, fault.name):
+                if matches and number == self._positions[fault] and fire(self._folder, fault.name):
                     self._do(fault)
             begun[type(transfer)] += 1
 
@@ -107,7 +107,7 @@ class Saboteur:
                 return
 
     def _due(self, step: int) -> Iterator[Fault]:
-        """What comes in a step."""
+        """Yield the faults that are due in a step."""
         for fault in self._faults:
             due = self._is_called(fault) if fault.step is None else fault.step == step
             if due and fault.phase != "save":
@@ -138,19 +138,19 @@ class Saboteur:
 
 
 def _counts(transfer: object) -> bool:
-    """Whether it moves gradients or parameters: the norm's sum does not."""
+    """Tell whether a transfer moves gradients or parameters, unlike the norm's sum."""
     return isinstance(transfer, Gather) or (isinstance(transfer, Reduce) and transfer.chunk is not None)
 
 
-def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
-    """The position of the instruction, or the number of the transfer, before which a fault fires."""
+def _position(fault: Fault, stretches: Sequence[Stretch]) -> int:
+    """Return the index of the instruction, or of the transfer, before which a fault fires."""
     if fault.phase in _TRANSFERS:
         operations = (operation for stretch in stretches for operation in stretch.operations)
         starts = (operation.what for operation in operations if isinstance(operation, Start))
         begun = [type(transfer) for transfer in starts if _counts(transfer)]
         first_sum = begun.index(Reduce) if Reduce in begun else len(begun)
         if fault.phase == "gather" and Gather in begun[:first_sum]:
-            begun = begun[:first_sum]  # gathers that the step before has put off: others come beside sums
+            begun = begun[:first_sum]  # gathers that the previous step postponed; others run beside sums
         return int(fault.place * begun.count(_TRANSFERS[fault.phase]))
 
     def fits(stretch: Stretch) -> bool:
@@ -162,5 +162,5 @@ def _place(fault: Fault, stretches: Sequence[Stretch]) -> int:
             return instruction == Compute(Norm()) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 
-    places = [position for position, stretch in enumerate(stretches) if fits(stretch)] or [-1]
-    return places[0] if fault.kind in _SPOILS else places[int(fault.place * len(places))]
+    positions = [position for position, stretch in enumerate(stretches) if fits(stretch)] or [-1]
+    return positions[0] if fault.kind in _SPOILS else positions[int(fault.place * len(positions))]

@@ -1,7 +1,7 @@
-"""This rank's place in the mesh and its process groups: a line of ranks per mesh axis.
+"""A rank's position in the mesh and its process groups: a line of ranks per mesh axis.
 
 Strands share a line: the order of issue is static and the same on all ranks. On CPU two connections would
-halve the rate of both, on GPUs two communicators behind one side stream buy nothing.
+halve each other's rate, on GPUs two communicators behind one side stream gain nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ LAYER_AXES: Final = ("tp", "cp", "ep")
 """Axes over which layers communicate."""
 
 MessageKind = tuple[Direction, str]
-"""Of messages between stages: the pass they belong to, and "down" or "up" the pipeline."""
+"""Kind of messages between stages: direction of their pass, and "down" or "up" the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     ends: Line | None
-    """The first and the last stage, on these two, where both hold a table that embedding and head share."""
+    """The line of first and last stage, on these two, if both hold a table that embedding and head share."""
     groups: "Groups | None" = None
-    """What made them."""
+    """The maker of the lines."""
 
     def shared(self, axis: str) -> Line:
-        """The line of the ranks that share parameters along an axis (`Buckets.axes`)."""
+        """Return the line of the ranks that share parameters along an axis (`Buckets.axes`)."""
         if axis == "ends":
             assert self.ends is not None
             return self.ends
@@ -62,25 +62,25 @@ class Mesh:
         return self.place.position
 
     def line(self, axis: str) -> Line:
-        """That of an axis, or of a factor; `ValueError` where the ranks do not lie so on nodes."""
+        """Return the line of an axis or factor; `ValueError` if ranks are not placed so on nodes."""
         if axis not in self.lines:
-            known = ", ".join(name for name in self.lines if "." in name) or "none"
+            factors = ", ".join(name for name in self.lines if "." in name) or "none"
             raise ValueError(
-                f"a partition divides ranks into {axis}, but their nodes give {known}: use a mesh of "
+                f"a partition divides ranks into {axis}, but their nodes give {factors}: use a mesh of "
                 f"nodes x ranks of each, or plan anew"
             )
         return self.lines[axis]
 
     @property
     def neighbours(self) -> Channel:
-        """The pipeline, over the connections that forward passes take: for measurements."""
+        """The pipeline, over the connections of forward passes: for measurements."""
         down, up = (self.channels[Direction.FORWARD, way] for way in ("down", "up"))
         if isinstance(down, MessageLine) and isinstance(up, MessageLine):
             return MessageLine(up.group, down.group)
         return up
 
     def stream(self, axis: str) -> Stream:
-        """What this rank's group along an axis (`shared`) exchanges goes over."""
+        """Return the stream of the transfers along an axis (`shared`)."""
         if axis == "ends":
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if (factor := factor_of(axis)) is not None:
@@ -90,49 +90,49 @@ class Mesh:
     def warm_up(self) -> None:
         """Use every line once, in the same order on all ranks.
 
-        NCCL makes communicators and connections when they are first used, while the host waits for the other
-        side; in a step the other side may be waiting for something else.
+        NCCL makes communicators and connections at their first use, while the host waits for the other side;
+        in a step the other side may be waiting for something else.
         """
         used: list[Channel] = [*self.lines.values(), *self.channels.values()]
         used += [self.ends] if self.ends else []
-        for one in {id(one): one for one in used}.values():
-            one.warm_up()
+        for channel in {id(channel): channel for channel in used}.values():
+            channel.warm_up()
 
     def peer(self, stage: int) -> int:
-        """The rank at this rank's place on another pipeline stage."""
+        """Return the rank at this rank's position on another pipeline stage."""
         return self.layout.rank_at({**self.position, "pp": stage})
 
     def stream_to(self, stage: int) -> Stream:
-        """What messages to and from another pipeline stage go over."""
+        """Return the stream of messages to and from another pipeline stage."""
         return self.topology.between((self.rank, self.peer(stage)))
 
 
 def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
     """Make the group of all ranks; after a failure it may be called again, with another store.
 
-    It is not bound to a device, which would make communicators at once: torch then splits new groups off this
-    one, for which all ranks would have to come, members or not. `Mesh.warm_up` makes them.
+    The group is not bound to a device, which would make communicators at once: torch would then split new
+    groups off this group, for which all ranks would have to come, members or not. `Mesh.warm_up` makes them.
     """
-    # Groups are named by a count. torch resets it when they are destroyed, but not where making the first one
-    # failed: this rank and a new one would look for each other under different names, in every attempt.
+    # torch names groups by a count. It resets the count when groups are destroyed, but not if making the
+    # first group failed: this rank and a new rank would look for each other under different names for ever.
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 class Groups(Protocol):
-    """Makes groups of ranks, and carries what ranks tell each other before they train.
+    """Makes groups of ranks, and exchanges values between ranks before training.
 
-    All calls are collective: every rank gives the same lists, in the same order.
+    All calls are collective: every rank passes the same lists, in the same order.
     """
 
     def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
-        """A line for each list of ranks along an axis; that of this rank."""
+        """Make a line for each list of ranks along an axis; return the line of this rank."""
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
-        """A channel for each list of ranks, one of which has this rank: stages of a pipeline, in order."""
+        """Make a channel for each list of ranks (pipeline stages in order); return this rank's channel."""
 
-    def gather(self, own: Any) -> list[Any]:
-        """What every rank gives, in rank order."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
 
 
 def build_mesh(
@@ -146,7 +146,7 @@ def build_mesh(
 ) -> Mesh:
     """Create all groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``hosts``: of all ranks; by default they share one. ``groups``: by default torch's process groups.
+    ``hosts``: of all ranks; by default they share one host. ``groups``: by default torch's process groups.
     """
     place = Place.of(layout.mesh, rank)
     groups = groups or TorchGroups(rank, timeout)
@@ -173,7 +173,7 @@ def build_mesh(
 
 @dataclass(frozen=True)
 class TorchGroups:
-    """Torch's process groups: of NCCL on GPUs, of messages by gloo elsewhere.
+    """Torch's process groups: NCCL's on GPUs, messages by gloo elsewhere.
 
     Only the members of a group make it: a thousand ranks have more than a thousand lines.
     """
@@ -183,51 +183,51 @@ class TorchGroups:
     nccl: "NcclConfig | None" = None
 
     def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
-        """That of this rank; collectives of layers have connections for both directions on CPU."""
-        own = next((ranks for ranks in lines if self.rank in ranks), None)
-        if own is None:
+        """Make this rank's line; on CPU collectives of layers have a connection for each direction."""
+        members = next((ranks for ranks in lines if self.rank in ranks), None)
+        if members is None:
             return None
         if self._on_gpus:
-            return Communicator(TorchGroup(self._group(own, axis)))
+            return Communicator(TorchGroup(self._group(members, axis)))
         both = is_tensor(axis) or whole_axis(axis) in LAYER_AXES
-        return MessageLine(self._group(own), self._group(own) if both else None)
+        return MessageLine(self._group(members), self._group(members) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
-        """Of pairs of neighbours, the ends among them, on GPUs."""
-        (own,) = (ranks for ranks in lines if self.rank in ranks)
+        """Make this rank's channel; on GPUs a communicator with each neighbour in a ring of stages."""
+        (members,) = (ranks for ranks in lines if self.rank in ranks)
         if not self._on_gpus:
-            return MessageLine(self._group(own))
-        return pairs_of(own, self.rank, lambda pair: Communicator(TorchGroup(self._group(pair, "pp"))))
+            return MessageLine(self._group(members))
+        return pairs_of(members, self.rank, lambda pair: Communicator(TorchGroup(self._group(pair, "pp"))))
 
     @property
     def _on_gpus(self) -> bool:
         return "nccl" in dist.get_backend_config()
 
     def _group(self, ranks: Sequence[int], axis: str = "") -> dist.ProcessGroup:
-        """``axis``: whose limits NCCL is given."""
-        made = dist.new_group(
+        """Make a group; ``axis``: the axis whose limits NCCL gets, empty for gloo."""
+        group = dist.new_group(
             list(ranks),
             timeout=self.timeout,
             use_local_synchronization=True,
-            backend="nccl" if axis else None,  # else a mesh of gloo would stand beside each of NCCL
+            backend="nccl" if axis else None,  # otherwise a mesh of gloo would exist beside each of NCCL
             pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
         )
-        assert made is not None
-        return made
+        assert group is not None
+        return group
 
     def _limits(self, axis: str) -> "NcclLimits | None":
-        own = "tp" if is_tensor(axis) else whole_axis(axis)
-        return None if self.nccl is None else getattr(self.nccl, own, self.nccl.dp)
+        limits_axis = "tp" if is_tensor(axis) else whole_axis(axis)
+        return None if self.nccl is None else getattr(self.nccl, limits_axis, self.nccl.dp)
 
-    def gather(self, own: Any) -> list[Any]:
-        """Pickled, from rank to rank."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        return found
+    def gather(self, value: Any) -> list[Any]:
+        """Gather pickled values over the default group."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
 
 def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
-    """What torch makes a communicator with: limits, and a stream whose kernels go first."""
+    """Return torch's options for a communicator: limits, and a stream whose kernels take precedence."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if limits is not None and limits.max_ctas is not None:
@@ -235,14 +235,14 @@ def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
     return options
 
 
-def pairs_of(ranks: Sequence[int], own: int, make: Callable[[Sequence[int]], Communicator]) -> Pairs:
-    """Communicators of a rank with its neighbours in a pipeline, whose last stage is beside the first."""
+def pairs_of(ranks: Sequence[int], rank: int, make: Callable[[Sequence[int]], Communicator]) -> Pairs:
+    """Return communicators of a rank with its neighbours in a ring of pipeline stages."""
     stages = len(ranks)
-    beside = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
-    place = ranks.index(own)
+    neighbours = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
+    stage_of_rank = ranks.index(rank)
     pairs = {
-        (first if first != place else second): make([ranks[first], ranks[second]])
-        for first, second in sorted(beside)
-        if place in (first, second)
+        (first if first != stage_of_rank else second): make([ranks[first], ranks[second]])
+        for first, second in sorted(neighbours)
+        if stage_of_rank in (first, second)
     }
-    return Pairs(place, pairs)
+    return Pairs(stage_of_rank, pairs)

@@ -1,7 +1,7 @@
-"""The calls that the controller makes to a rank, by method; `Worker` answers them.
+"""The calls of the controller to a rank, one method each; `Worker` answers them.
 
 A `WorkerGroup` takes the method itself, as in ``group.call_all(Rank.train_step, step)``, and carries its name
-and arguments to the rank's process or actor. Nothing here loads PyTorch.
+and arguments to the rank's process or actor. This file does not load PyTorch.
 """
 
 from abc import ABC, abstractmethod
@@ -20,36 +20,36 @@ from braid.actors.stage.rank.messages import (
 
 
 class Pulse(NamedTuple):
-    """What a rank at work answers to the question whether it lives."""
+    """A working rank's answer to the question whether it is alive."""
 
     progress: int | None
-    """How much was done so far; None while that cannot be told."""
+    """Amount of work done so far; None if unknown at present."""
     awaits: str = ""
-    """The transfer that has been under way for longest, where nothing was done since the last question."""
+    """The transfer that has been under way longest, if nothing was done since the previous pulse."""
 
 
 class Rank(ABC):
     """One rank of a run.
 
     The order of calls: `open_log` on all, `open_store` on rank 0, `setup` on all, then `train_step`,
-    `validate`, `save`, `load` as the controller sees fit, and `close`. `pulse` and `interrupt` are answered
-    while another method runs.
+    `validate`, `save`, `load` in any order, and `close`. `pulse` and `interrupt` are answered while another
+    method runs.
     """
 
     @abstractmethod
     def pulse(self) -> Pulse:
-        """How much was done so far, and what is waited for."""
+        """Return the amount of work done so far, and the transfer that the rank waits for."""
 
     @abstractmethod
     def interrupt(self, generation: int | None = None) -> None:
-        """Make the method that waits for other ranks raise; the process groups are of no use afterwards.
+        """Make the method that waits for other ranks raise; the process groups are unusable afterwards.
 
-        generation: the one that is meant, however late this comes; None: the one that runs.
+        ``generation``: the generation to break off, however late the call comes; None: the present one.
         """
 
     @abstractmethod
     def open_log(self, run: str, generation: int) -> None:
-        """Write to ``logs/rank-N.log`` of a run, which generation 1 begins anew."""
+        """Write to ``logs/rank-N.log`` of a run; generation 1 begins the file anew."""
 
     @abstractmethod
     def open_store(self, timeout_s: float) -> int:
@@ -59,7 +59,7 @@ class Rank(ABC):
     def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> str:
         """Join the process groups, build the model and bind the schedules.
 
-        Returns which kernels were chosen by measurements, for people; empty where none were to choose.
+        Returns the kernels that measurements chose, for people; empty if there was no choice.
         """
 
     @abstractmethod
@@ -68,21 +68,21 @@ class Rank(ABC):
 
     @abstractmethod
     def validate(self) -> float:
-        """This rank's part of the sum of token losses, in nats, over the samples of a validation."""
+        """Return this rank's part of the sum of token losses, in nats, over the validation samples."""
 
     @abstractmethod
     def data_facts(self) -> dict[str, int | str | None]:
-        """What is to be known of the data (`ReplicaSamples.facts`)."""
+        """Return facts about the data (`ReplicaSamples.facts`)."""
 
     @abstractmethod
     def profile(self, rounds: int, seed: int) -> Samples:
-        """Time operators alone and together; the parameters are of no use afterwards."""
+        """Time operators alone and together; the parameters are unusable afterwards."""
 
     @abstractmethod
     def activation_bytes(self, step: int) -> int:
-        """Most bytes of activations and messages that are alive at once in a step.
+        """Return the peak bytes of activations and messages in a step.
 
-        The step runs once more without an update, slowly, as every operator is followed by a count.
+        The step runs once more without an update, slowly, since the rank counts after every operator.
         """
 
     @abstractmethod
@@ -91,44 +91,44 @@ class Rank(ABC):
 
     @abstractmethod
     def record_spans(self, on: bool) -> None:
-        """Record the spans of further steps, or do not: what that costs is measured in one process."""
+        """Switch the recording of spans on or off, to measure its cost in one process."""
 
     @abstractmethod
     def keep_copy(self, step: int) -> None:
-        """Keep a copy of the state after ``step`` steps, here and at the partner."""
+        """Store a copy of the state after ``step`` steps, here and at the partner."""
 
     @abstractmethod
     def pair_copies(self, shift: int) -> None:
-        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks are asked.
+        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks are called.
 
-        Copies of the state of another rank than the new partner's are forgotten.
+        Stored copies of other ranks than the new partner are deleted.
         """
 
     @abstractmethod
     def copies_held(self) -> CopiesHeld:
-        """What this rank could restore."""
+        """Return the copies that this rank could restore."""
 
     @abstractmethod
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
-        """Go back to a step that all ranks' copies allow; all ranks are asked."""
+        """Restore a step that all ranks' copies hold; all ranks are called."""
 
     @abstractmethod
     def rescue(self, directory: str, plan: Rescue) -> Written:
-        """Write, with the other survivors, a checkpoint of what copies hold of all ranks' states.
+        """Write, with the other survivors, a checkpoint from copies of all ranks' states.
 
-        All survivors are asked, after `leave`; it needs no other rank.
+        All survivors are called, after `leave`; no other rank is needed.
         """
 
     @abstractmethod
     def begin_save(self, directory: str, step: int, again: bool = False) -> None:
-        """Begin to write this rank's shards; training may go on as soon as this returns.
+        """Begin to write this rank's shards; training may continue as soon as this returns.
 
-        again: to another place, the state of the save that was begun last.
+        ``again``: write the state of the latest save to another folder.
         """
 
     @abstractmethod
     def save_finished(self, wait: bool) -> Written | None:
-        """What became of the save that was begun; None while it is under way."""
+        """Return the result of the save that was begun; None while it is under way."""
 
     @abstractmethod
     def save(self, directory: str, step: int) -> Written:
@@ -136,7 +136,7 @@ class Rank(ABC):
 
     @abstractmethod
     def damage(self, directory: str) -> str | None:
-        """What is wrong with this rank's share of a checkpoint's files, which all ranks check together."""
+        """Return what is wrong with this rank's share of a checkpoint's files; all ranks check together."""
 
     @abstractmethod
     def load(self, directory: str, step: int) -> None:
@@ -144,7 +144,7 @@ class Rank(ABC):
 
     @abstractmethod
     def load_initial(self, directory: str) -> None:
-        """Begin with the weights of a Hugging Face directory instead of random ones."""
+        """Begin with the weights of a Hugging Face directory instead of random weights."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -152,12 +152,12 @@ class Rank(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """The end: leave the process groups."""
+        """Leave the process groups at the end of the run."""
 
     @abstractmethod
     def hardware(self) -> str:
-        """What this rank computes on, as profiles name it."""
+        """Return the rank's device as profiles name it."""
 
     @abstractmethod
     def process_id(self) -> int:
-        """The operating system's id of this rank's process."""
+        """Return the operating system's id of this rank's process."""

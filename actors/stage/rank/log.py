@@ -1,4 +1,4 @@
-"""A rank's own log: all that its process writes to standard output and error, C++ libraries included."""
+"""A rank's log: all output of its process to standard output and error, C++ libraries included."""
 
 import contextlib
 import faulthandler
@@ -16,23 +16,23 @@ from typing import Any, Final
 
 FOLDER: Final = "logs"
 HEADER: Final = "==="
-"""How the line begins that a rank writes first in every generation."""
+"""Begin of the first line that a rank writes in every generation."""
 _MOST_BYTES: Final = 8 << 20
-"""A log that is longer is put aside, as the only one of its rank."""
+"""Size above which a log is put aside; each rank has at most one such file."""
 
 
 def log_file(run: Path, rank: int) -> Path:
-    """Where a rank's log lies in a run's directory."""
+    """Return the path of a rank's log in a run's directory."""
     return run / FOLDER / f"rank-{rank}.log"
 
 
 def put_aside(log: Path) -> Path:
-    """Where the part of a log lies that was written before it grew too long."""
+    """Return the path of the older part of a log that grew too long."""
     return log.with_name(f"{log.name}.1")
 
 
 def anything_said(run: Path) -> bool:
-    """Whether there is more in a run's logs than that ranks have begun to write them."""
+    """Tell whether a run's logs contain more than the ranks' header lines."""
     return any(
         line
         for log in (run / FOLDER).glob("*")
@@ -42,9 +42,9 @@ def anything_said(run: Path) -> bool:
 
 
 def write_to(log: Path, header: str, *, anew: bool) -> bool:
-    """Let this process write to a log, behind what is there unless it begins anew; first of all ``header``.
+    """Let this process write ``header`` and all further output to a log, after its content unless ``anew``.
 
-    False where there is no folder for it that can be written: its output goes where it went before.
+    False if the log cannot be written: the output then goes where it went before.
     """
     try:
         log.parent.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def write_to(log: Path, header: str, *, anew: bool) -> bool:
 
 
 class _Unfailing(io.FileIO):
-    """Drops what the disk has no room for: training is worth more than its log."""
+    """Drops output for which the disk has no room: training matters more than its log."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -80,10 +80,10 @@ class _Unfailing(io.FileIO):
 
 
 class Logged:
-    """A rank whose process writes to a log of its own: its output, and what its public methods raise.
+    """A rank whose process logs its output and the exceptions of its public methods.
 
-    The controller tells of one rank's error, the first one; those of the others say what they were at. A
-    `ValueError` is for the user, who is told of it without a trace.
+    The controller reports the first rank's error only; other ranks' errors show what they were doing. A
+    `ValueError` is for the user, who sees it without a trace.
     """
 
     rank: int
@@ -92,21 +92,20 @@ class Logged:
     _logs = False
 
     def __init_subclass__(cls) -> None:
-        """Let public methods write down what they raise."""
+        """Wrap public methods so that they log their exceptions."""
         for name, method in list(vars(cls).items()):
             if inspect.isfunction(method) and not name.startswith("_"):
                 setattr(cls, name, _logged(method))
 
     def open_log(self, run: str, generation: int) -> None:
-        """Write to ``logs/rank-N.log`` of a run, which generation 1 begins anew."""
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        place = f"{socket.gethostname()} ({self.address}), process {os.getpid()}"
-        header = f"{HEADER} {now}: generation {generation}, rank {self.rank} on {place}"
+        location = f"{socket.gethostname()} ({self.address}), process {os.getpid()}"
+        header = f"{HEADER} {now}: generation {generation}, rank {self.rank} on {location}"
         self._log = log_file(Path(run), self.rank)
         self._logs = write_to(self._log, header, anew=generation == 1)
 
     def rotate_log(self) -> None:
-        """Put the log aside where it has grown too long: ranks look between two calls."""
+        """Put the log aside if it has grown too long; called between the calls of other methods."""
         if self._logs and os.fstat(2).st_size > _MOST_BYTES:
             write_to(self._log, f"{HEADER} goes on from {put_aside(self._log).name}", anew=False)
 

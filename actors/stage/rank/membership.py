@@ -1,4 +1,4 @@
-"""A rank among all ranks: it joins them for a generation, may be broken off at any moment, and leaves."""
+"""A rank's membership: it joins all ranks for a generation, may be broken off at any moment, and leaves."""
 
 import threading
 from datetime import timedelta
@@ -22,7 +22,7 @@ class RefersToGroups(Protocol):
 
 
 class Membership:
-    """The store where ranks meet, the connections between them, the device that they compute on."""
+    """The store where ranks meet, their connections, and the rank's device."""
 
     graph: RefersToGroups | None = None
     """Dropped before the groups are destroyed: NCCL destroys no communicator that a graph still refers to."""
@@ -33,7 +33,7 @@ class Membership:
         self._store: dist.TCPStore | None = None
         self._connections: Connections | None = None
         self._generation, self._broken_off = 0, -1
-        """The one that runs, and the newest that was broken off."""
+        """The present generation, and the newest that was broken off."""
         self._lock = threading.Lock()
 
     def host_store(self, timeout_s: float) -> int:
@@ -42,9 +42,9 @@ class Membership:
         return int(self._store.port)
 
     def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
-        """A generation begins: take the rank's device, and note which connections are made from now on."""
-        with self._lock:  # an abort of the generation before has ended
-            if self._generation == rendezvous.generation:  # it begins again
+        """Begin a generation: take the rank's device, and note the connections made from now on."""
+        with self._lock:  # an abort of the previous generation has ended
+            if self._generation == rendezvous.generation:  # the same generation again
                 self._broken_off = -1
             self._generation = rendezvous.generation
         self.intact()
@@ -53,7 +53,7 @@ class Membership:
         self._connections = Connections()
 
     def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
-        """Meet all ranks."""
+        """Join the group of all ranks."""
         timeout = timedelta(seconds=cluster.group_timeout_s)
         bind_gloo(self._address)
         if self._store is None:
@@ -65,7 +65,7 @@ class Membership:
         make_world(backend, store, rank, ranks, timeout)
 
     def connected(self, mbit: float | None) -> None:
-        """All groups have been made; ``mbit``: what their connections are to send at most."""
+        """Note that all groups have been made; ``mbit``: limit of each connection's rate, in Mbit/s."""
         assert self._connections is not None
         self._connections.made()
         if mbit is not None:
@@ -81,7 +81,7 @@ class Membership:
             meant = self._generation if generation is None else generation
             if meant < self._generation:
                 return
-            self._broken_off = meant  # before anything comes back
+            self._broken_off = meant  # before any waiting call returns
             if meant == self._generation:
                 self.use_device()
                 self._drop_graph()
@@ -103,12 +103,12 @@ class Membership:
         return self._broken_off == self._generation
 
     def intact(self) -> None:
-        """`RuntimeError` once it was broken off: results of collectives may be garbage."""
+        """Raise `RuntimeError` if communication was broken off: collectives may have returned garbage."""
         if self.broken:
             raise RuntimeError("communication was broken off")
 
     def use_device(self) -> None:
-        """Let this thread work with the rank's GPU; a new one begins with the first of the machine."""
+        """Let this thread work with the rank's GPU; a new thread begins with the machine's first GPU."""
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 

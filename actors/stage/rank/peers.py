@@ -1,4 +1,4 @@
-"""What ranks along an axis tell each other once a step: when each issued its collectives, when they ended."""
+"""Exchange between ranks along an axis, once a step: begins and ends of their collectives."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ class Peers:
     streams: Streams
     device: torch.device
 
-    def told(self, axis: str, own: IntArray) -> IntArray:
-        """What every rank along an axis tells, (ranks, *own.shape); own: (n, ...) of 64-bit integers.
+    def told(self, axis: str, values: IntArray) -> IntArray:
+        """Gather 64-bit integers (n, ...) of every rank along an axis: (ranks, *values.shape).
 
         All ranks along the axis call this with arrays of one shape. Raises what a collective raises.
         """
-        launch = self.mesh.shared(axis).all_gather(torch.from_numpy(own).to(self.device))
+        launch = self.mesh.shared(axis).all_gather(torch.from_numpy(values).to(self.device))
         transfer = self.streams.start(self.mesh.stream(axis), launch, awaited_next=True)
         self.streams.wait(transfer)
-        found: IntArray = transfer.take().view(-1, *own.shape).cpu().numpy()
-        return found
+        gathered: IntArray = transfer.take().view(-1, *values.shape).cpu().numpy()
+        return gathered

@@ -49,7 +49,7 @@ from braid.scheduling.schedule.validate import linked
 
 
 class Worker(Logged, Rank):
-    """A rank of a run (what its methods are for: `Rank`)."""
+    """A rank of a run; `Rank` documents its methods."""
 
     def __init__(self, rank: int, address: str) -> None:
         keep_freed_memory()
@@ -65,7 +65,7 @@ class Worker(Logged, Rank):
         self._samples: ReplicaSamples | None = None
 
     def pulse(self) -> Pulse:
-        """How much was done so far; called from another thread, as is `interrupt`."""
+        """See `Rank.pulse`; called from another thread, as is `interrupt`."""
         self._membership.use_device()
         if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
             return Pulse(awaited.read())
@@ -73,15 +73,12 @@ class Worker(Logged, Rank):
         return Pulse(None) if parts is None else Pulse(*parts.recorder.pulse())
 
     def interrupt(self, generation: int | None = None) -> None:
-        """Make the method that waits for other ranks raise; the process groups are of no use afterwards."""
         self._membership.break_off(generation)
 
     def open_store(self, timeout_s: float) -> int:
-        """On rank 0: host the rendezvous on a free port of this node and return the port."""
         return self._membership.host_store(timeout_s)
 
     def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> str:
-        """Join the process groups, build the model, bind the schedules; tells which kernels were chosen."""
         config = plan.config
         self._config, self._shape = config, plan.shape
         cluster = config.cluster
@@ -110,7 +107,7 @@ class Worker(Logged, Rank):
 
     @property
     def _parts(self) -> Assembly:
-        """What this rank trains with, from `setup` to `leave`."""
+        """The objects that this rank trains with, from `setup` to `leave`."""
         assert self._assembly is not None, "the rank has not been set up"
         return self._assembly
 
@@ -136,7 +133,6 @@ class Worker(Logged, Rank):
     # -- steps -------------------------------------------------------------------------------------------
 
     def train_step(self, step: int) -> StepResult:
-        """Run one optimizer step on the samples of step ``step`` (from 0)."""
         begin = time.perf_counter()
         self._memory.begin()
         assert self._samples is not None
@@ -177,24 +173,21 @@ class Worker(Logged, Rank):
         )
 
     def validate(self) -> float:
-        """This rank's part of the sum of token losses, in nats, over the samples of a validation."""
         assert self._samples is not None
         batches = self._samples.of_validation()
         assert self._evaluator is not None
         loss_sum = self._evaluator.run(batches, 0.0)
-        return loss_sum if self._parts.model.tells_loss else 0.0  # another rank says the same
+        return loss_sum if self._parts.model.tells_loss else 0.0  # another rank returns the same sum
 
     def data_facts(self) -> dict[str, int | str | None]:
-        """What is to be known of the data (`ReplicaSamples.facts`)."""
         assert self._samples is not None
         return self._samples.facts()
 
     def profile(self, rounds: int, seed: int) -> Samples:
-        """Time operators alone and together; the parameters are of no use afterwards."""
         documents = documents_to_measure(self._samples, self._config, self._parts.model.context)
-        made = ChoicesMade(self._parts.model)
-        if made.wanted and self._samples is not None:
-            self._run_again(0, routing=made)
+        choices_made = ChoicesMade(self._parts.model)
+        if choices_made.wanted and self._samples is not None:
+            self._run_again(0, routing=choices_made)
         profiler = Profiler(
             self._parts.parts,
             self._parts.model,
@@ -202,17 +195,13 @@ class Worker(Logged, Rank):
             self._parts.streams,
             seed,
             documents,
-            made.choices,
+            choices_made.choices,
         )
         samples = profiler.run(rounds, self._parts.buckets.square, lambda: self._parts.optimizer.step(0))
         self._parts.buckets.zero()
         return samples
 
     def activation_bytes(self, step: int) -> int:
-        """Most bytes of activations and messages that are alive at once in a step.
-
-        The step runs once more without an update, slowly, as every operator is followed by a count.
-        """
         meter = MemoryMeter(lambda: self._parts.buckets.passing)
         self._run_again(step, watch=meter)
         return meter.peak_bytes
@@ -235,48 +224,35 @@ class Worker(Logged, Rank):
         return SocketSink(target)
 
     def record_spans(self, on: bool) -> None:
-        """Record the spans of further steps, or do not: what that costs is measured in one process."""
         self._parts.recorder.recording = on
 
     # -- copies in memory and checkpoints ------------------------------------------------------------------
 
     def keep_copy(self, step: int) -> None:
-        """Keep a copy of the state after ``step`` steps, here and at the partner."""
         self._copies.keep(self._parts.optimizer, step)
 
     def pair_copies(self, shift: int) -> None:
-        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks call this."""
         megabytes, layout = self._config.checkpoint.copies_mb, self._layout
         limit = megabytes << 20 if megabytes is not None else None
         timeout = timedelta(seconds=self._config.cluster.group_timeout_s)
         self._copies.join(self._parts.optimizer, layout, layout.mesh, shift, limit, timeout)
 
     def copies_held(self) -> CopiesHeld:
-        """What this rank could restore."""
         return self._copies.held()
 
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
-        """Go back to a step that all ranks' copies allow; all ranks call this."""
         self._parts.buckets.settle()
         self._copies.restore(self._parts.optimizer, step, sources)
 
     def rescue(self, directory: str, plan: Rescue) -> Written:
-        """Write, with the other survivors, a checkpoint of what copies hold of all ranks' states.
-
-        All survivors call this, after `leave`; it needs no other rank.
-        """
-        own = plan.survivors.index(self.rank)
-        self._membership.join(self._config.cluster, plan.meeting, own, len(plan.survivors))
+        number = plan.survivors.index(self.rank)
+        self._membership.join(self._config.cluster, plan.meeting, number, len(plan.survivors))
         slices = held_slices(self._copies, self.rank, plan, self._layout.mesh, self._model_of)
         written = write_slices(Path(directory), slices)
         self.leave()
         return Written(files=written)
 
     def begin_save(self, directory: str, step: int, again: bool = False) -> None:
-        """Begin to write this rank's shards; training may go on as soon as this returns.
-
-        again: to another place, the state of the save that was begun last.
-        """
         assert self._saves is not None
         if not again:
             self._saves.take(step)
@@ -284,44 +260,37 @@ class Worker(Logged, Rank):
         self._saves.begin(Path(directory))
 
     def save_finished(self, wait: bool) -> Written | None:
-        """What became of the save that was begun; None while it is under way."""
         assert self._saves is not None
         return self._saves.finished(wait=wait, intact=self._membership.intact)
 
     def save(self, directory: str, step: int) -> Written:
-        """Write this rank's shards into a checkpoint directory that the controller publishes."""
         assert self._saves is not None
         self._saboteur.during_save(step, Path(directory))
         return self._saves.save(Path(directory))
 
     def damage(self, directory: str) -> str | None:
-        """What is wrong with this rank's share of a checkpoint's files, which all ranks check together."""
         return damage_in_share(Path(directory), self.rank, self._layout.ranks)
 
     def load(self, directory: str, step: int) -> None:
-        """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
         self._parts.buckets.settle()
         load_checkpoint(Path(directory), self._parts.optimizer, step)
 
     def load_initial(self, directory: str) -> None:
-        """Begin with the weights of a Hugging Face directory instead of random ones."""
         self._parts.buckets.settle()
         load_initial(Path(directory), self._shape, self._parts.optimizer)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Global name and local slices of every parameter that this rank updates, for tests and exports."""
+        """Yield name and local slice of every parameter that this rank updates, for tests and exports."""
         for shard in self._parts.optimizer.shards:
             for piece in shard.slices:
                 yield piece.source.name, piece.of_local(shard.tensor)
 
     def close(self) -> None:
-        """The end: leave the process groups."""
         if self._assembly is not None and not self._membership.broken:
             self._parts.buckets.settle()
         self.leave()
 
     def leave(self) -> None:
-        """Leave the process groups; `setup` may follow, for another generation or another run."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -332,15 +301,13 @@ class Worker(Logged, Rank):
             self._assembly.streams.close()
         self._saves = None
         self._membership.leave()
-        self._assembly = self._evaluator = None  # the next generation must find their memory free
-        # What runs a step holds itself in cycles, and torch's checkpointing the group of a save that failed.
+        self._assembly = self._evaluator = None  # the next generation needs their memory
+        # Objects of a step form reference cycles, as do torch's checkpointing and the group of a failed save.
         gc.unfreeze()
         gc.collect()
 
     def hardware(self) -> str:
-        """What this rank computes on, as profiles name it."""
         return hardware(self._device)
 
     def process_id(self) -> int:
-        """The operating system's id of this rank's process."""
         return os.getpid()

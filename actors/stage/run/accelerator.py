@@ -1,7 +1,7 @@
-"""What a rank asks of the accelerator it computes on: streams, events, and to wait.
+"""A rank's interface to the accelerator it computes on: streams, events, and waiting.
 
-One small interface, so that the classes which put work in order (`CudaStreams`) can run on a
-model of the machine that checks what they do (tests/cuda), and on whatever accelerator torch knows.
+The interface is small, so that classes which order work (`CudaStreams`) can run on a model of the machine
+that checks them (tests/cuda), and on every accelerator that torch supports.
 """
 
 from collections.abc import Iterator
@@ -15,33 +15,33 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: "DeviceStream") -> None:
-        """After what the stream was given so far."""
+        """Place the event behind all work that the stream has so far."""
 
     def query(self) -> bool:
-        """Whether it has been passed."""
+        """Tell whether the device has passed the event."""
 
     def synchronize(self) -> None:
-        """Let the host wait until it has been passed."""
+        """Let the host wait until the device has passed the event."""
 
     def elapsed_time(self, other: "Event") -> float:
-        """Milliseconds from this one to another; both have been passed."""
+        """Return the milliseconds from this event to another; the device has passed both."""
 
 
 class DeviceStream(Protocol):
-    """Work that a device does one after the other."""
+    """A queue of work that a device does in order."""
 
     def wait_event(self, event: Event) -> None:
-        """What the stream is given from now on comes after the event."""
+        """Let all later work of the stream wait for the event."""
 
     def synchronize(self) -> None:
-        """Let the host wait until all that the stream was given is done."""
+        """Let the host wait until all work of the stream is done."""
 
 
 class CapturedGraph(Protocol):
-    """Work that was captured."""
+    """Work that was captured as a graph."""
 
     def replay(self) -> None:
-        """Give all of it to the current stream, in one call, on the memory that it was captured with."""
+        """Give all captured work to the current stream, in one call, on the memory of the capture."""
 
     def reset(self) -> None:
         """Release the work and its references, also to communicators; a replay under way still completes."""
@@ -51,35 +51,35 @@ class Accelerator(Protocol):
     """A device with streams."""
 
     def current(self) -> DeviceStream:
-        """The stream that operators are given to."""
+        """Return the stream that operators are given to."""
 
     def stream(self) -> DeviceStream:
-        """A new one, whose kernels go before those of others that wait for a place on the device."""
+        """Return a new stream, whose kernels take precedence over waiting kernels of normal streams."""
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """Give operators to a stream, as long as this lasts."""
+        """Give operators to a stream while the context lasts."""
 
     def event(self) -> Event:
-        """A new one that tells the time."""
+        """Return a new event that measures time."""
 
     def graph_event(self) -> Event:
-        """One that is recorded, while a graph is captured, as part of the graph: each replay sets its time.
+        """Return an event that is part of a graph if recorded during capture: each replay sets its time.
 
-        It orders nothing.
+        It orders no work.
         """
 
     def capture(self) -> AbstractContextManager[CapturedGraph]:
-        """Meanwhile this thread's work is not done but captured, on a current stream of its own.
+        """Capture this thread's work, instead of doing it, while the context lasts, on a new current stream.
 
-        Streams that were made to wait for it are captured, too; it must have waited for all of them in the
-        end. Raises RuntimeError for what cannot be captured, such as a value that the host reads.
+        Streams that wait for it are captured too; it must have waited for all of them in the end. Raises
+        RuntimeError for work that cannot be captured, such as a value that the host reads.
         """
 
     def spin(self, ns: float) -> None:
-        """Occupy the current stream, and next to nothing of the device, for so many nanoseconds."""
+        """Occupy the current stream, and hardly any of the device, for ``ns`` nanoseconds."""
 
     def synchronise(self) -> None:
-        """Let the host wait until the device has done everything."""
+        """Let the host wait until the device has done all work."""
 
 
 class TorchAccelerator:
@@ -89,74 +89,74 @@ class TorchAccelerator:
         self._device = device
 
     def current(self) -> DeviceStream:
-        """That of this thread."""
+        """Return the current stream of this thread."""
         return cast(DeviceStream, torch.accelerator.current_stream(self._device))
 
     def stream(self) -> DeviceStream:
-        """Of high priority: communication that waits behind compute hides nothing."""
+        """Return a stream of high priority: communication that waits behind compute hides nothing."""
         return cast(DeviceStream, torch.Stream(device=self._device, priority=-1))
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """For this thread."""
+        """Make the stream current for this thread."""
         return cast(AbstractContextManager[object], stream)
 
     def event(self) -> Event:
-        """With a time."""
+        """Return an event with a time."""
         return cast(Event, torch.Event(device=self._device, enable_timing=True))
 
     def graph_event(self) -> Event:
-        """Other accelerators than CUDA's have none in torch."""
+        """Raise `RuntimeError`: torch has such events for CUDA only."""
         raise RuntimeError(f"{self._device.type} has no events that are part of a graph")
 
     def capture(self) -> AbstractContextManager[CapturedGraph]:
-        """Neither have they graphs."""
+        """Raise `RuntimeError`: torch captures graphs for CUDA only."""
         raise RuntimeError(f"{self._device.type} has no graphs")
 
     def spin(self, ns: float) -> None:
-        """Nor such a kernel: nothing."""
+        """Do nothing: torch has such a kernel for CUDA only."""
 
     def synchronise(self) -> None:
-        """All streams."""
+        """Wait for all streams."""
         torch.accelerator.synchronize(self._device)
 
 
 class CudaAccelerator(TorchAccelerator):
-    """A GPU. All streams and events are of `torch.cuda`: those of graphs are, and tell times to no others."""
+    """A GPU. Streams and events are of `torch.cuda`, since events of graphs measure time only among these."""
 
     def current(self) -> DeviceStream:
-        """That of this thread."""
+        """Return the current stream of this thread."""
         return cast(DeviceStream, torch.cuda.current_stream(self._device))
 
     def stream(self) -> DeviceStream:
-        """Of high priority."""
+        """Return a stream of high priority."""
         return cast(DeviceStream, torch.cuda.Stream(self._device, priority=-1))
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """For this thread."""
+        """Make the stream current for this thread."""
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def event(self) -> Event:
-        """With a time."""
+        """Return an event with a time."""
         return cast(Event, torch.cuda.Event(enable_timing=True))
 
     def graph_event(self) -> Event:
-        """CUDA's external events."""
+        """Return an external event of CUDA."""
         return cast(Event, torch.cuda.Event(enable_timing=True, external=True))
 
     @contextmanager
     def capture(self) -> Iterator[CapturedGraph]:
-        """CUDA's, with memory of its own. Other threads, such as NCCL's and pulses, do as they like."""
+        """Capture a CUDA graph with its own memory. Other threads (NCCL's, pulses) may use CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             yield graph
 
     def spin(self, ns: float) -> None:
-        """At least; a clock of 2 GHz is assumed, as CUDA 13 no longer tells its rate."""
+        """Occupy the stream at least ``ns``, assuming a clock of 2 GHz, as CUDA 13 does not tell it."""
         torch.cuda._sleep(int(2 * ns))
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """That of a rank; a CPU is none."""
+    """Return the accelerator of a rank; None for a CPU."""
     if device.type == "cpu":
         return None
     return CudaAccelerator(device) if device.type == "cuda" else TorchAccelerator(device)

@@ -1,7 +1,7 @@
 """Binds operations of linked code to modules, groups and registers: each becomes a function of frames.
 
-Everything that can be decided before a step is decided here: which method an operator calls, which group a
-collective uses, how a span is labelled. What cannot be bound fails here, when it is loaded.
+All decisions that can be made before a step are made here: the method that an operator calls, the group of a
+collective, the label of a span. An operation that cannot be bound raises an error when the code is loaded.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
     from braid.actors.stage.model.routing import Routing
 
 Registers = list[Any]
-"""Of a frame, by number."""
+"""Registers of a frame, by number."""
 Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
 """An operation of a stretch, called with the frames and the passes of the stretch."""
 
@@ -46,9 +46,9 @@ def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) 
 
 
 def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
-    """How an operator that communicates is launched, given a line, x, and perhaps how many rows go where.
+    """Return the launch function of a collective, of a line, x, and perhaps the numbers of rows per rank.
 
-    Gradients go around a ring the other way.
+    Gradients go around a ring in the opposite direction.
     """
     match kind:
         case Kind.ALL_GATHER:
@@ -66,7 +66,7 @@ def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Lau
 
 
 class Binder:
-    """Binds what layers do on one rank."""
+    """Binds the operators of layers on one rank."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Binder:
         self._activation_bytes = model.context.dtype.itemsize
 
     def compute(self, operation: Compute, frame: Frame, chunk: int) -> Bound:
-        """A compute operator of a chunk of the model."""
+        """Bind a compute operator of a chunk of the model."""
         node = operation.what
         assert isinstance(node, Node)
         op, instance = node.operator, self._instance(node, chunk)
@@ -90,7 +90,7 @@ class Binder:
         call, label = method_of(op, instance), self._label(node, instance)
         if self._routing is not None:
             call = self._routing.watched(op, instance, call)
-        turn, writes, gone = operation.turn, operation.writes, operation.frees
+        turn, writes, freed = operation.turn, operation.writes, operation.frees
         inputs_of = _getter(operation.reads)
         mark, record = self._recorder.mark, self._recorder.compute
 
@@ -105,23 +105,23 @@ class Binder:
             if writes:
                 for register, result in zip(writes, results, strict=True):
                     frame[register] = result
-            for register in gone:
+            for register in freed:
                 frame[register] = None
             record(label, passes[turn], begin, mark())
 
         return run
 
     def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
-        """An operator on rows or columns of what it reads; what it makes goes to its place in the whole."""
+        """Bind an operator on rows or columns of its input; its result goes into the whole value."""
         op, label = node.operator, self._label(node, instance)
         source, *so_far = operation.reads
         target = operation.writes[0]
-        read, made = frame.values[source], frame.values[target]
-        call = _method_for_columns(op, instance, read, made)
-        wanted = made.region and replace(made.region, columns=WHOLE)  # a matrix makes other columns of all
+        read, written = frame.values[source], frame.values[target]
+        call = _method_for_columns(op, instance, read, written)
+        wanted = written.region and replace(written.region, columns=WHOLE)  # a matrix has other input columns
         rows = self._rows(wanted, read, DimRanks.ALL)
         keep = self._keeper(frame, operation.writes, DimRanks.ALL)
-        turn, gone = operation.turn, operation.frees
+        turn, freed = operation.turn, operation.frees
         mark, record = self._recorder.mark, self._recorder.compute
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
@@ -135,14 +135,14 @@ class Binder:
             frame[target] = frame[so_far[0]].add_(result) if so_far else result
             if keep is not None:
                 keep(frame)
-            for register in gone:
+            for register in freed:
                 frame[register] = None
             record(label, passes[turn], begin, mark())
 
         return run
 
     def start(self, operation: Start, frame: Frame, chunk: int) -> Bound:
-        """The begin of a collective; the register of its result holds the transfer until its wait."""
+        """Bind the start of a collective; its result's register holds the transfer until its wait."""
         node = operation.what
         assert isinstance(node, Node)
         op = node.operator
@@ -157,21 +157,21 @@ class Binder:
 
         def run(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:
             nonlocal label
-            frame, one = frames[turn], passes[turn]
+            frame, pass_ = frames[turn], passes[turn]
             x = frame[source]
             if not label.shapes:
                 label = replace(label, shapes=shapes_of([x], ()))
-            transfer = start(stream, collective(x, *(frame[one] for one in extents)), awaited_next=lone)
+            transfer = start(stream, collective(x, *(frame[extent] for extent in extents)), awaited_next=lone)
             frame[target] = transfer
-            record(label, one, transfer)
+            record(label, pass_, transfer)
 
         return run
 
     def wait(self, operation: Wait, frame: Frame) -> Bound:
-        """The end of a collective."""
+        """Bind the wait for a collective."""
         node = operation.what
         assert isinstance(node, Node)
-        turn, target, gone = operation.turn, operation.writes[0], operation.frees
+        turn, target, freed = operation.turn, operation.writes[0], operation.frees
         gathers = node.operator.kind is Kind.ALL_GATHER
         keep = self._keeper(frame, operation.writes, DimRanks.ALL if gathers else DimRanks.OWN)
         wait = self._streams.wait
@@ -183,7 +183,7 @@ class Binder:
             frame[target] = transfer.take()
             if keep is not None:
                 keep(frame)
-            for register in gone:
+            for register in freed:
                 frame[register] = None
 
         return run
@@ -191,18 +191,18 @@ class Binder:
     # -- pieces (`braid.scheduling.generate.partitions`) -----------------------------------------------------
 
     def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
-        """A collective on a value, or a stage of one on a piece of it."""
+        """Return the launch function of a collective on a value, or of one stage on a piece of a value."""
         assert op.axis is not None
         line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
             return lambda x, *extents: whole(line, x, *extents)
-        read, made = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
+        read, written = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
         factor = factor_of(op.axis)
         mesh = (line.size,) if factor is None else factor.mesh
         dim = 0 if factor is None else factor.dim
         gathers = op.kind is Kind.ALL_GATHER
         end = Region(whole_axis(op.axis), mesh, ((DimRanks.ALL if gathers else DimRanks.OWN),) * len(mesh))
-        region = made.region or end
+        region = written.region or end
         spans = list(region.spans)
         spans[dim] = DimRanks.OWN if gathers else DimRanks.ALL
         rows = self._rows(
@@ -219,33 +219,33 @@ class Binder:
         return launch
 
     def _rows(self, wanted: Region | None, read: Value, whole: DimRanks) -> Rows | None:
-        """How to take a region of a value, None: all of it. ``whole``: whose rows a whole one has."""
+        """Return how to take a region of a value, None if whole. ``whole``: whose rows a whole value has."""
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
-        own = place_in(wanted.mesh, self._mesh.place.on(wanted.axis))
-        rows = Rows(held, wanted, own)
+        position = place_in(wanted.mesh, self._mesh.place.on(wanted.axis))
+        rows = Rows(held, wanted, position)
         return None if rows.all_of_it else rows
 
     def _keeper(
         self, frame: Frame, writes: Sequence[int], whole: DimRanks
     ) -> Callable[[Registers], None] | None:
-        """Puts a piece into the whole value, which the first piece to come makes room for."""
+        """Return a function that copies a piece into the whole value, which the first piece allocates."""
         if len(writes) == 1:
             return None
         piece, target = writes
         value, all_of_it = frame.values[piece], frame.values[target]
         assert value.region is not None
         held = Region(value.region.axis, value.region.mesh, (whole,) * len(value.region.mesh))
-        own = place_in(held.mesh, self._mesh.place.on(held.axis))
-        rows = Rows(held, value.region, own)
+        position = place_in(held.mesh, self._mesh.place.on(held.axis))
+        rows = Rows(held, value.region, position)
         count, columns = all_of_it.rows, all_of_it.columns
 
         def keep(frame: Registers) -> None:
-            part = frame[piece]
+            piece_rows = frame[piece]
             if frame[target] is None:
-                frame[target] = rows.whole_for(part, count, columns)
-            rows.place(frame[target], part)
+                frame[target] = rows.whole_for(piece_rows, count, columns)
+            rows.place(frame[target], piece_rows)
 
         return keep
 
@@ -267,7 +267,7 @@ class Binder:
 
 
 def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
-    """What reads some registers of a frame."""
+    """Return a function that reads registers of a frame as a tuple."""
     match reads:
         case ():
             return lambda frame: ()
@@ -278,17 +278,17 @@ def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
 
 
 def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
-    """Shapes of what an operator reads and writes, for people: ``512x1024, 1024 -> 512x1024``."""
+    """Return the shapes of an operator's inputs and results for people: ``512x1024, 1024 -> 512x1024``."""
 
-    def told(values: Iterable[Any]) -> str:
-        found = (tuple(value.shape) for value in values if isinstance(value, Tensor))
-        return ", ".join("x".join(map(str, shape)) or "1" for shape in found)
+    def listed(values: Iterable[Any]) -> str:
+        shapes = (tuple(value.shape) for value in values if isinstance(value, Tensor))
+        return ", ".join("x".join(map(str, shape)) or "1" for shape in shapes)
 
-    return f"{told(inputs)} -> {told(results)}".removesuffix(" -> ") or "-"
+    return f"{listed(inputs)} -> {listed(results)}".removesuffix(" -> ") or "-"
 
 
 def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
-    """The method of a part's module that an operator calls; `ValueError` if there is no such module."""
+    """Return the method of a part's module that an operator calls; `ValueError` for a missing module."""
     if operator.kind is Kind.ADD:
         return _add
     module = instance.modules.get(operator.module)
@@ -308,14 +308,16 @@ def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
             return _both_gradients(module)
 
 
-def _method_for_columns(op: Operator, instance: PartInstance, read: Value, made: Value) -> Callable[..., Any]:
-    """The method of an operator on columns of what it reads, or for columns of what it makes.
+def _method_for_columns(
+    op: Operator, instance: PartInstance, read: Value, result: Value
+) -> Callable[..., Any]:
+    """Return the method of an operator that reads only some columns, or writes only some columns.
 
-    `ValueError` for modules that have no such method: all but linear maps.
+    `ValueError` for modules without such a method: all but linear maps.
     """
     call = method_of(op, instance)
-    given, asked = (one.region.columns if one.region else WHOLE for one in (read, made))
-    if given == asked == WHOLE:
+    read_columns, result_columns = (v.region.columns if v.region else WHOLE for v in (read, result))
+    if read_columns == result_columns == WHOLE:
         return call
     module = instance.modules[op.module]
     if not isinstance(module, Linear):
@@ -326,9 +328,9 @@ def _method_for_columns(op: Operator, instance: PartInstance, read: Value, made:
     outputs, inputs = module.weight.shape
     forward = op.phase is Phase.FORWARD or op.phase is Phase.RECOMPUTE
     reads, makes = (inputs, outputs) if forward else (outputs, inputs)
-    taken = slice(*bounds(given, reads)) if given != WHOLE else slice(None)
-    left = slice(*bounds(asked, makes)) if asked != WHOLE else slice(None)
-    into, out = (taken, left) if forward else (left, taken)
+    read_slice = slice(*bounds(read_columns, reads)) if read_columns != WHOLE else slice(None)
+    written_slice = slice(*bounds(result_columns, makes)) if result_columns != WHOLE else slice(None)
+    into, out = (read_slice, written_slice) if forward else (written_slice, read_slice)
     return partial(call, inputs=into, outputs=out)
 
 

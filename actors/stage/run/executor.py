@@ -1,7 +1,7 @@
 """Runs linked code: a loop over one stage's operations.
 
-What runs when, on which stream, beside what and what is then let go is written in the code; the executor
-binds every distinct operation once and calls them in order.
+The code determines the order of operations, their streams and when values are freed; the executor binds every
+distinct operation once and calls the bound functions in order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,60 +71,59 @@ class Executor:
         graph: StepGraph | None = None,
         routing: "Routing | None" = None,
     ) -> None:
-        """``buckets``: parameters and gradients; None for code that neither sums nor gathers. ``watch`` is
-        called after every operation, before it frees what it is the last to touch. ``graph`` has what comes
-        before the update captured. ``routing``: adds up what routers do.
-        """
+        """``buckets``: parameters and gradients; None for code without sums and gathers. ``watch`` is called
+        after every operation, before registers are freed. ``graph`` captures the operations before the
+        update. ``routing`` adds up the routers' statistics."""
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
         self._watch, self.graph, self._routing = watch, graph, routing
         self.before: Callable[[int], None] | None = None
-        """Called before every instruction with its position: drills break something there."""
+        """Called before every instruction with its position; drills inject faults there."""
         self.ended: Callable[[], None] | None = None
-        """Called when all transfers of a step have ended, before the first of the next step begins."""
+        """Called when all transfers of a step have ended, before the first transfer of the next step."""
         self.transfers: Callable[[Reduce | Gather], None] | None = None
-        """Called before every sum of gradients and every gather: drills break something there."""
+        """Called before every sum of gradients and every gather; drills inject faults there."""
         self._buckets = buckets
         self._update: StepUpdate | None = None
         self._chunks = code.schedule.chunks
         self._sending: dict[Send, Transfer] = {}
         self._losses: list[Tensor] = []
-        self._seen: list[int] = []  # micro-batches that these are of
+        self._seen: list[int] = []  # micro-batch of each loss
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
-        """Micro-batch, registers, and which of them the batch fills."""
+        """Micro-batch, its registers, and the registers that the batch fills."""
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
         self._stretches: list[_Stretch] = []
         for stretch in code.stages[mesh.position["pp"]]:
-            key = (id(stretch.body), *(one.chunk for one in stretch.passes))
+            key = (id(stretch.body), *(pass_.chunk for pass_ in stretch.passes))
             if key not in bound:
                 bound[key] = tuple(self._bind(operation, stretch) for operation in stretch.operations)
             frames = tuple(map(self._frame, stretch.passes, stretch.frames))
-            losses = [one for one in stretch.operations if isinstance(one, Loss)]
-            self._seen += [stretch.passes[one.turn].micro_batch for one in losses]
+            losses = [op for op in stretch.operations if isinstance(op, Loss)]
+            self._seen += [stretch.passes[loss.turn].micro_batch for loss in losses]
             self._stretches.append((stretch, frames, bound[key]))
         self._update_begins = update_begins([stretch for stretch, _, _ in self._stretches])
         self._prefetched = prefetched([stretch for stretch, _, _ in self._stretches])
         self._next_begins = len(self._stretches) - bool(self._prefetched)
 
-    def _frame(self, one: Pass, frame: Frame) -> Registers:
-        key = one.micro_batch, one.chunk
+    def _frame(self, pass_: Pass, frame: Frame) -> Registers:
+        key = pass_.micro_batch, pass_.chunk
         if key not in self._frames:
             self._frames[key] = [None] * len(frame.names)
             if frame.constants:
-                self._constants.append((one.micro_batch, self._frames[key], frame.constants))
+                self._constants.append((pass_.micro_batch, self._frames[key], frame.constants))
         return self._frames[key]
 
     @torch.no_grad()
     def run(
         self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
     ) -> float:
-        """Run the code once. Returns the sum of the token losses that count and that this rank saw (or 0.0).
+        """Run the code once; return the sum of counted token losses on this rank (0.0 if it has none).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
-        ``loss_scale`` multiplies gradients. ``update`` ends the step; None: parameters stay as they are.
+        ``loss_scale`` multiplies gradients. ``update`` ends the step; None: parameters stay unchanged.
         """
         self._update = update
         self._recorder.clear()
@@ -133,7 +132,7 @@ class Executor:
         if self._prefetched:
             self._held.prefetch(self._prefetched)
             if self.graph is not None:
-                self._held.settle()  # what a graph waits for has to begin in it
+                self._held.settle()  # transfers that a graph waits for must begin in the graph
         if self.graph is not None and self.before is None:
             self._losses = self.graph.run(self, batches, loss_scale)
         else:
@@ -145,17 +144,19 @@ class Executor:
         return sum(_total(loss_T, batches[m]) for m, loss_T in zip(self._seen, self._losses, strict=True))
 
     def passes(self, batches: Sequence[MicroBatch | None], loss_scale: float) -> list[Tensor]:
-        """Run what comes before the update; returns the tokens' losses of micro-batches that it saw."""
+        """Run the operations before the update; return the token losses of each micro-batch on this rank."""
         self._losses = []
         self._fill(batches, loss_scale)
         self._do(0, self._update_begins)
         self._fill([None] * len(batches), None)
-        left = [key for key, frame in self._frames.items() if any(value is not None for value in frame)]
-        assert not left, f"registers were left over of micro-batch and chunk {', '.join(map(str, left))}"
+        remaining = [key for key, frame in self._frames.items() if any(value is not None for value in frame)]
+        assert not remaining, (
+            f"registers were left over of micro-batch and chunk {', '.join(map(str, remaining))}"
+        )
         return self._losses
 
     def drop(self) -> None:
-        """Forget what passes that were broken off have left."""
+        """Free the registers and sends of passes that were broken off."""
         self._sending.clear()
         for frame in self._frames.values():
             frame[:] = [None] * len(frame)
@@ -178,11 +179,11 @@ class Executor:
 
     @property
     def routed(self) -> "RoutingSums | None":
-        """What routers did in the last run, if it was to be added up."""
+        """Statistics of routers in the last run; None if they are not collected."""
         return None if self._routing is None else self._routing.read()
 
     def _fill(self, batches: Sequence[MicroBatch | None], loss_scale: float | None) -> None:
-        """Give frames what their operators read of the batch, or take it away again."""
+        """Fill the registers that hold the batch's values; None for each of them without a loss scale."""
         for micro_batch, frame, constants in self._constants:
             batch = batches[micro_batch]
             values: dict[str, object] = {"loss_scale": loss_scale}
@@ -193,14 +194,14 @@ class Executor:
                     frame[register] = values.get(name)
 
     def held(self) -> list[object]:
-        """All activations and messages that are alive at this moment, without what the batch gave."""
-        given = {
+        """Return all activations and messages that are alive now, without the batch's values."""
+        from_batch = {
             id(frame[register])
             for _, frame, constants in self._constants
             for registers in constants.values()
             for register in registers
         }
-        return [value for frame in self._frames.values() for value in frame if id(value) not in given]
+        return [value for frame in self._frames.values() for value in frame if id(value) not in from_batch]
 
     # -- binding -------------------------------------------------------------------------------------------
 
@@ -281,8 +282,8 @@ class Executor:
 
     def _keep_loss(self, frame: Registers, register: int, frees: Sequence[int]) -> None:
         self._losses.append(frame[register])
-        for gone in frees:
-            frame[gone] = None
+        for freed in frees:
+            frame[freed] = None
 
     # -- messages between stages ---------------------------------------------------------------------------
 
@@ -315,8 +316,8 @@ class Executor:
         return run
 
     def _receive(self, received: Receive, register: int) -> Bound:
-        """Not recorded as communication: most of it is waiting for the stage before to compute, which is
-        bubble; the message itself is the sender's span."""
+        """Bind a receive. It is not recorded as communication: most of its time is a wait for the previous
+        stage's compute, which is bubble; the sender's span shows the message."""
         tag = self._tag(received.moved)
         line, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device
@@ -345,12 +346,12 @@ class Executor:
 
 
 def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
-    """The sum of the losses that count."""
+    """Return the sum of the losses that count."""
     counted = None if batch is None else batch.counted
     return float((loss_T if counted is None else loss_T[counted]).sum())
 
 
 def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:
     target[into] = source[register]
-    for gone in frees:
-        source[gone] = None
+    for freed in frees:
+        source[freed] = None

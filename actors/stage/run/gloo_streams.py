@@ -1,4 +1,4 @@
-"""Streams on CPU: gloo, which works in threads of its own and tells nobody when it is done."""
+"""Streams on CPU: gloo, which works in its own threads without telling when a transfer is done."""
 
 import os
 import queue
@@ -15,7 +15,7 @@ from braid.scheduling.mesh.cluster import Stream
 
 @dataclass(frozen=True)
 class _IssuedTransfer:
-    """A transfer for the issuer, and the waiter that takes it over."""
+    """A transfer to be issued, and the waiter that then takes it over."""
 
     transfer: Transfer
     launch: Launch
@@ -26,10 +26,9 @@ class HostStreams:
     """gloo, with threads around it for transfers that are not awaited at once.
 
     One thread issues them, in order: gloo writes as much of a message as the socket takes in the thread that
-    sends it, 1.6 ms for 1 MB (docs/log.md), and the caller has something to compute meanwhile. A small
-    message is written in less time than that thread takes to wake up, so the caller issues it. And since gloo
-    works in threads of its own and tells nobody when it is done, a thread per stream and lane waits, and
-    stamps the ends.
+    sends it, 1.6 ms for 1 MB (docs/log.md), while the caller could compute. A small message is written in
+    less time than that thread takes to wake up, so the caller issues it. Since gloo does not tell when a
+    transfer is done, a thread per stream and lane waits for transfers and stamps their ends.
     """
 
     asynchronous = False
@@ -38,17 +37,17 @@ class HostStreams:
         self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
         self._orders: queue.SimpleQueue[_IssuedTransfer | None] | None = None
         self._last: Transfer | None = None
-        """What was handed to the issuer last."""
+        """The transfer that the issuer received last."""
         self._threads: list[threading.Thread] = []
         self._marks = 0
 
     def mark(self) -> int:
-        """Nanoseconds of the monotonic clock."""
+        """Return nanoseconds of the monotonic clock."""
         self._marks += 1
         return time.perf_counter_ns()
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        """Issue, or let it be issued and looked after, unless the caller waits next."""
+        """Issue a transfer, or pass it to the issuer and a waiter unless the caller waits next."""
         self._marks += 1
         if awaited_next:
             self._all_issued()
@@ -66,13 +65,13 @@ class HostStreams:
         return transfer
 
     def _all_issued(self) -> None:
-        """Wait until nothing is left to the issuer: the order of issue is the same on all ranks."""
+        """Wait until the issuer has issued all transfers: the order of issue is the same on all ranks."""
         last, self._last = self._last, None
         if last is not None and last.issued is not None:
             last.issued.wait()
 
     def wait(self, transfer: Transfer) -> None:
-        """Block until the transfer is complete; raises what the transfer raised."""
+        """Block until the transfer is complete; raise the transfer's error."""
         if transfer.done is None:
             assert transfer.work is not None
             transfer.work.wait()
@@ -83,38 +82,38 @@ class HostStreams:
             raise transfer.error
 
     def progress(self) -> int:
-        """What was marked is done."""
+        """Return the number of marks, all of which have been passed."""
         return self._marks
 
     def complete(self, transfer: Transfer) -> bool:
-        """Its end was stamped."""
+        """Tell whether the transfer's end was stamped."""
         return transfer.end is not None
 
     def forget(self, marks: Iterable[Mark]) -> None:
-        """They are numbers."""
+        """Do nothing: marks are numbers."""
 
     def barrier(self) -> None:
-        """Compute is done when its call returns, and paired programs wait for transfers before a barrier."""
+        """Do nothing: compute is done when its call returns, and programs wait before a barrier."""
 
     def lead(self) -> None:
-        """The host computes itself."""
+        """Do nothing: the host computes itself."""
 
     def delay(self, ns: float) -> None:
-        """Sleep."""
+        """Sleep for ``ns`` nanoseconds."""
         time.sleep(ns / 1e9)
 
     def nanoseconds(self, mark: Mark) -> int:
-        """Marks are nanoseconds already."""
+        """Return the mark, which is in nanoseconds already."""
         return int(mark)
 
     def epoch_ns(self) -> int:
-        """The monotonic clock's zero on the wall clock, by the quickest of some readings of both."""
+        """Return the monotonic clock's zero on the wall clock, by the quickest of several readings."""
         readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
-        before, now, after = min(readings, key=lambda one: one[2] - one[0])
+        before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
         return now - (before + after) // 2
 
     def close(self) -> None:
-        """Ask the threads to end; they are daemons, one stuck in a dead peer's transfer is left."""
+        """Ask the threads to end; they are daemons, so a thread stuck in a dead peer's transfer is left."""
         if self._orders is not None:
             self._orders.put(None)
         for waiting in self._queues.values():
@@ -141,38 +140,38 @@ class HostStreams:
 
 
 _SMALL_BYTES = 128 << 10
-"""So little is sent by who wants it sent: handing it to a thread on the same CPU takes about as long as the
-operator that is to hide it (docs/log.md)."""
+"""Messages up to this size are issued by the caller: handing one to a thread on the same CPU takes about as
+long as the operator that hides it (docs/log.md)."""
 
 
 def _issue_all(orders: "queue.SimpleQueue[_IssuedTransfer | None]") -> None:
     while (order := orders.get()) is not None:
         _issue(order)
-        del order  # else its tensors stay alive until the next one comes
+        del order  # otherwise its tensors would stay alive until the next order
 
 
 def _issue(order: _IssuedTransfer) -> None:
-    """Begin a transfer; where that fails, it ends with the error, for who waits."""
+    """Begin a transfer; if that fails, it ends with the error, which its waiter raises."""
     transfer = order.transfer
-    issued, done = transfer.issued, transfer.done  # who takes the result drops them, maybe before the end
+    issued, done = transfer.issued, transfer.done  # `take` may drop these attributes before the end
     assert issued is not None
     assert done is not None
     transfer.begin = time.perf_counter_ns()
     try:
         transfer.work = _issued(order.launch)
         order.waiter.put(transfer)
-    except (RuntimeError, OSError) as error:  # the latter where a priority may no longer be changed
+    except (RuntimeError, OSError) as error:  # OSError if a priority may no longer be changed
         transfer.error, transfer.end = error, time.perf_counter_ns()
         done.set()
     issued.set()
 
 
 def _issued(launch: Launch) -> Work:
-    """Issue a transfer; what sends goes first on its CPU meanwhile, where the kernel lets this process.
+    """Issue a transfer; if the kernel allows it, a sending thread has real-time priority meanwhile.
 
-    Else gloo's thread, woken by what the peer sends, may stop this one while it holds a connection's lock,
-    and then tries that lock in an endless loop until its time slice ends: 3 ms for one in four exchanges of
-    64 KB (docs/log.md). It takes the right to use real-time priorities (root, or CAP_SYS_NICE).
+    Otherwise gloo's thread, woken by the peer's data, may preempt this thread while it holds a connection's
+    lock, and then spins on that lock until its time slice ends: 3 ms for one in four exchanges of 64 KB
+    (docs/log.md). Real-time priorities need root or CAP_SYS_NICE.
     """
     if not (launch.sends and _may_go_first()):
         return launch.issue()
@@ -185,7 +184,7 @@ def _issued(launch: Launch) -> Work:
 
 @cache
 def _may_go_first() -> bool:
-    """Whether this process may; where it already has a priority of its own it is left alone."""
+    """Tell whether this process may use real-time priority; a process with its own priority may not."""
     if not hasattr(os, "sched_setscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # not on Linux
     try:
@@ -206,4 +205,4 @@ def _await_all(transfers: "queue.SimpleQueue[Transfer | None]") -> None:
         transfer.end = time.perf_counter_ns()
         assert transfer.done is not None
         transfer.done.set()
-        del transfer  # else its tensors stay alive until the next one comes
+        del transfer  # otherwise its tensors would stay alive until the next transfer

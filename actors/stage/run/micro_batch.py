@@ -1,4 +1,4 @@
-"""The tokens of one micro-batch, as the executor and its graph take them."""
+"""The tokens of one micro-batch, as inputs of the executor and its graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from braid.kernels.operators.context_blocks import Documents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Token ids of one micro-batch on the device: inputs and their successors, each T long."""
+    """Token ids of one micro-batch on the device: inputs and their successors, each of T elements."""
 
     tokens: Tensor
     targets: Tensor
     documents: Mapping[str, Documents] = field(default_factory=dict)
-    """Which of them attend to each other, where that is not all of a sample; by what parts of the model read
-    (`documents_seen`)."""
+    """Documents within samples, outside which tokens do not attend, by input name (`documents_seen`); empty
+    where tokens attend to their whole sample."""
     counted: Tensor | None = None
-    """T booleans: whose loss counts; the others only fill the micro-batch up. None: all."""
+    """T booleans: whether a token's loss counts (False for padding). None: all count."""

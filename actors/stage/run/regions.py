@@ -1,4 +1,4 @@
-"""Where the rows of a piece lie in what holds them: regions of partitions, as blocks of tensors."""
+"""Positions of a piece's rows in a larger value: regions of partitions, as blocks of tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch import Tensor
 from braid.scheduling.mesh.partition import DimRanks, Region, bounds
 
 Run = tuple[int, int, int]
-"""Of ranks that follow each other: where they begin in what holds them, and in the piece; how many."""
+"""A run of consecutive ranks: its begin in the holding value, its begin in the piece, its length."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows (and columns) of a region lie in a tensor that has those of another, ``held``."""
+    """Positions of the rows (and columns) of a region in a tensor that has those of region ``held``."""
 
     held: Region
     wanted: Region
     own: tuple[int, ...]
-    """This rank's place on every dim of the mesh."""
+    """This rank's position along every dimension of the mesh."""
 
     @property
     def all_of_it(self) -> bool:
-        """Whether there is nothing else."""
+        """Whether the tensor holds exactly the wanted rows and columns."""
         return (self.held.spans, self.held.rows) == (self.wanted.spans, self.wanted.rows) and not self._cut
 
     @property
@@ -33,35 +33,35 @@ class Rows:
         return self.held.columns != self.wanted.columns
 
     def take(self, x: Tensor) -> Tensor:
-        """The wanted rows, side by side: (held rows, ...) -> (wanted rows, ...); a view where that can be."""
+        """Return the wanted rows contiguously: (held rows, ...) -> (wanted rows, ...); a view if possible."""
         if self.all_of_it:
             return x
         blocks = list(self._blocks(x, self.held.ranks))
         if len(blocks) == 1:
-            (there, _), *_ = blocks
-            found = self._columns(self._by_rank(x, self.held)[there])
-            return found.reshape(-1, *found.shape[len(self.own) + 1 :])
-        rows = sum(prod(s.stop - s.start for s in here) for _, here in blocks)
+            (source, _), *_ = blocks
+            block = self._columns(self._by_rank(x, self.held)[source])
+            return block.reshape(-1, *block.shape[len(self.own) + 1 :])
+        rows = sum(prod(s.stop - s.start for s in target) for _, target in blocks)
         columns = self._columns(x)
         y = torch.empty((rows, *columns.shape[1:]), dtype=x.dtype, device=x.device)
-        for there, here in blocks:
-            self._by_rank(y, self.wanted)[here] = self._columns(self._by_rank(x, self.held)[there])
+        for source, target in blocks:
+            self._by_rank(y, self.wanted)[target] = self._columns(self._by_rank(x, self.held)[source])
         return y
 
     def place(self, whole: Tensor, part: Tensor) -> None:
-        """Copy the wanted rows to where they belong in the tensor that holds them."""
-        for there, here in self._blocks(whole, self.held.ranks):
-            self._columns(self._by_rank(whole, self.held)[there]).copy_(
-                self._by_rank(part, self.wanted)[here]
+        """Copy the wanted rows in ``part`` to their positions in the holding tensor."""
+        for target, source in self._blocks(whole, self.held.ranks):
+            self._columns(self._by_rank(whole, self.held)[target]).copy_(
+                self._by_rank(part, self.wanted)[source]
             )
 
     def whole_for(self, part: Tensor, rows: int, columns: int) -> Tensor:
-        """Room for the tensor that holds them, of ``rows`` rows; not initialised."""
+        """Return a new uninitialised tensor for the holding region, with ``rows`` rows."""
         rest = part.shape[1:] if not self._cut else (columns,)
         return torch.empty((rows, *rest), dtype=part.dtype, device=part.device)
 
     def _by_rank(self, x: Tensor, region: Region) -> Tensor:
-        """As [ranks along every dim of the mesh, rows of a rank, ...], a view."""
+        """Return a view of x as [ranks along every dimension of the mesh, rows of a rank, ...]."""
         counts = [span.of(size) for span, size in zip(region.spans, region.mesh, strict=True)]
         return x.view(*counts, x.shape[0] // prod(counts), *x.shape[1:])
 
@@ -72,35 +72,35 @@ class Rows:
         return x[..., begin:end]
 
     def _blocks(self, x: Tensor, ranks: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Slices of what is held, and of the wanted rows."""
+        """Yield slices of the holding tensor, and the slices of the wanted rows that lie there."""
         each = x.shape[0] // ranks
         first, end = (0, each) if self.held.rows == self.wanted.rows else bounds(self.wanted.rows, each)
         dims = [
-            list(_runs(_places(held, size, own), _places(wanted, size, own)))
-            for held, wanted, size, own in zip(
+            list(_runs(_positions(held, size, position), _positions(wanted, size, position)))
+            for held, wanted, size, position in zip(
                 self.held.spans, self.wanted.spans, self.held.mesh, self.own, strict=True
             )
         ]
         for runs in product(*dims):
-            there = (*(slice(at, at + count) for at, _, count in runs), slice(first, end))
-            here = (*(slice(at, at + count) for _, at, count in runs), slice(0, end - first))
-            yield there, here
+            source = (*(slice(at, at + count) for at, _, count in runs), slice(first, end))
+            target = (*(slice(at, at + count) for _, at, count in runs), slice(0, end - first))
+            yield source, target
 
 
-def _places(span: DimRanks, size: int, own: int) -> list[int]:
+def _positions(span: DimRanks, size: int, own: int) -> list[int]:
     match span:
         case DimRanks.ALL:
             return list(range(size))
         case DimRanks.OWN:
             return [own]
         case DimRanks.OTHERS:
-            return [place for place in range(size) if place != own]
+            return [index for index in range(size) if index != own]
 
 
 def _runs(held: Sequence[int], wanted: Sequence[int]) -> Iterator[Run]:
-    """Neighbours in both."""
+    """Yield the longest runs that are consecutive in both."""
     begin = 0
-    at = [held.index(place) for place in wanted]
+    at = [held.index(rank) for rank in wanted]
     for number in range(1, len(at) + 1):
         if number == len(at) or at[number] != at[number - 1] + 1:
             yield at[begin], begin, number - begin

@@ -1,11 +1,11 @@
-"""Forward and backward passes of a step as one graph: captured once, then given to the device in one call.
+"""Forward and backward passes of a step as one graph: captured once, then replayed in one call.
 
 A host issues some hundred operators, events and collectives for every layer and micro-batch (docs/cuda.md,
-What it costs the host); a device that computes few tokens waits for it. All that linked code does before the
-norm is the same in every step: the same memory, in the same order. So after two steps it is captured, with
-all streams and collectives; what remains for the host is to copy the tokens to where they were then.
+What it costs the host); a device that computes few tokens waits for the host. The operations before the norm
+are the same in every step: the same memory, in the same order. So after two steps they are captured, with all
+streams and collectives; then the host only copies the tokens to their memory in the graph.
 
-Norm and update stay outside: they depend on the step, and on numbers that the host reads.
+Norm and update stay outside the graph: they depend on the step, and on numbers that the host reads.
 """
 
 import threading
@@ -24,35 +24,35 @@ from braid.actors.stage.run.micro_batch import MicroBatch
 from braid.actors.stage.run.streams import Mark, Streams
 
 _WARM_STEPS = 2
-"""Libraries choose algorithms and take workspaces when they first run; and the second one is measured."""
+"""Libraries choose algorithms and allocate workspaces in the first step; the second step is measured."""
 _HOST_BOUND = 0.8
-"""Share of a step's passes that the host needs to issue them, from which on a graph is worth its memory."""
+"""Least share of a step's passes that the host spends issuing them for a graph to be worth its memory."""
 
 _TOLD = 4
-"""Ranks that a warning names; they may be thousands."""
+"""Most ranks that a warning names; there may be thousands."""
 
 Batches = Sequence[MicroBatch | None]
 Gather = Callable[[Any], Sequence[Any]]
 
 
-def _alone(own: Any) -> Sequence[Any]:
-    """What a rank hears that has no others."""
-    return (own,)
+def _alone(value: Any) -> Sequence[Any]:
+    """Gather from a rank without others."""
+    return (value,)
 
 
 class Passes(Protocol):
-    """What runs a step's forward and backward passes."""
+    """Runs a step's forward and backward passes."""
 
     def passes(self, batches: Batches, loss_scale: float) -> list[Tensor]:
-        """Run them; returns the tokens' losses by micro-batch, of those that this rank sees."""
+        """Run the passes; return the token losses of each micro-batch on this rank."""
 
     def drop(self) -> None:
-        """Let go of what passes that were broken off have left."""
+        """Free the values of passes that were broken off."""
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What was captured, for what."""
+class _CapturedPasses:
+    """Captured passes, the conditions for which they hold (``key``), and their static memory."""
 
     key: tuple[object, ...]
     captured: Captured
@@ -62,7 +62,7 @@ class _Kept:
 
 
 class StepGraph:
-    """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or by none.
+    """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or none.
 
     The graph refers to communicators, and NCCL destroys no communicator that a graph still refers to. So the
     graph is dropped before the communicators are destroyed, possibly by another thread (`drop`).
@@ -71,28 +71,28 @@ class StepGraph:
     def __init__(
         self, streams: CudaStreams, recorder: Recorder, *, always: bool, gather: Gather = _alone
     ) -> None:
-        """``always``: capture also where the host is ahead of its device, and raise where a capture fails.
+        """``always``: capture even if the host is ahead of its device, and raise an error if capture fails.
 
         ``gather``: returns the values that all ranks pass to it, in rank order; all ranks call it together.
         """
         self._streams, self._recorder, self._always, self._gather = streams, recorder, always, gather
-        self._kept: _Kept | None = None
+        self._kept: _CapturedPasses | None = None
         self._steps = 0
         self._measured: tuple[float, Mark, Mark] | None = None
-        """Seconds that the host took to issue the newest eager passes, and where they begin and end."""
+        """Seconds that the host took to issue the newest eager passes, and their begin and end."""
         self._wanted: bool | None = None
         self._lock = threading.Lock()
         """Guards ``_in_use``, ``_dropped`` and the release of the graph; held for moments only."""
         self._in_use = self._dropped = False
 
     def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
-        """Run the passes, from a graph or not; returns the losses."""
+        """Run the passes, from a graph if possible; return the losses."""
         if not self._captures():
             return self._eagerly(runs, batches, loss_scale)
         with self._using():
             key = loss_scale, self._recorder.recording, *map(_shape, batches)
             if self._kept is None or self._kept.key != key:
-                self._release()  # its memory first
+                self._release()  # release its memory first
                 self._kept = self._capture(runs, batches, loss_scale, key)
             if self._kept is not None:
                 return self._replay(self._kept, batches)
@@ -111,7 +111,7 @@ class StepGraph:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Meanwhile the graph is this thread's alone; `RuntimeError` once it was dropped."""
+        """Reserve the graph for this thread while the context lasts; `RuntimeError` once it was dropped."""
         with self._lock:
             if self._dropped:
                 raise RuntimeError("the graph was dropped, as its groups were given up")
@@ -129,16 +129,16 @@ class StepGraph:
             self._kept.captured.graph.reset()
             self._kept = None
 
-    def _replay(self, kept: _Kept, batches: Batches) -> list[Tensor]:
-        for static, batch in zip(kept.batches, batches, strict=True):
+    def _replay(self, captured_passes: _CapturedPasses, batches: Batches) -> list[Tensor]:
+        for static, batch in zip(captured_passes.batches, batches, strict=True):
             for name, tensor in _tensors(batch).items():
                 _tensors(static)[name].copy_(tensor)
-        self._recorder.give(kept.rows)
-        self._streams.replay(kept.captured)
-        return kept.losses
+        self._recorder.give(captured_passes.rows)
+        self._streams.replay(captured_passes.captured)
+        return captured_passes.losses
 
     def _captures(self) -> bool:
-        """Whether passes are captured by now: decided once, by all ranks together, after the first steps."""
+        """Tell whether passes are captured: all ranks decide together, once, after the first steps."""
         if self._wanted is None and self._steps >= _WARM_STEPS:
             self._wanted = all(self._gather(self._wants()))
         return bool(self._wanted)
@@ -163,41 +163,39 @@ class StepGraph:
 
     def _capture(
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
-    ) -> _Kept | None:
-        """Capture the passes. None if this rank or another one cannot; then no later step is captured."""
-        static = [None if one is None else replace(one, **_cloned(_tensors(one))) for one in batches]
-        kept, why = None, ""
+    ) -> _CapturedPasses | None:
+        """Capture the passes. None if any rank cannot; then no later step is captured."""
+        static = [None if b is None else replace(b, **_cloned(_tensors(b))) for b in batches]
+        result, failure = None, ""
         try:
             with self._streams.capture() as captured:
                 losses = runs.passes(static, loss_scale)
         except RuntimeError as error:
             self._recorder.take()
             runs.drop()
-            why = str(error) or type(error).__name__
+            failure = str(error) or type(error).__name__
         else:
-            kept = _Kept(key, captured, static, list(losses), self._recorder.take())
+            result = _CapturedPasses(key, captured, static, list(losses), self._recorder.take())
         try:
-            failures = {rank: text for rank, text in enumerate(self._gather(why)) if text}
+            failures = {rank: text for rank, text in enumerate(self._gather(failure)) if text}
         except BaseException:  # communication was broken off
-            _give_up(kept)
+            _give_up(result)
             raise
         if not failures:
-            return kept
-        _give_up(kept)
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in [*failures.items()][:_TOLD])
+            return result
+        _give_up(result)
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in [*failures.items()][:_TOLD])
         if self._always:
-            raise RuntimeError(f"overlap.cuda_graphs=true: {told}; set it to false")
-        text = (
-            f"steps are not captured as CUDA graphs, but issued one operator at a time on all ranks: {told}"
-        )
-        warnings.warn(text, stacklevel=2)
+            raise RuntimeError(f"overlap.cuda_graphs=true: {reasons}; set it to false")
+        text = "steps are not captured as CUDA graphs, but issued one operator at a time on all ranks: "
+        warnings.warn(text + reasons, stacklevel=2)
         self._wanted = False
         return None
 
 
-def _give_up(kept: _Kept | None) -> None:
-    if kept is not None:
-        kept.captured.graph.reset()
+def _give_up(passes: _CapturedPasses | None) -> None:
+    if passes is not None:
+        passes.captured.graph.reset()
 
 
 def step_graph(
@@ -207,7 +205,7 @@ def step_graph(
     ranks: int = 1,
     gather: Gather = _alone,
 ) -> StepGraph | None:
-    """The graph that ``overlap.cuda_graphs`` asks for, or None; ValueError if true is set for a CPU.
+    """Return the graph that ``overlap.cuda_graphs`` asks for, or None; ValueError for true on a CPU.
 
     auto: None with more than one rank. NCCL's collectives in a graph have not been tried on two GPUs yet, nor
     between nodes, where the host takes part in collectives.
@@ -220,7 +218,7 @@ def step_graph(
 
 
 def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
-    """What a graph reads: documents of a micro-batch, which change what runs, are in no graph."""
+    """Return a micro-batch's tensors, which a graph reads; batches with documents use no graph."""
     return (
         {} if batch is None else {k: value for k, value in vars(batch).items() if isinstance(value, Tensor)}
     )

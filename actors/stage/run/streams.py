@@ -1,4 +1,4 @@
-"""How collectives are issued, awaited and timed: what the executor needs of a device.
+"""The executor's interface to a device: collectives are issued, awaited and timed.
 
 A rank has three streams: compute, intra-node, inter-node. A transfer's span begins when it is issued and ends
 when it completes (docs/design.md, Numbers of overlap); a late wait must never look like hidden communication.
@@ -20,25 +20,25 @@ Mark = Any
 class Transfer:
     """A collective or message under way.
 
-    The recorder keeps transfers until the step is over, so those who wait must `take` the result: else every
+    The recorder stores transfers until the step is over, so a waiter must `take` the result: otherwise every
     gathered tensor of the step would stay alive.
     """
 
     launch: Launch | None
-    """With all that it reads and writes; None once it was taken."""
+    """The launch, with the tensors that it reads and writes; None once the result was taken."""
     work: Work | None
     begin: Mark
     end: Mark = None
     issued: threading.Event | None = None
     done: threading.Event | None = None
     arrival: Any = None
-    """On a device: what compute waits for. In a graph not the mark of the end, which orders nothing."""
+    """On a device: the event that compute waits for; in a graph not ``end``, which orders nothing."""
     error: BaseException | None = None
     sent: int | None = None
-    """Bytes that this rank sends, where they are known."""
+    """Number of bytes that this rank sends, if known."""
 
     def take(self) -> Any:
-        """The result, once `Streams.wait` has returned; the transfer lets go of it, and of what it read."""
+        """Return the result once `Streams.wait` has returned; the transfer drops it and its inputs."""
         launch = self.launch
         assert launch is not None, "a transfer is taken once"
         self.launch = self.work = self.issued = self.done = None
@@ -48,47 +48,47 @@ class Transfer:
 
 
 class Streams(Protocol):
-    """What the executor, and the profiler, need of a device."""
+    """The device interface of the executor and the profiler."""
 
     asynchronous: bool
     """Whether the host issues ahead of the device, which has a clock of its own."""
 
     def mark(self) -> Mark:
-        """Now, on the compute stream."""
+        """Mark the present point of the compute stream."""
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        """Issue a transfer. ``awaited_next``: nothing runs before its `wait`.
+        """Issue a transfer. ``awaited_next``: no operation runs before its `wait`.
 
         Transfers of one stream and lane complete in the order of their issue; messages between stages have
-        lanes of their own, since a send that waits for its receiver must hold up nothing else.
+        lanes of their own, since a send that waits for its receiver must not delay other transfers.
         """
 
     def wait(self, transfer: Transfer) -> None:
-        """Make the transfer's result available to what follows on the compute stream."""
+        """Make the transfer's result available to later work on the compute stream."""
 
     def progress(self) -> int:
-        """How many marks the device has passed: a sign of life that costs next to nothing."""
+        """Return the number of marks that the device has passed: a nearly free sign of life."""
 
     def complete(self, transfer: Transfer) -> bool:
-        """Whether it has ended; False also where that cannot be told at present. Asked by another thread."""
+        """Tell whether a transfer has ended; False also if unknown at present. Another thread may call it."""
 
     def forget(self, marks: Iterable[Mark]) -> None:
-        """A step begins, and nobody asks any more for these marks of the one before."""
+        """Drop the previous step's marks, which are not read again; a step begins."""
 
     def barrier(self) -> None:
-        """What follows on the compute stream comes after all collectives so far: DHelix's barrier."""
+        """Let later work on the compute stream wait for all collectives so far: DHelix's barrier."""
 
     def lead(self) -> None:
-        """Let the host get ahead: what it issues next, the device does without waiting for the host."""
+        """Let the host get ahead: the device then does the next work without waiting for the host."""
 
     def delay(self, ns: float) -> None:
-        """Let what follows on the compute stream begin so much later."""
+        """Delay later work on the compute stream by ``ns`` nanoseconds."""
 
     def nanoseconds(self, mark: Mark) -> int:
-        """A mark as nanoseconds since some fixed point; waits for the device if need be."""
+        """Return a mark as nanoseconds since a fixed point; wait for the device if necessary."""
 
     def epoch_ns(self) -> int:
-        """The wall clock at the fixed point that `nanoseconds` counts from."""
+        """Return the wall-clock time of the fixed point that `nanoseconds` counts from."""
 
     def close(self) -> None:
         """End helper threads."""

@@ -1,6 +1,6 @@
-"""What a rank keeps from step to step.
+"""A rank's state between steps.
 
-`parameters.py`: names and shards of parameters; `bucket.py` and `buckets.py`: flat memory of a run of
+`parameters.py`: names and slices of parameters; `bucket.py` and `buckets.py`: flat memory of a run of
 parameters, from the backward pass to the update; `optimizer.py`; `checkpoint.py` and `exchange.py` (Hugging
 Face's format); `copies.py`: copies in the memory of other hosts.
 """

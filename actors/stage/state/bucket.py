@@ -6,10 +6,10 @@ rank updates its shard: sums of gradients leave it there and gathers start from 
 and gradients are two flat memories of the bucket's layout:
 
     ZeRO    parameters                              gradients
-    0       tensors of their own                    whole, always
+    0       separate tensors                        whole, always
     1       whole, always                           whole, always
-    2       whole, always                           the shard of the sums; the whole while passes add to it
-    3       the shard; the whole while it is used   as with ZeRO 2
+    2       whole, always                           the shard of the sums; whole while passes add
+    3       the shard; whole while in use           as with ZeRO 2
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from braid.scheduling.schedule.buckets import BucketKey, share_elements
 
 
 class Bucket:
-    """One bucket on one rank: its layout from the beginning, its memory after `hold`."""
+    """One bucket on one rank: its layout from construction on, its memory after `hold`."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class Bucket:
         ways: int = 1,
         index: int = 0,
     ) -> None:
-        """key: chunk, and number in the chunk. axes: over which gradients are summed. ways: number of shards;
-        index: which of them is this rank's."""
+        """``key``: chunk, and number in the chunk. ``axes``: axes over which gradients are summed. ``ways``:
+        number of shards; ``index``: this rank's shard."""
         self.key, self.axes, self.members = key, axes, tuple(members)
         self.ways, self.index = ways, index
         self.offsets = [0]
-        """Where each member begins in the flat memory, and where the last one ends."""
+        """Begin of each member in the flat memory, and the end of the last member."""
         for member in self.members:
             self.offsets.append(self.offsets[-1] + member.shape.numel())
         self.shard_elements = share_elements(self.offsets[-1], ways)
         self.parameters: FlatMemory | None = None
         """None where the bucket is not cut."""
         self._between: dict[str, Tensor] = {}
-        """What one stage of a sum, or of a gather, leaves for the next stage."""
+        """Results that one stage of a sum, or of a gather, leaves for the next stage."""
         self.rounded: dict[str, Tensor] = {}
-        """By axis: copies of gradients in the dtype in which they travel, while they do."""
+        """Rounded copies of gradients, by axis, while they travel."""
 
     @property
     def elements(self) -> int:
@@ -64,30 +64,30 @@ class Bucket:
         return self.ways * self.shard_elements
 
     def part_of_rank(self, flat: Tensor) -> Tensor:
-        """This rank's shard of a flat memory, a view."""
+        """Return this rank's shard of a flat memory, a view."""
         return flat[self.index * self.shard_elements :][: self.shard_elements]
 
     def views(self, flat: Tensor) -> Iterator[tuple[StageParameter, Tensor]]:
-        """Every member with its elements of a flat memory, a view of the member's shape."""
+        """Yield every member with its elements of a flat memory, a view of the member's shape."""
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
             yield member, flat[begin:end].view(member.shape)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """What this rank updates, in the order of the members."""
+        """The shards that this rank updates, in the order of the members."""
         return tuple(shard for _, shard in self._placed_shards)
 
     @cached_property
     def _placed_shards(self) -> tuple[tuple[int, Shard], ...]:
-        """With the element of the rank's flat shard at which each begins."""
+        """The shards, each with its begin in the rank's flat shard."""
         low = self.index * self.shard_elements
         high = low + self.shard_elements
-        placed = []
+        shards = []
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
             first, last = max(begin, low), min(end, high)
             if first < last:
-                placed.append((first - low, shard_of(member, first - begin, last - begin)))
-        return tuple(placed)
+                shards.append((first - low, shard_of(member, first - begin, last - begin)))
+        return tuple(shards)
 
     def _shard_views(self, flat_shard: Tensor) -> Iterator[tuple[Shard, Tensor]]:
         for begin, shard in self._placed_shards:
@@ -97,9 +97,10 @@ class Bucket:
 
     @torch.no_grad()
     def hold(self, zero: int, *, exact: bool, within: Tensor | None = None) -> None:
-        """Make the bucket's memory, as its ZeRO stage says; parameters keep their values, gradients are 0.
+        """Allocate the bucket for a ZeRO stage; parameters keep their values, gradients are 0.
 
-        ``exact``: gradients are added up in float64. ``within``: their memory, a part of a larger bucket's.
+        ``exact``: gradients are added up in float64. ``within``: memory for them, a part of a larger
+        bucket's.
         """
         first = self.members[0].tensor
         nothing = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -128,14 +129,14 @@ class Bucket:
 
     @property
     def passing(self) -> list[Tensor]:
-        """Memory that is there for a part of a step only."""
+        """Memory that exists for a part of a step only."""
         flats = [flat for flat in (self.parameters, self.gradients) if flat is not None and not flat.lasting]
         return [*(flat.whole for flat in flats if flat.whole is not None), *self.rounded.values()]
 
     # -- moves ---------------------------------------------------------------------------------------------
 
     def gather(self, line: Line, move: Move | None) -> Launch:
-        """Gather the parameters from the shards of a line's ranks; ``move``: one stage of that."""
+        """Gather the parameters from the shards of a line's ranks; ``move``: one stage of the gather."""
         assert self.parameters is not None
         whole = self.parameters.make()
         if move is None:
@@ -149,12 +150,12 @@ class Bucket:
     def sum(
         self, axis: str, line: Line, move: Move | None, *, scatters: bool, dtype: torch.dtype | None
     ) -> tuple[Tensor, Launch]:
-        """Sum the gradients over a line's ranks; ``move``: one stage of that. Returns what is sent, too.
+        """Sum the gradients over a line's ranks; ``move``: one stage. Returns (sent tensor, launch).
 
-        scatters: every rank gets the sums of its own shard, else all ranks all sums. dtype: the gradients are
-        rounded to it for the way; None: they are sent as they are.
+        ``scatters``: every rank gets the sums of its own shard, otherwise all ranks get all sums. ``dtype``:
+        gradients are rounded to it before they are sent; None: they are sent unchanged.
         """
-        if self.gradients.whole is None or axis == "replica":  # a sum of what other sums have left in shards
+        if self.gradients.whole is None or axis == "replica":  # a sum over shards that other sums have left
             whole = shard = self.gradients.shard
         else:
             whole = self.gradients.whole
@@ -200,13 +201,12 @@ class Bucket:
         return launch
 
     def keep_sums(self) -> None:
-        """Add the sums that have arrived in the whole to the shard, and let go of the whole (ZeRO 2)."""
+        """Add the sums that have arrived in the whole to the shard, and release the whole (ZeRO 2)."""
         if self.gradients.whole is not None and not self.gradients.lasting:
             self.gradients.shard.add_(self.part_of_rank(self.gradients.whole))
             self.gradients.release()
 
     def clear(self) -> None:
-        """Set the gradients to zero."""
         if self.gradients.lasting:
             self.gradients.make().zero_()
         else:
@@ -215,7 +215,7 @@ class Bucket:
 
 
 class FlatMemory:
-    """A bucket's parameters or gradients one behind the other: this rank's shard, and at times the whole."""
+    """A bucket's parameters or gradients, contiguous: this rank's shard, and at times the whole."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class FlatMemory:
         *,
         lasting: bool,
     ) -> None:
-        """``lay`` gives a member its view of the whole, or None when that goes. lasting: the whole stays."""
+        """``lay`` gives a member its view of the whole, or None at release. ``lasting``: the whole stays."""
         self._bucket, self._lay, self.lasting = bucket, lay, lasting
         shard = bucket.part_of_rank(whole)
         self.shard = shard if lasting else shard.clone()
@@ -236,7 +236,7 @@ class FlatMemory:
             self.release()
 
     def make(self, *, zeros: bool = False) -> Tensor:
-        """The whole; memory for it is made if it is not there."""
+        """Return the whole; allocate it if it does not exist, uninitialised unless ``zeros``."""
         if self.whole is None:
             count = self._bucket.elements
             self.whole = self.shard.new_zeros(count) if zeros else self.shard.new_empty(count)
@@ -245,14 +245,14 @@ class FlatMemory:
         return self.whole
 
     def release(self) -> None:
-        """Let go of all but the shard."""
+        """Free all but the shard."""
         self.whole = None
         for member in self._bucket.members:
             self._lay(member, None)
 
 
 def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
-    """A launch whose result is worked on once it has arrived."""
+    """Return a launch that calls ``then`` once its result has arrived."""
     finish = launch.finish
 
     def both() -> None:
@@ -264,7 +264,7 @@ def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
 
 
 def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucket]:
-    """The buckets of a rank's parameters, without memory."""
+    """Return the buckets of a rank's parameters, without memory."""
     mesh = place.mesh
 
     def placement(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
@@ -281,14 +281,14 @@ def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucke
 
 
 def joined(buckets: Sequence[Bucket], *, exact: bool) -> list[Bucket]:
-    """Larger buckets, of whole chunks, of buckets that are not cut: one transfer sums all their gradients.
+    """Join uncut buckets into a bucket per chunk and axes: one transfer sums all their gradients.
 
-    Makes the memory of both: the gradients of a chunk's buckets with the same axes lie one behind the other.
+    The memory of both kinds is allocated: the gradients of joined buckets are contiguous.
     """
     larger = []
     for (chunk, axes), group in groupby(buckets, key=lambda bucket: (bucket.key[0], bucket.axes)):
         members = tuple(group)
-        whole = Bucket((chunk, -1), axes, [one for bucket in members for one in bucket.members])
+        whole = Bucket((chunk, -1), axes, [member for bucket in members for member in bucket.members])
         whole.hold(0, exact=exact)
         begin = 0
         for bucket in members:
@@ -299,12 +299,12 @@ def joined(buckets: Sequence[Bucket], *, exact: bool) -> list[Bucket]:
 
 
 def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParameter]) -> list[Shard]:
-    """The shards of buckets, in the order of the rank's parameters."""
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    """Return the shards of buckets, in the order of the rank's parameters."""
+    ranks_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     shards = [shard for bucket in buckets for shard in bucket.shards]
-    return sorted(shards, key=lambda shard: places[id(shard.parameter)])
+    return sorted(shards, key=lambda shard: ranks_of[id(shard.parameter)])
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
-    """Axes that a parameter's gradient is summed over, and "ends" if two stages hold it (`Buckets.axes`)."""
+    """Return the axes of a parameter's gradient sum, with "ends" if two stages hold the parameter."""
     return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)

@@ -1,4 +1,4 @@
-"""A rank's buckets: what linked code asks for between its operators, and the global norm of gradients."""
+"""A rank's buckets: sums and gathers that linked code requests, and the global norm of gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -30,11 +30,10 @@ class RankBuckets:
         deterministic: bool = False,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """``deterministic``: sums of fp32 gradients are kept in float64, where they are exact as long as the
-        terms of an element lie within a factor of 2^25 or so; no order of summation then changes them, nor
-        does the number of data-parallel ranks (docs/design.md, The runtime). Twice the memory of gradients.
-        ``reduce_dtype``: ranks sum copies of gradients that are rounded to it.
-        """
+        """``deterministic``: sums of fp32 gradients are stored in float64, where they are exact if the terms
+        of an element lie within a factor of about 2^25; then neither the order of summation nor the number of
+        data-parallel ranks changes them (docs/design.md, The runtime). It doubles the memory of gradients.
+        ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them."""
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
@@ -43,30 +42,30 @@ class RankBuckets:
             bucket.hold(mesh.layout.zero, exact=deterministic)
         uncut = [bucket for bucket in self.buckets if bucket.ways == 1]
         self._all = [*joined(uncut, exact=deterministic), *cut]
-        """All memory, in as few buckets as there can be."""
+        """All memory, in as few buckets as possible."""
         self.shards = shards_in_order(self.buckets, parameters)
-        """What this rank updates."""
+        """The shards that this rank updates."""
         self.cut = bool(cut)
-        """True if ranks share the update (ZeRO)."""
+        """Whether ranks share the update (ZeRO)."""
         self._norm = _GlobalNorm(self.shards, mesh, parameters[0].tensor.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
 
     @property
     def passing(self) -> list[Tensor]:
-        """Memory that is there for a part of a step only: gathered parameters, gradients, rounded copies."""
+        """Memory that exists for a part of a step only: gathered parameters, gradients, rounded copies."""
         every = dict.fromkeys((*self._all, *self.buckets))
         return [tensor for bucket in every for tensor in bucket.passing]
 
-    # -- what linked code asks for ---------------------------------------------------------------------------
+    # -- requests of linked code -----------------------------------------------------------------------------
 
     def allocate(self, reduce: Reduce) -> None:
-        """Make memory, all zeros, for the gradients of a bucket that are added up next (ZeRO 2)."""
+        """Allocate zeroed memory for a bucket's gradients, to which operators add next (ZeRO 2)."""
         for bucket in self._of(reduce):
             bucket.gradients.make(zeros=True)
 
     def release(self, gather: Gather) -> None:
-        """Let go of all of a bucket's parameters but this rank's shard (ZeRO 3)."""
+        """Free all of a bucket's parameters but this rank's shard (ZeRO 3)."""
         for bucket in self._of(gather):
             assert bucket.parameters is not None
             bucket.parameters.release()
@@ -74,7 +73,7 @@ class RankBuckets:
     def start(self, what: Reduce | Gather) -> None:
         """Begin to sum gradients or squares over an axis, or to gather parameters.
 
-        A gather that the previous step has begun counts from now on.
+        A gather that the previous step began is recorded from now on.
         """
         if isinstance(what, Gather) and what in self._pending:
             for _, transfer in self._pending[what]:
@@ -90,7 +89,7 @@ class RankBuckets:
                 self._recorder.transfer(label, None, transfer)
 
     def _launches(self, what: Reduce | Gather, along: str) -> Iterator[tuple[Tensor, Launch]]:
-        """What moves, bucket by bucket, and how; ``along``: the name of the ranks that take part."""
+        """Yield (sent tensor, launch) for each bucket; ``along``: the name of the line of ranks."""
         line = self._mesh.shared(what.axis) if what.move is None else self._mesh.line(along)
         if what.chunk is None:
             yield self._norm.squares, line.all_reduce(self._norm.squares)
@@ -103,7 +102,7 @@ class RankBuckets:
                 yield bucket.sum(what.axis, line, what.move, scatters=scatters, dtype=self._reduce_dtype)
 
     def wait(self, what: Reduce | Gather) -> None:
-        """Finish a transfer that `start` began."""
+        """Wait for a transfer that `start` began."""
         for label, transfer in self._pending.pop(what, ()):
             if isinstance(what, Gather):
                 self._recorder.transfer(label, None, transfer)
@@ -115,22 +114,22 @@ class RankBuckets:
                 bucket.keep_sums()
 
     def prefetch(self, gathers: Sequence[Gather]) -> None:
-        """Begin to gather what is used first, unless the previous step has."""
+        """Begin to gather the parameters that are used first, unless the previous step has begun."""
         for gather in gathers:
             self.start(gather)
 
     def settle(self) -> None:
-        """Wait for all gathers that have begun: parameters change from outside next, or nobody needs them."""
+        """Wait for all gathers under way: parameters will change from outside, or are no longer needed."""
         for what in list(self._pending):
             if isinstance(what, Gather):
                 self.wait(what)
 
     def _of(self, what: Reduce | Gather) -> list[Bucket]:
-        """The buckets of a chunk, or (by number) one of them, that are summed or gathered over an axis."""
-        known = self._all
+        """Return the buckets of a chunk, or one of them, that are summed or gathered over an axis."""
+        buckets = self._all
         if what.bucket is not None:
-            known = [bucket for bucket in self.buckets if bucket.key[1] == what.bucket]
-        return [bucket for bucket in known if bucket.key[0] == what.chunk and what.axis in bucket.axes]
+            buckets = [bucket for bucket in self.buckets if bucket.key[1] == what.bucket]
+        return [bucket for bucket in buckets if bucket.key[0] == what.chunk and what.axis in bucket.axes]
 
     def _label(self, what: Reduce | Gather, along: str, moved: Tensor) -> Label:
         key = what, moved.numel()
@@ -151,16 +150,16 @@ class RankBuckets:
         self._norm.square()
 
     def norm(self) -> Tensor:
-        """Global gradient norm, each parameter counted once, after all sums; 0-dim float64."""
+        """Return the global gradient norm after all sums, each parameter counted once; 0-dim float64."""
         return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float, key: BucketKey | None = None) -> None:
-        """Multiply the sums that this rank updates parameters with; of one bucket, or (None) of all."""
+        """Multiply this rank's gradient sums by ``factor``, of one bucket, or (None) of all buckets."""
         for bucket in self._with_key(key):
             bucket.gradients.shard.mul_(factor)
 
     def zero(self, key: BucketKey | None = None) -> None:
-        """Clear the gradients of one bucket, or (None) of all."""
+        """Clear the gradients of one bucket, or (None) of all buckets."""
         for bucket in self._with_key(key):
             bucket.clear()
 
@@ -174,7 +173,7 @@ class _GlobalNorm:
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0
-        # Ranks along all other factors hold the same, and each of them sums up everything; shards differ.
+        # Ranks along all other factors hold the same shards, and each computes the whole sum; shards differ.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             shard
@@ -186,8 +185,8 @@ class _GlobalNorm:
         pieces = [(piece.source.name, shard, piece) for shard in counted for piece in shard.slices]
         names = _all_names([name for name, _, _ in pieces], mesh)
         self._views = [piece.of_local(shard.gradient) for _, shard, piece in pieces]
-        places = {name: place for place, name in enumerate(names)}
-        self._index = torch.tensor([places[name] for name, _, _ in pieces], device=device)
+        positions = {name: index for index, name in enumerate(names)}
+        self._index = torch.tensor([positions[name] for name, _, _ in pieces], device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def square(self) -> None:
@@ -197,9 +196,9 @@ class _GlobalNorm:
             squares.index_add_(0, self._index, norms * norms)
 
 
-def _all_names(mine: list[str], mesh: Mesh) -> list[str]:
-    """The names of the parameters of all ranks, sorted."""
+def _all_names(names_here: list[str], mesh: Mesh) -> list[str]:
+    """Return the names of the parameters of all ranks, sorted."""
     if mesh.place.mesh.ranks == 1:
-        return sorted(set(mine))
+        return sorted(set(names_here))
     assert mesh.groups is not None
-    return sorted({name for names in mesh.groups.gather(mine) for name in names})
+    return sorted({name for names in mesh.groups.gather(names_here) for name in names})

@@ -1,8 +1,8 @@
 """A rank's side of checkpoints: PyTorch Distributed Checkpoint, keyed by global parameter name.
 
-A checkpoint says nothing of the layout that wrote it: every tensor is saved as slices of the global one, so
-any other layout can read its own slices. Directories are made, checked and published by the controller
-(`braid.actors.controller.state.manifest`); nothing here is called on files that were not verified.
+A checkpoint does not depend on the layout that wrote it: every tensor is saved as slices of the global
+tensor, so any other layout can read its own slices. The controller makes, checks and publishes directories
+(`braid.actors.controller.state.manifest`); this file reads verified files only.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class SaveProgress:
         self._plans = False
 
     def read(self) -> int | None:
-        """Bytes written and read back so far; None while this rank plans. For another thread."""
+        """Return the bytes written and read back so far; None while this rank plans. For another thread."""
         return None if self._plans else self._bytes
 
     def advance(self, count: int) -> None:
@@ -54,7 +54,7 @@ class SaveProgress:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Around work that needs neither another rank nor a disk."""
+        """Mark work that needs neither another rank nor a disk."""
         self._plans = True
         try:
             yield
@@ -63,7 +63,7 @@ class SaveProgress:
 
 
 class _Planner(SavePlanner):
-    """Tells when this rank plans."""
+    """Records when this rank plans."""
 
     def __init__(self, progress: SaveProgress) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Planner(SavePlanner):
 
 
 def save_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group of all ranks for `Saves`; ``timeout``: for ranks to meet.
+    """Return a group of all ranks for `Saves`; ``timeout``: limit for ranks to meet.
 
     In this group a rank waits for as long as another rank writes. The controller watches whether that rank
     makes progress (`SaveProgress`); a time limit here would fail saves to slow disks.
@@ -102,14 +102,14 @@ class Saves:
         self._lost_touch = ""
         """Why the group is unusable; empty while it is usable."""
         self._thread: threading.Thread | None = None
-        """Writes the background save that is under way."""
+        """The thread of the background save that is under way."""
         self._written: Written | Exception | None = None
-        """What became of the newest background save, once it is over."""
+        """Result of the newest background save, once it is over."""
         self._state: HostState | None = None
-        """Of the newest background save; the next background save takes its memory."""
+        """State of the newest background save; the next background save reuses its memory."""
         self._progress = SaveProgress()
         self.awaited: SaveProgress | None = None
-        """Of the save that a call waits for at present."""
+        """Progress of the save that a call waits for at present."""
 
     def save(self, directory: Path) -> Written:
         """Write this rank's share of parameters and optimizer moments."""
@@ -126,7 +126,7 @@ class Saves:
         self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
     def begin(self, directory: Path) -> None:
-        """Begin to write the state that was taken; training may go on as soon as this returns."""
+        """Begin to write the copied state; training may continue as soon as this returns."""
         self._check_touch()
         self._join()
         assert self._state is not None
@@ -139,8 +139,8 @@ class Saves:
         self._thread.start()
 
     def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
-        """What became of the newest background save; None while it is under way. ``intact`` raises once
-        communication was broken off: a thread that writes to a slow disk does not notice that."""
+        """Return the result of the newest background save; None while it is under way. ``intact`` raises once
+        communication was broken off, which a thread that writes to a slow disk does not notice."""
         if self._thread is not None:
             with self._waiting():
                 while wait and self._thread.is_alive():
@@ -154,7 +154,7 @@ class Saves:
         return self._written
 
     def _join(self) -> None:
-        """Wait for a background save that failed on another rank, and was given up."""
+        """Wait for a background save that failed on another rank and was abandoned."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -163,7 +163,7 @@ class Saves:
         try:
             self._written = self._write(directory, state)
         except Exception as error:
-            # Without what holds on to the frames above, and with them to the group and its threads.
+            # Drop references to the frames above, and with them to the group and its threads.
             error.add_note(traceback.format_exc())
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self._written = error
@@ -196,7 +196,7 @@ class Saves:
 
 
 def write_slices(directory: Path, state: GlobalState) -> Digests:
-    """Write the slices of global tensors that the ranks of the world have; all of them call this."""
+    """Write the slices of global tensors that the world's ranks hold; all of them call this."""
     writer = CheckedWriter(directory)
     with quietly():
         dcp.save(state, storage_writer=writer, planner=SavePlanner())
@@ -206,11 +206,11 @@ def write_slices(directory: Path, state: GlobalState) -> Digests:
 def held_slices(
     copies: Copies, rank: int, plan: Rescue, mesh: MeshShape, model_of: Callable[..., StageModel]
 ) -> GlobalState:
-    """The slices of global tensors that ``rank`` is to write for all ranks whose states it holds.
+    """Return the slices of global tensors that ``rank`` writes for all ranks whose states it holds.
 
-    Where lost ranks cannot be replaced, a run goes on in another layout, for which states of single ranks are
-    of no use: the survivors write what they hold like any other checkpoint. ``model_of`` makes the model of a
-    place in the mesh, here without memory: which slices its rank holds.
+    Where lost ranks cannot be replaced, a run continues in another layout, which cannot use states of single
+    ranks: the survivors write a checkpoint from them. ``model_of`` makes the model of a place in the mesh,
+    here without memory, which tells the slices of that rank.
     """
     state: GlobalState = {}
     for target, source in enumerate(plan.sources):
@@ -218,20 +218,20 @@ def held_slices(
             place = Place.of(mesh, target)
             model = model_of(place=place, device=torch.device("meta"))
             shards = shards_in_order(buckets_of(model.parameters, place), model.parameters)
-            held = copies.state_of(target, rank, plan.step)
-            add_state(state, shards, split(held, [shard.shape for shard in shards]), held.updates)
+            host_state = copies.state_of(target, rank, plan.step)
+            add_state(state, shards, split(host_state, [shard.shape for shard in shards]), host_state.updates)
     return state
 
 
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
-    """Read what this rank updates into masters and moments, in place; ``step`` steps were done.
+    """Read this rank's masters and moments, in place; ``step`` steps were done.
 
     If the checkpoint does not contain the number of updates, every step counts as an update.
 
     `ValueError` if table of contents or weights are refused (`GuardedReader`).
     """
     reader = GuardedReader(directory)
-    # Refused here, in plain words: torch would only log it and look elsewhere.
+    # Refused here with a clear message: torch would only log it and look elsewhere.
     stored = reader.read_metadata().state_dict_metadata
     updates = torch.tensor([step], dtype=torch.float64)
     state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
@@ -243,7 +243,7 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a verified checkpoint, whole, in this process's memory."""
+    """Return all tensors of a verified checkpoint, whole, in this process's memory."""
     reader = GuardedReader(directory)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
@@ -258,7 +258,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's warnings, and with its failures as ordinary exceptions, which they are not."""
+    """Suppress torch's warnings, and turn its checkpoint failures into ordinary exceptions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

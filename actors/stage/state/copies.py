@@ -1,9 +1,9 @@
 """Copies of ranks' states in memory, so that a failure costs no more than the step under way.
 
-Every rank keeps its states after the last two copied steps, and the states of a partner on another host
-(docs/design.md, Failure): two, since a failure may come while the newer one is under way. A copy travels to
-the partner in the background, over a process group of its own, while the next step runs. Where data-parallel
-replicas on other hosts hold the same state anyway, nothing travels.
+Every rank stores its states after the last two copied steps, and the states of a partner on another host
+(docs/design.md, Failure): two, since a failure may come while the newer copy is under way. A copy travels to
+the partner in the background, over its own process group, while the next step runs. Where data-parallel
+replicas on other hosts hold the same state anyway, no copy travels.
 """
 
 import threading
@@ -28,7 +28,7 @@ from braid.scheduling.mesh.mesh import MeshShape
 
 _LEAVE_SECONDS = 5.0
 KEPT = 2
-"""States of a rank that are kept."""
+"""Number of states of a rank that are stored."""
 
 
 class Copies:
@@ -54,10 +54,10 @@ class Copies:
     ) -> None:
         """Begin a generation; all ranks call this. Copies go to the rank ``shift`` further on; 0: nowhere.
 
-        ``held_as``: what says, with the rank, which part of the model a state is of (the layout). States
-        that were held as something else are forgotten.
+        ``held_as``: the layout, which tells with the rank which part of the model a state belongs to. States
+        of another layout are deleted.
 
-        `ValueError` if they would take more than ``limit_bytes`` of this rank's memory.
+        `ValueError` if the copies would take more than ``limit_bytes`` of this rank's memory.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.leave()
@@ -81,16 +81,16 @@ class Copies:
             self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
 
     def leave(self) -> None:
-        """End a generation; copies that arrive before the connections are shut, or all is sent, are kept."""
+        """End a generation; copies that arrive before the connections are shut, or all is sent, stay."""
         if self._exchange is not None:
             self._exchange.wait(_LEAVE_SECONDS)
             self._take_arrived()
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int) -> None:
-        """Copy the state after ``step`` steps, and send it on its way; waits for the copy before it.
+        """Copy the state after ``step`` steps, and begin to send it; wait for the previous copy first.
 
-        Copies of later steps are forgotten: the run has gone back behind them, to a checkpoint perhaps.
+        Copies of later steps are deleted: the run has gone back behind them, perhaps to a checkpoint.
         """
         self.settle()
         self._own = {at: state for at, state in self._own.items() if at < step}
@@ -101,7 +101,7 @@ class Copies:
             self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
 
     def settle(self) -> None:
-        """Wait for the copies under way; raises what went wrong with them."""
+        """Wait for the copies under way; raise their error."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange.check()
@@ -113,11 +113,11 @@ class Copies:
 
     @staticmethod
     def _forget(states: dict[int, HostState]) -> Tensor | None:
-        """The memory of the oldest state, if there are enough newer ones."""
+        """Return the memory of the oldest state, if there are enough newer states."""
         return states.pop(min(states)).memory if len(states) >= KEPT else None
 
     def held(self) -> CopiesHeld:
-        """The copies that are here; copies under way are not."""
+        """Return the steps of complete copies; copies under way do not count."""
         self._take_arrived()
         return CopiesHeld(
             own=tuple(sorted(self._own)),
@@ -126,10 +126,10 @@ class Copies:
         )
 
     def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
-        """Go back to a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
+        """Restore a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
         rank = dist.get_rank()
         state = self._own.get(step)
-        if state is None and sources[rank] == rank:  # a replica's state that is kept here is this rank's too
+        if state is None and sources[rank] == rank:  # a replica's stored state is also this rank's
             state = HostState(step, self._partners[step].flat.clone())
         for target, source in enumerate(sources):
             if source == target:
@@ -142,30 +142,30 @@ class Copies:
                 state = HostState(step, flat)
         assert state is not None, f"rank {rank} has no copy of step {step}"
         put_back(state, optimizer)
-        # Later states belong to a future that will come again.
+        # Later states belong to steps that will run again.
         self._own = {step: state}
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
-        """The state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both hold the
-        same slices."""
+        """Return the state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both
+        hold the same slices."""
         assert self._mesh is not None
         same = step in self._own and target in self._mesh.holders(rank)
         return (self._own if same else self._partners)[step]
 
 
 class _Exchange:
-    """Sends a state to one rank and receives one from another, in the background."""
+    """Sends a state to one rank and receives a state from another, in the background."""
 
     def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
         self._group, self._target, self._source, self._elements = group, target, source, elements
         self._thread: threading.Thread | None = None
         self.arrived: HostState | None = None
-        """The received state, until somebody takes it."""
+        """The received state, until it is taken."""
         self._error: Exception | None = None
 
     def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
-        """Begin to send a state, and to receive one into memory that is free."""
+        """Begin to send a state, and to receive a state into free memory."""
         into = memory if memory is not None else torch.empty(self._elements, dtype=dtype)
         self._thread = threading.Thread(target=self._run, args=(state, into), name="copies", daemon=True)
         self._thread.start()
@@ -190,7 +190,7 @@ class _Exchange:
             self._thread.join(timeout_s)
 
     def check(self) -> None:
-        """Raise what went wrong, once."""
+        """Raise the error of the exchange, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

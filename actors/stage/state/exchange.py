@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face directories, tensor by tensor; which tensor is which says `hub_files`."""
+"""Weights from and to Hugging Face directories, tensor by tensor; `hub_files` maps the tensors."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @torch.no_grad()
 def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
-    """Fill masters and parameters with what this rank updates of stored tensors; nothing else is read.
+    """Fill masters and parameters with this rank's part of stored tensors; nothing else is read.
 
     `ValueError` if the directory does not hold such a model.
     """
@@ -59,7 +59,7 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
 def _boxes(
     piece: ParameterSlice, local: Tensor, by_expert: bool
 ) -> Iterator[tuple[int | None, list[slice], Tensor]]:
-    """A slice as boxes of stored tensors, and where each goes: itself, or one for each of its experts."""
+    """Yield boxes of stored tensors that form a slice, each with its target: one box, or one per expert."""
     box = [slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)]
     target = piece.of_local(local)
     if not by_expert:
@@ -70,7 +70,7 @@ def _boxes(
 
 
 def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
-    """A box of a global parameter whose rows begin at ``row`` of the stacked tensor; only it is read."""
+    """Read a box of a global parameter whose rows begin at ``row`` of the stacked tensor."""
     extents, rows = list(box), len(tensor.leading)
     extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
     values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
@@ -85,11 +85,11 @@ def export_model(
     max_file_bytes: int,
     tokens: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Path]:
-    """Write a verified checkpoint's parameters into an empty directory, and say which files hold them.
+    """Write a verified checkpoint's parameters into an empty directory; return the files that hold them.
 
     ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file of
     tensors is in memory at a time; a tensor larger than ``max_file_bytes`` has a file of its own.
-    `ValueError` if the checkpoint is not of such a model, `OSError` if a file cannot be written.
+    `ValueError` if the checkpoint belongs to another model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
     reader = GuardedReader(checkpoint)
@@ -108,35 +108,35 @@ def export_model(
             raise OSError(f"{name}: {error}") from None
     if len(groups) > 1:
         total = sum(kind.itemsize * math.prod(tensor.shape) for tensor in tensors)
-        places = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        files_of = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": total}, "weight_map": files_of}
         (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     config = hugging_face_config(shape, str(kind).removeprefix("torch."), tokens)
     (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     files = [directory / name for name in names]
-    for file in files:  # the library lets nobody else read what it writes
+    for file in files:  # the library denies others the right to read its files
         shutil.copymode(directory / CONFIG, file)
     return files
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
-    """Compare names and shapes of the checkpoint's parameters with what the tensors will ask for."""
-    held = {
+    """Raise `ValueError` unless names and shapes of the checkpoint's parameters are as the tensors need."""
+    stored = {
         name.removeprefix("parameter."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
     }
     wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
-    for name in sorted(held.keys() | wanted.keys()):
-        if held.get(name) != wanted.get(name):
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) != wanted.get(name):
             raise ValueError(
-                f"checkpoint {checkpoint} cannot be exported: parameter {name} has shape {held.get(name)} "
+                f"checkpoint {checkpoint} cannot be exported: parameter {name} has shape {stored.get(name)} "
                 f"there and {wanted.get(name)} in the model that `transformers` knows"
             )
 
 
 def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int) -> list[list[StoredTensor]]:
-    """Tensors in their order, cut into files."""
+    """Cut tensors, in order, into files."""
     groups: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -150,36 +150,36 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
 
 
 def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
-    """What a file's tensors are made of, in the dtype of the checkpoint, by name.
+    """Read the parameters that a file's tensors consist of, in the checkpoint's dtype, by name.
 
-    Of a global parameter of experts this is a box, from the first expert that is in the file to the last, so
-    that nothing is read of other experts, and the number of the first expert. Of other parameters it is all,
-    and 0. One box, as a stored slice of many experts is read anew for each box that asks for some of it.
+    For a global parameter of experts this is (first expert, box), where the box reaches from the file's first
+    expert to its last, so that no other experts are read. For other parameters it is (0, all). There is one
+    box per parameter, as a stored slice of many experts is read anew for each box that overlaps it.
     """
     boxes: dict[str, tuple[tuple[int, ...], range]] = {}
     for tensor in group:
         for name, rows in tensor.sources:
             shape = tensor.source_shape(rows)
             wanted = range(shape[0]) if tensor.expert is None else range(tensor.expert, tensor.expert + 1)
-            _, held = boxes.get(name, (shape, wanted))
-            boxes[name] = shape, range(min(held.start, wanted.start), max(held.stop, wanted.stop))
+            _, experts = boxes.get(name, (shape, wanted))
+            boxes[name] = shape, range(min(experts.start, wanted.start), max(experts.stop, wanted.stop))
     entries = reader.read_metadata().state_dict_metadata
     state: GlobalState = {}
     parts: dict[str, tuple[int, Tensor]] = {}
-    for name, (shape, held) in boxes.items():
+    for name, (shape, experts) in boxes.items():
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
-        local = torch.empty((len(held), *shape[1:]), dtype=entry.properties.dtype)
-        offsets = torch.Size((held.start, *[0] * (len(shape) - 1)))
+        local = torch.empty((len(experts), *shape[1:]), dtype=entry.properties.dtype)
+        offsets = torch.Size((experts.start, *[0] * (len(shape) - 1)))
         state[f"parameter.{name}"] = GlobalSlices(shape, {offsets: local})
-        parts[name] = held.start, local
+        parts[name] = experts.start, local
     with quietly():
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     return parts
 
 
 def _stored(tensor: StoredTensor, parts: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    held = [parts[name] for name, _ in tensor.sources]
-    rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in held]
+    sources = [parts[name] for name, _ in tensor.sources]
+    rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in sources]
     stacked = torch.cat(rows).to(dtype)
     return stacked.t().contiguous() if tensor.transposed else stacked

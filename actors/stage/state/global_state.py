@@ -1,7 +1,7 @@
-"""A rank's state as slices of global tensors, which is how checkpoints hold it.
+"""A rank's state as slices of global tensors, the form that checkpoints store.
 
-Which slices a rank has is what the placements of its parameters say; nothing here asks for a layout. A slice
-that several ranks have is written by one of them.
+The placements of its parameters tell which slices a rank has; this file needs no layout. A slice that several
+ranks hold is written by one of them.
 """
 
 from collections.abc import Sequence
@@ -39,38 +39,41 @@ class GlobalSlices:
     by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def add(self, piece: ParameterSlice, local: Tensor) -> None:
-        """Add the part of a rank's local tensor that is a slice of this tensor, unless it is there."""
+        """Add the part of a rank's local tensor that is a slice of this tensor, unless it was added."""
         self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self.by_offsets.items()]
 
     def check(self, name: str, stored: object) -> TensorStorageMetadata:
-        """What a checkpoint has of the tensor; `ValueError` if that is another one."""
+        """Return a checkpoint's entry for the tensor; `ValueError` if its shape differs."""
         size = stored.size if isinstance(stored, TensorStorageMetadata) else None
         if not isinstance(stored, TensorStorageMetadata) or size != torch.Size(self.shape):
-            there = "nothing" if size is None else f"shape {tuple(size)}"
-            raise ValueError(f"checkpoint: {name} has shape {tuple(self.shape)} here, {there} there")
+            stored_shape = "nothing" if size is None else f"shape {tuple(size)}"
+            raise ValueError(f"checkpoint: {name} has shape {tuple(self.shape)} here, {stored_shape} there")
         return stored
 
 
 GlobalState = dict[str, GlobalSlices]
-"""By name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
+"""Slices by name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
 
 UPDATES = "updates"
-"""The tensor of one element that tells how many updates led to the state; older checkpoints lack it."""
+"""The tensor of one element with the number of updates that led to the state; older checkpoints lack it."""
 _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
 def add_state(
-    state: GlobalState, shards: Sequence[Shard], held: Sequence[tuple[str, list[Tensor]]], updates: Tensor
+    state: GlobalState,
+    shards: Sequence[Shard],
+    named_tensors: Sequence[tuple[str, list[Tensor]]],
+    updates: Tensor,
 ) -> GlobalState:
     """Add views of a rank's masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
 
-    ``updates``: one element, the number of updates, which all ranks have in common. Returns ``state``.
+    ``updates``: one element, the number of updates, which all ranks share. Returns ``state``.
     """
     state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
-    for kind, tensors in held:
+    for kind, tensors in named_tensors:
         for tensor, shard in zip(tensors, shards, strict=True):
             for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
                 name = f"{kind}.{piece.source.name}"
@@ -113,7 +116,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state as it is: torch would copy what it does not know."""
+        """Use the state itself: torch would copy entries of unknown types."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

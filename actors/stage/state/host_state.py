@@ -1,4 +1,4 @@
-"""A rank's training state in the host's memory: taken in one go, put back bit for bit."""
+"""A rank's training state in the host's memory: copied at one moment, restored bit for bit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from braid.actors.stage.state.optimizer import STATE_KINDS, Optimizer
 
 @dataclass(frozen=True)
 class HostState:
-    """Master weights and moments after ``step`` finished steps, one after the other in one flat tensor.
+    """Master weights and moments after ``step`` finished steps, contiguous in one flat tensor.
 
-    Its last element is the number of updates that led to them, which a float tells exactly up to 2^24.
+    The last element is the number of updates that led to them, which a float holds exactly up to 2^24.
     """
 
     step: int
     memory: Tensor
     """1-dim, on the host, in the masters' dtype."""
     arrived: Event | None = None
-    """After it the state is there; None if it is."""
+    """Event after which the state is complete; None if it is complete."""
 
     @property
     def flat(self) -> Tensor:
-        """The state's memory, once the state is there."""
+        """The state's memory, once the state is complete."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.memory
@@ -37,7 +37,7 @@ class HostState:
 
 
 def state_elements(optimizer: Optimizer) -> int:
-    """Elements of `HostState.flat`: three per parameter that this rank updates, and the number of updates."""
+    """Return the length of `HostState.flat`: three per parameter that this rank updates, and one."""
     return 1 + sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
 
 
@@ -46,9 +46,9 @@ def state_dtype(optimizer: Optimizer) -> torch.dtype:
 
 
 def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
-    """Copy the state as it is now, ``into`` the memory of an older state if there is one to give up.
+    """Copy the present state, ``into`` the memory of an older state if given.
 
-    From a GPU it is copied beside what follows: the next forward passes hide it, the next update waits.
+    A GPU copies beside later work: the next forward passes hide the copy, the next update waits for it.
     """
     flat = into if into is not None else empty_state(optimizer)
     flat[-1:].fill_(optimizer.updates)
@@ -64,13 +64,13 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
 
 
 def empty_state(optimizer: Optimizer) -> Tensor:
-    """Memory for one state; pinned where a GPU copies into it."""
+    """Return memory for one state, pinned where a GPU copies into it."""
     pinned = optimizer.masters[0].device.type == "cuda"
     return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
 
 
 def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
-    """The state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
+    """Return the state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
     sizes = [shape.numel() for shape in shapes]
     pieces = iter(state.flat[:-1].split(sizes * len(STATE_KINDS)))
     return [(kind, [next(pieces).view(shape) for shape in shapes]) for kind in STATE_KINDS]
@@ -78,7 +78,7 @@ def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, lis
 
 @torch.no_grad()
 def put_back(state: HostState, optimizer: Optimizer) -> None:
-    """Bring masters, moments and parameters to a state."""
+    """Set masters, moments and parameters to a state."""
     states = split(state, [master.shape for master in optimizer.masters])
     for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
         for tensor, piece in zip(tensors, pieces, strict=True):

@@ -14,7 +14,7 @@ class LearningRate:
     steps: int
 
     def learning_rate(self, step: int) -> float:
-        """Of step ``step``, from 0."""
+        """Return the learning rate of step ``step``, from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         span = max(1, self.steps - self.warmup_steps)

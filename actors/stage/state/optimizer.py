@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KINDS = ("parameter", *_MOMENTS)
-"""What there is of every parameter in a checkpoint, in the order of `Optimizer.named_tensors`."""
+"""Kinds of state of every parameter in a checkpoint, in the order of `Optimizer.named_tensors`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(LearningRate):
-    """What AdamW needs; see ``train`` in the configuration."""
+    """Settings of AdamW; see ``train`` in the configuration."""
 
     betas: tuple[float, float]
     eps: float
@@ -35,7 +35,7 @@ class OptimizerSettings(LearningRate):
 
 @dataclass
 class _ParameterGroup:
-    """What is updated at once: all parameters, or with ZeRO a bucket."""
+    """Parameters that are updated at once: all, or with ZeRO a bucket's."""
 
     adamw: torch.optim.AdamW
     masters: list[tuple[Tensor, Shard]]
@@ -46,7 +46,7 @@ class _ParameterGroup:
 
 
 class Optimizer:
-    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own."""
+    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own masters."""
 
     def __init__(
         self,
@@ -54,27 +54,27 @@ class Optimizer:
         settings: OptimizerSettings,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``accelerator``: the device that the buckets are on; None: the CPU."""
+        """``accelerator``: the device of the buckets; None: the CPU."""
         self._accelerator = accelerator
         self._reader: DeviceStream | None = None
         self._reading: list[Event] = []
-        """The ends of reads of the state that run beside what follows."""
+        """End events of reads of the state that run beside later work."""
         self.settings = settings
         self._buckets = buckets
         self._factor: float | None = None
-        """What the step's gradients are multiplied with; None: they are no numbers, and update nothing."""
+        """Factor on the step's gradients; None: gradients are not finite, and nothing is updated."""
         self.shards = buckets.shards
-        """What the rank updates, in the order of its parameters."""
+        """The shards that the rank updates, in the order of its parameters."""
         self.updates = 0
-        """Updates that led to the state, for AdamW's bias correction; a skipped step is no update."""
+        """Number of updates behind the state, for AdamW's bias correction; a skipped step is no update."""
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         """AdamW's state of every master."""
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
-        held: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
+        members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
         for master, shard in zip(self.masters, self.shards, strict=True):
-            held.setdefault(keys[id(shard)] if buckets.cut else None, []).append((master, shard))
-        self._groups = {key: self._group(own) for key, own in held.items()}
+            members.setdefault(keys[id(shard)] if buckets.cut else None, []).append((master, shard))
+        self._groups = {key: self._group(pairs) for key, pairs in members.items()}
 
     def _group(self, masters: list[tuple[Tensor, Shard]]) -> _ParameterGroup:
         rounded = []
@@ -108,16 +108,16 @@ class Optimizer:
         return _ParameterGroup(adamw, masters, rounded, signed)
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
-        """What a checkpoint holds, kind by kind, each in the order of the shards."""
+        """Return the content of a checkpoint by kind, each in the order of the shards."""
         state = [self.states[master] for master in self.masters]
         moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
 
     @torch.no_grad()
     def read_beside(self, read: Callable[[], None]) -> Event | None:
-        """Read the state as it is now, on a stream of its own; what changes it next waits for the event.
+        """Read the present state on a separate stream; the next change of the state waits for the event.
 
-        On a CPU it is read at once, and there is no event.
+        On a CPU the state is read at once, and there is no event.
         """
         device = self._accelerator
         if device is None:
@@ -139,9 +139,9 @@ class Optimizer:
 
     @torch.no_grad()
     def restored(self, updates: int) -> None:
-        """Bring what follows from masters and moments in line after those were set from outside.
+        """Update all that depends on masters and moments after they were set from outside.
 
-        ``updates``: how many led to them.
+        ``updates``: number of updates that led to them.
         """
         self._let_readers_end()
         self.updates = updates
@@ -155,7 +155,7 @@ class Optimizer:
         self._buckets.square()
 
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """`clip` and update everything; returns what `clip` does."""
+        """`clip` and update everything; return the result of `clip`."""
         norm, lr = self.clip(step, intact)
         # Other ranks may update a small bucket whole; its gradients are cleared here, too.
         keys = [bucket.key for bucket in self._buckets.buckets] if self._buckets.cut else [None]
@@ -165,11 +165,11 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Decide the update; returns (gradient norm before clipping, learning rate).
+        """Decide the update; return (gradient norm before clipping, learning rate).
 
         A norm that is not finite, which all ranks see alike, updates nothing. ``intact`` raises if
-        communication was broken off by the time the norm is there: what an abort leaves in the results of
-        collectives is garbage, and looks like numbers.
+        communication was broken off before the norm was complete: an abort leaves garbage in the results of
+        collectives, which looks like numbers.
         """
         norm, lr = float(self._buckets.norm()), self.settings.learning_rate(step)
         intact()
@@ -210,10 +210,10 @@ def _publish(group: _ParameterGroup) -> None:
             shard.tensor.copy_(master)
 
 
-def _master(held: Tensor) -> Tensor:
-    if main_gradient_dtype(held.dtype) == held.dtype:
-        return held if held.is_leaf else held.detach()
-    return held.detach().to(torch.float32)
+def _master(tensor: Tensor) -> Tensor:
+    if main_gradient_dtype(tensor.dtype) == tensor.dtype:
+        return tensor if tensor.is_leaf else tensor.detach()
+    return tensor.detach().to(torch.float32)
 
 
 class StepUpdate:
@@ -230,7 +230,7 @@ class StepUpdate:
         self._optimizer.square()
 
     def step(self) -> None:
-        """Clip and update, if the gradients are numbers."""
+        """Clip and update, if the gradients are finite."""
         self._decided(*self._optimizer.step(self._step, self._intact))
 
     def clip(self) -> None:
@@ -238,7 +238,7 @@ class StepUpdate:
         self._decided(*self._optimizer.clip(self._step, self._intact))
 
     def update(self, chunk: int, bucket: int) -> None:
-        """Update a bucket, if the gradients are numbers."""
+        """Update a bucket, if the gradients are finite."""
         self._optimizer.update((chunk, bucket))
 
     def _decided(self, norm: float, lr: float) -> None:
@@ -247,7 +247,7 @@ class StepUpdate:
 
 
 def optimizer_settings(config: "Config") -> OptimizerSettings:
-    """The optimizer's part of the configuration."""
+    """Return the optimizer's settings from the configuration."""
     train = config.train
     return OptimizerSettings(
         lr=train.lr,

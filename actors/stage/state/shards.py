@@ -52,14 +52,14 @@ class Shard:
 
 
 def shard_of(parameter: StageParameter, begin: int, end: int) -> Shard:
-    """Elements ``begin`` to ``end`` of a parameter."""
+    """Return the shard of elements ``begin`` to ``end`` of a parameter."""
     return Shard(
         parameter=parameter, begin=begin, end=end, slices=tuple(_within(parameter.slices, begin, end))
     )
 
 
 def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
-    """The boxes that elements ``first`` to ``last`` of a local parameter have of its slices."""
+    """Yield the boxes of slices that lie in elements ``first`` to ``last`` of a local parameter."""
     for piece in slices:
         low, high = max(first, piece.begin), min(last, piece.begin + prod(piece.sizes))
         if low == first and high == last == low + prod(piece.sizes):
@@ -67,17 +67,17 @@ def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator
         elif low < high:
             at = low - first
             for offsets, sizes in boxes_of_range(piece.sizes, low - piece.begin, high - piece.begin):
-                place = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
-                yield replace(piece, offsets=place, sizes=sizes, begin=at)
+                global_offsets = tuple(a + b for a, b in zip(piece.offsets, offsets, strict=True))
+                yield replace(piece, offsets=global_offsets, sizes=sizes, begin=at)
                 at += prod(sizes)
 
 
 def boxes_of_range(
     sizes: Sequence[int], begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``begin`` to ``end`` of a box as a flat tensor, as boxes in order: offsets and sizes.
+    """Yield elements ``begin`` to ``end`` of a box as a flat tensor, as boxes in order: offsets and sizes.
 
-    At most two for every dim and one: the rest of a row, whole rows, the begin of a row.
+    There are at most two boxes per dimension and one more: the rest of a row, whole rows, the begin of a row.
     """
     if len(sizes) <= 1:
         if begin < end:

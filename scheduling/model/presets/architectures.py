@@ -1,4 +1,4 @@
-"""Architectures of `transformers` that compute what Braid computes, and how ``config.json`` writes them.
+"""Architectures of `transformers` that compute what Braid computes, and their keys in ``config.json``.
 
 Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gpt``, Mixtral, Qwen3-MoE and
 Phi-3.5-MoE of ``moe``. Keys are those of `transformers`, old and new.
@@ -9,43 +9,43 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 TRAITS: Final = ("qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm", "mixer_jitter")
-"""Fields of `ModelShape` that some architectures have always, others never, others where a key says so."""
+"""Fields of `ModelShape` that some architectures always have, some never, and some where a key says so."""
 OTHER_NAMES: Final = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Keys that `transformers` takes for each other: 5.x writes both architectures' as ``num_local_experts``."""
+"""Keys that `transformers` reads as synonyms: version 5 writes both as ``num_local_experts``."""
 REFUSED: Final = {
     "deepseek_v2": "its attention is over compressed keys and values (multi-head latent attention)",
     "deepseek_v3": "its attention is over compressed keys and values (multi-head latent attention)",
     "qwen2_moe": "a gate of its own weighs its shared expert, token by token",
     "olmoe": "its norms of queries and keys are over all heads together",
 }
-"""``model_type`` -> why Braid does not compute it, of what may be taken for experts like ours."""
+"""``model_type`` -> the reason why Braid cannot import a model that looks like a supported one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How a family is written in ``config.json``."""
+    """The form of a model family in ``config.json``."""
 
     family: str
     model_type: str
     name: str
-    """Of its class in `transformers`."""
+    """Name of the model class in `transformers`."""
     other_names: tuple[str, ...] = ()
-    """Of classes that published files name instead."""
+    """Other class names in published files."""
     keys: Mapping[str, str]
-    """Field of `ModelShape` -> key."""
+    """Field of `ModelShape` -> key of ``config.json``."""
     defaults: Mapping[str, Any]
-    """Key -> what `transformers` takes where the key is missing or null: a value, or a function of all keys.
-    Other keys must be there."""
+    """Key -> default of `transformers` for a missing or null key: a value, or a function of all keys. Keys
+    without a default are required."""
     fixed: Mapping[str, tuple[Any, ...]]
-    """Key -> values that compute what Braid computes; the first is the default and is what is written."""
+    """Key -> values that mean what Braid computes; the first is the default and is written."""
     traits: frozenset[str] = frozenset()
-    """Those of `TRAITS` that all its models have."""
+    """The members of `TRAITS` that all models of the architecture have."""
     rotary: tuple[str, ...] = ("default", "linear", "llama3")
-    """Kinds of rotary embeddings that it computes as Braid does."""
+    """Kinds of rotary embeddings that the architecture and Braid compute alike."""
     window: int | None = 0
-    """What `transformers` takes where ``sliding_window`` is missing; 0: its models heed no such key."""
+    """Default of `transformers` for a missing ``sliding_window``; 0: the architecture ignores the key."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> what is written and not read: settings of training, of which Braid has none like it."""
+    """Key -> value that is written but not read: training settings that Braid lacks."""
 
 
 _LLAMA_KEYS: Final = {
@@ -112,7 +112,7 @@ MISTRAL: Final = replace(
 
 _EXPERT_KEYS: Final = {**_LLAMA_KEYS, "top_k": "num_experts_per_tok"}
 _EXPERT_WRITTEN: Final = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-"""No loss that balances experts: Braid's is of each layer, that of `transformers` of all layers together."""
+"""No loss that balances experts: Braid's is per layer, that of `transformers` over all layers."""
 
 MIXTRAL: Final = Architecture(
     family="moe",
@@ -197,4 +197,4 @@ GPT2: Final = Architecture(
 )
 
 ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, PHI_MOE, GPT2)
-"""The first that computes what a shape says is what it is written as."""
+"""The known architectures; a shape is written as the first one that computes it."""

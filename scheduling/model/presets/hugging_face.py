@@ -1,13 +1,13 @@
 """``config.json`` of a Hugging Face directory as a `ModelShape`, and back.
 
-What the known `architectures` compute is what Braid's families compute, to the last operator; what differs in
-any other way is refused, never approximated. What is of training alone is not read: dropout and the noise on
-what enters routers (``router_jitter_noise`` of Mixtral), which Braid does not have, and
-``router_aux_loss_coef``. That is the factor of a loss over the tokens of all layers together; ours,
-``model.balance_loss``, is one of each layer and micro-batch: no factor makes the two equal. A run that begins
-with such weights has none, unless its configuration says so.
+The known `architectures` compute exactly what Braid's families compute; a model that differs in any way is
+refused, never approximated. Settings of training alone are not read: dropout and ``router_jitter_noise`` of
+Mixtral (noise on the router's input), which Braid lacks, and ``router_aux_loss_coef``. The latter is the
+factor of a loss over the tokens of all layers together; Braid's ``model.balance_loss`` is one for each layer
+and micro-batch, and no factor makes the two equal. A run from such weights has no such loss, unless its
+configuration sets one.
 
-A Mistral that attends to all earlier tokens computes what a Llama does, and is written as one.
+A Mistral that attends to all earlier tokens computes what a Llama computes, and is written as a Llama.
 """
 
 import json
@@ -49,36 +49,36 @@ _ROTARY: Final = {
     "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_sequence"),
     "longrope": ("factors", "magnitude", "original_sequence"),
 }
-"""Fields of `RotaryScaling` that each known kind of rotary embedding has."""
+"""Known kind of rotary embedding -> its fields of `RotaryScaling`."""
 _OF_TRAINING: Final = ("capacity_factor", "balance_loss", "z_loss")
-"""Fields of a mixture of experts that a run decides, whatever its weights come from."""
+"""Fields of a mixture of experts that the run sets, whatever the origin of its weights."""
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """The architecture that computes what a model of this shape computes; `ValueError` if there is none.
+    """Return the architecture that computes models of this shape; `ValueError` if there is none.
 
-    Losses of routers and capacities of experts are of training, and no part of that.
+    Losses of routers and capacities of experts, which concern training, are ignored.
     """
     traits = {name: value for name in TRAITS if (value := getattr(shape, name))}
     same = (
-        known
-        for known in ARCHITECTURES
-        if known.family == shape.family and traits.keys() - known.keys.keys() == known.traits
+        candidate
+        for candidate in ARCHITECTURES
+        if candidate.family == shape.family and traits.keys() - candidate.keys.keys() == candidate.traits
     )
-    found = next(same, None)
-    if found is None:
+    arch = next(same, None)
+    if arch is None:
         shown = "".join(f", model.{name}={str(value).lower()}" for name, value in sorted(traits.items()))
         raise ValueError(
             f"model.family={shape.family!r}{shown} has no Hugging Face form here; llama, with at most one of "
             f"model.qkv_bias and model.head_norm, moe with model.head_norm, with model.layer_norm and "
             f"model.mixer_jitter or with none of them, and gpt have one"
         )
-    if (kind := _kind_of(shape.rotary_scaling)) not in found.rotary:
+    if (kind := _kind_of(shape.rotary_scaling)) not in arch.rotary:
         raise ValueError(
-            f"model.rotary_scaling of the kind {kind!r} has no equal in {found.name} of `transformers`; "
-            f"it has {', '.join(map(repr, found.rotary))}"
+            f"model.rotary_scaling of the kind {kind!r} has no equal in {arch.name} of `transformers`; "
+            f"it has {', '.join(map(repr, arch.rotary))}"
         )
-    if found is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
+    if arch is GPT2 and (shape.kv_heads != shape.heads or shape.heads * shape.head_dim != shape.hidden):
         raise ValueError(
             f"GPT-2 has as many key-value heads as query heads, each as wide as hidden / heads; model.heads="
             f"{shape.heads}, model.kv_heads={shape.kv_heads}, model.head_dim={shape.head_dim}, "
@@ -95,7 +95,7 @@ def architecture_of(shape: ModelShape) -> Architecture:
             f"Qwen3-MoE has experts that every token visits"
         )
     dense = shape.expert_layers < shape.layers
-    if found is MIXTRAL and (dense or not _normalised(shape)):
+    if arch is MIXTRAL and (dense or not _normalised(shape)):
         raise ValueError(
             f"Mixtral has experts in every layer, and divides gates by their sum; model.pattern="
             f"{shape.pattern!r}, model.normalised={str(shape.normalised).lower()} have no equal in "
@@ -107,72 +107,72 @@ def architecture_of(shape: ModelShape) -> Architecture:
         "top_k": shape.top_k != 2,
         "projection_bias": shape.projection_bias != shape.qkv_bias,
     }
-    if found is PHI_MOE and any(wrong.values()):
+    if arch is PHI_MOE and any(wrong.values()):
         field = next(name for name, is_wrong in wrong.items() if is_wrong)
         raise ValueError(
             f"Phi-3.5-MoE has experts in every layer, of which a token visits two by SparseMixer's gates, "
             f"and biases on all of attention's matrices or on none; model.{field}={getattr(shape, field)!r} "
             f"has no equal in `transformers`"
         )
-    return found
+    return arch
 
 
 def _normalised(shape: ModelShape) -> bool:
-    """Whether a token's gates sum to 1: a softmax over the chosen is one over all, divided by their sum."""
+    """Tell whether a token's gates sum to 1, as a softmax over the chosen experts does."""
     return shape.normalised or shape.softmax_after
 
 
 def hugging_face_config(
     shape: ModelShape, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The contents of ``config.json`` for a model whose weights are stored as ``dtype`` (``float32``, ...).
+    """Return the content of ``config.json`` for a model with weights of ``dtype`` (``float32``, ...).
 
-    ``tokens``: ids of special tokens, by their keys there. Dropout is left out, as Braid has none.
+    ``tokens``: ids of special tokens, by their keys in the file. Dropout is left out: Braid has none.
     """
-    known = architecture_of(shape)
-    more: dict[str, Any] = {}
-    if known in (MIXTRAL, PHI_MOE):
+    architecture = architecture_of(shape)
+    further: dict[str, Any] = {}
+    if architecture in (MIXTRAL, PHI_MOE):
         shape = replace(shape, ffn=shape.expert_width)
-    if known is QWEN3_MOE:
+    if architecture is QWEN3_MOE:
         dense = [index for index, kind in enumerate(shape.kinds) if kind == DENSE]
-        more = {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        further = {"decoder_sparse_step": 1, "mlp_only_layers": dense}
         shape = replace(shape, expert_ffn=shape.expert_width, normalised=_normalised(shape))
     if (scaling := shape.rotary_scaling) is not None:
         kind = _kind_of(scaling)
         sizes = {SCALING[field]: getattr(scaling, field) for field in _ROTARY[kind]}
-        if kind == "longrope":  # those for longer samples, which this model is not for
-            factors = [scaling.factor * one for one in scaling.factors]
+        if kind == "longrope":  # the factors for longer samples, which this model does not support
+            factors = [scaling.factor * number for number in scaling.factors]
             sizes |= {"short_factor": factors, "long_factor": factors, "long_mscale": scaling.magnitude}
-        more["rope_scaling"] = {"rope_type": kind, **sizes}
+        further["rope_scaling"] = {"rope_type": kind, **sizes}
     return {
-        "architectures": [known.name],
-        "model_type": known.model_type,
-        **{key: getattr(shape, field) for field, key in known.keys.items()},
-        **{key: values[0] for key, values in known.fixed.items()},
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        **{key: getattr(shape, field) for field, key in architecture.keys.items()},
+        **{key: values[0] for key, values in architecture.fixed.items()},
         "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
         **tokens,
-        **known.written,
-        **more,
+        **architecture.written,
+        **further,
     }
 
 
-def initial_shape(directory: Path, given: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model in a directory; fields that are ``given`` are compared with it.
+def initial_shape(directory: Path, configured: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of the model in a directory; the ``configured`` fields must agree with it.
 
-    Where positions are rotary, ``sequence`` may be shorter than the longest that the model was made for; the
-    losses and the capacity of a mixture of experts are as given. `ValueError` names the configuration's key,
-    its value, the directory's and the remedy.
+    Where positions are rotary, ``sequence`` may be shorter than the longest that the model supports; losses
+    and capacity of a mixture of experts are taken from ``configured``. `ValueError` names the configuration's
+    key, its value, the directory's value and the remedy.
     """
     content = _content(directory / CONFIG)
     shape = _shape(content, directory / CONFIG)
-    if shape.family != "gpt" and given.get("sequence", shape.sequence) < shape.sequence:
-        shape = replace(shape, sequence=given["sequence"])
+    if shape.family != "gpt" and configured.get("sequence", shape.sequence) < shape.sequence:
+        shape = replace(shape, sequence=configured["sequence"])
     if shape.family == "moe":
-        shape = replace(shape, **{field: given[field] for field in _OF_TRAINING if field in given})
+        shape = replace(shape, **{field: configured[field] for field in _OF_TRAINING if field in configured})
     _check_window(content, shape.sequence, directory / CONFIG)
-    for field, value in given.items():
+    for field, value in configured.items():
         if value is not None and value != getattr(shape, field):
             raise ValueError(
                 f"model.{field}={value!r}, but {directory / CONFIG} of model.initial says "
@@ -199,23 +199,23 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
-    known = _architecture(content, path)
-    rotary = _rotary(content, known, path)
+    architecture = _architecture(content, path)
+    rotary = _rotary(content, architecture, path)
     if "rope_theta" in rotary:
         content = {**content, "rope_theta": rotary["rope_theta"]}
-    for key, values in known.fixed.items():
+    for key, values in architecture.fixed.items():
         if content.get(key, values[0]) not in values:
             raise ValueError(
                 f"{path}: {key}={content[key]!r} is not what Braid computes; "
                 f"only {values[0]!r} can be imported"
             )
-    sizes = {field: _size(content, key, known, path) for field, key in known.keys.items()}
+    sizes = {field: _size(content, key, architecture, path) for field, key in architecture.keys.items()}
     heads, hidden = sizes["heads"], sizes["hidden"]
-    if known is GPT2 and isinstance(heads, int) and isinstance(hidden, int):
+    if architecture is GPT2 and isinstance(heads, int) and isinstance(hidden, int):
         sizes |= {"kv_heads": heads, "head_dim": hidden // max(1, heads)}
-    given = {"family": known.family, **sizes, **dict.fromkeys(known.traits, True)}
-    shape = from_mapping(ModelShape, given, str(path))
-    if known is QWEN3_MOE:
+    fields = {"family": architecture.family, **sizes, **dict.fromkeys(architecture.traits, True)}
+    shape = from_mapping(ModelShape, fields, str(path))
+    if architecture is QWEN3_MOE:
         shape = replace(shape, pattern=_pattern(content, shape.layers, path))
     scaling, sequence = _scaling(content, path, rotary), shape.sequence
     if scaling is not None and scaling.factors:
@@ -229,26 +229,26 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
 
 
 def _pattern(content: Mapping[str, Any], layers: int, path: Path) -> str:
-    """Which layers have experts: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
+    """Return the pattern: each ``decoder_sparse_step``-th layer has experts, but for ``mlp_only_layers``."""
     step, dense = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
     if type(step) is not int or step < 1:
         raise ValueError(f"{path}: decoder_sparse_step={step!r} must be a whole number of at least 1")
     if not isinstance(dense, list) or any(type(index) is not int for index in dense):
         raise ValueError(f"{path}: mlp_only_layers={dense!r} must be a list of numbers of layers")
     sparse = [index not in dense and (index + 1) % step == 0 for index in range(layers)]
-    return pattern_of([UNIFORM if one else DENSE for one in sparse])
+    return pattern_of([UNIFORM if has_experts else DENSE for has_experts in sparse])
 
 
 def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None:
-    """`ValueError` unless every token attends to all before it, as here."""
+    """Raise `ValueError` unless every token attends to all earlier tokens, as in Braid."""
     kinds = content.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
         raise ValueError(
             f"{path}: layer_types={kinds!r} is not what Braid computes; only 'full_attention' is"
         )
-    known = _architecture(content, path)
-    window = content.get("sliding_window", known.window)
-    if known.window != 0 and window is not None and not (isinstance(window, int) and window >= sequence):
+    arch = _architecture(content, path)
+    window = content.get("sliding_window", arch.window)
+    if arch.window != 0 and window is not None and not (isinstance(window, int) and window >= sequence):
         raise ValueError(
             f"{path}: sliding_window={window!r} hides tokens of a sequence of {sequence}, and Braid attends "
             f"to all; set model.sequence to at most the window"
@@ -258,39 +258,39 @@ def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None
 def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
     kind = content.get("model_type")
     names = content.get("architectures")
-    for known in ARCHITECTURES:
-        if kind == known.model_type and names in (None, *([one] for one in (known.name, *known.other_names))):
+    for arch in ARCHITECTURES:
+        if kind == arch.model_type and names in (None, *([name] for name in (arch.name, *arch.other_names))):
             break
     else:
         if isinstance(kind, str) and kind in REFUSED:
             raise ValueError(f"{path}: model_type={kind!r} cannot be imported: {REFUSED[kind]}")
         shown = f"model_type={kind!r}, architectures={names!r}"
-        can = " or ".join(f"{known.model_type!r} ({known.name})" for known in ARCHITECTURES)
+        can = " or ".join(f"{arch.model_type!r} ({arch.name})" for arch in ARCHITECTURES)
         raise ValueError(f"{path}: {shown} cannot be imported; it must be {can}")
     if content.get("quantization_config") is not None:
         raise ValueError(f"{path}: quantization_config: quantised weights cannot be imported")
-    return known
+    return arch
 
 
-def _rotary(content: Mapping[str, Any], known: Architecture, path: Path) -> Mapping[str, Any]:
-    """What is said of the rotary embedding: newer files keep it in ``rope_parameters``, with its base."""
+def _rotary(content: Mapping[str, Any], arch: Architecture, path: Path) -> Mapping[str, Any]:
+    """Return the settings of the rotary embedding; newer files keep them in ``rope_parameters``."""
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    found = content.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path}: {key}={found!r} must hold keys and values")
-    partial = found.get("partial_rotary_factor", content.get("partial_rotary_factor"))
-    nested = any(isinstance(value, Mapping) for value in found.values())
-    if _kind(found) not in known.rotary or partial not in (None, 1.0) or nested:
-        shown = f"{key}={dict(found)!r}" if partial in (None, 1.0) else f"partial_rotary_factor={partial!r}"
+    rotary = content.get(key) or {}
+    if not isinstance(rotary, Mapping):
+        raise ValueError(f"{path}: {key}={rotary!r} must hold keys and values")
+    partial = rotary.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+    nested = any(isinstance(value, Mapping) for value in rotary.values())
+    if _kind(rotary) not in arch.rotary or partial not in (None, 1.0) or nested:
+        shown = f"{key}={dict(rotary)!r}" if partial in (None, 1.0) else f"partial_rotary_factor={partial!r}"
         raise ValueError(
-            f"{path}: {shown} is not what Braid computes; only {', '.join(map(repr, known.rotary))} of all "
+            f"{path}: {shown} is not what Braid computes; only {', '.join(map(repr, arch.rotary))} of all "
             f"dimensions are"
         )
-    return found
+    return rotary
 
 
 def _kind_of(scaling: RotaryScaling | None) -> str:
-    """What `transformers` calls such a rotary embedding."""
+    """Return the `transformers` name of a kind of rotary embedding."""
     if scaling is None:
         return "default"
     if scaling.factors:
@@ -307,20 +307,20 @@ def _scaling(content: Mapping[str, Any], path: Path, rotary: Mapping[str, Any]) 
     if not fields:
         return None
     outer = SCALING["original_sequence"]
-    given = {**rotary, **({outer: content[outer]} if outer in content else {})}
-    if missing := [SCALING[field] for field in fields if SCALING[field] not in given]:
+    settings = {**rotary, **({outer: content[outer]} if outer in content else {})}
+    if missing := [SCALING[field] for field in fields if SCALING[field] not in settings]:
         raise ValueError(f"{path}: {missing[0]} is missing, which rope_type {_kind(rotary)!r} needs")
-    found = {"factor": 1.0, **{field: given[SCALING[field]] for field in fields}}
-    return from_mapping(RotaryScaling, found, str(path))
+    values = {"factor": 1.0, **{field: settings[SCALING[field]] for field in fields}}
+    return from_mapping(RotaryScaling, values, str(path))
 
 
-def _size(content: Mapping[str, Any], key: str, known: Architecture, path: Path) -> Any:
+def _size(content: Mapping[str, Any], key: str, architecture: Architecture, path: Path) -> Any:
     for name in (key, OTHER_NAMES.get(key)):
         if name is not None and content.get(name) is not None:
             return content[name]
-    if key not in known.defaults:
+    if key not in architecture.defaults:
         raise ValueError(f"{path}: {key} is missing")
-    default = known.defaults[key]
+    default = architecture.defaults[key]
     try:
         return default(content) if callable(default) else default
     except (KeyError, TypeError, ZeroDivisionError):

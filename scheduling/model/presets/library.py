@@ -1,4 +1,4 @@
-"""Reads presets and cluster files."""
+"""Reads model presets, cluster presets and cluster files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,39 +24,37 @@ def _content(name: str) -> dict[str, Any]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of all model presets."""
     return tuple(_content("models.yaml"))
 
 
 def cluster_names() -> tuple[str, ...]:
-    """Names of all cluster presets."""
     return tuple(_content("clusters.yaml")["clusters"])
 
 
 def model_preset(name: str) -> ModelShape:
-    """The shape of a named model; `ValueError` with the nearest name."""
+    """Return the shape of a preset; `ValueError` names the nearest preset."""
     content = dict(_known("model.preset", name, _content("models.yaml")))
     content.pop("source")
     return from_mapping(ModelShape, content, f"preset {name}")
 
 
-def known_shape(preset: str | None, initial: Path | None, given: Mapping[str, Any]) -> ModelShape:
-    """The preset with the fields that are ``given`` instead; or what a Hugging Face directory holds, which
-    preset and given fields must agree with. `ValueError` names key, value and remedy."""
+def known_shape(preset: str | None, initial: Path | None, configured: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a preset, changed by the ``configured`` fields, or of a Hugging Face directory,
+    which must agree with both. `ValueError` names key, value and remedy."""
     if preset is None:
         assert initial is not None
-        return initial_shape(initial, given)
-    shape = replace(model_preset(preset), **given)
+        return initial_shape(initial, configured)
+    shape = replace(model_preset(preset), **configured)
     return shape if initial is None else initial_shape(initial, vars(shape))
 
 
 def model_source(name: str) -> str:
-    """Where a model preset's figures come from."""
+    """Return the source of a model preset's figures."""
     return str(_content("models.yaml")[name]["source"])
 
 
 def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
-    """A named cluster, with another number of nodes if given; `ValueError` with the nearest name."""
+    """Return a cluster preset, with ``nodes`` nodes if given; `ValueError` names the nearest preset."""
     entry = _known("--cluster", name, _content("clusters.yaml")["clusters"])
     spec = from_mapping(ClusterSpec, _whole_cluster(name, entry), f"preset {name}")
     if nodes is None:
@@ -65,7 +63,7 @@ def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
 
 
 def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
-    """A preset by name, or a YAML file: a whole ``ClusterSpec``, or ``base: PRESET`` and what differs."""
+    """Return a preset, or read a YAML file: a whole ``ClusterSpec``, or ``base: PRESET`` and changes."""
     if not reference.endswith((".yaml", ".yml")):
         return cluster_preset(reference, nodes)
     try:
@@ -78,7 +76,7 @@ def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
 
 
 def parse_cluster(content: Any, where: str) -> ClusterSpec:
-    """A cluster from the content of a file; parts may be presets' names."""
+    """Return a cluster from a file's content, in which GPU, link and contention may be names of presets."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{where} must hold keys and values, found {content!r}")
     entry = dict(content)
@@ -94,24 +92,24 @@ def _with_nodes(spec: ClusterSpec, nodes: int) -> ClusterSpec:
     return replace(spec, nodes=nodes)
 
 
-def _known(key: str, name: Any, known: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(name, str) or name not in known:
-        near = nearest(str(name), known)
+def _known(key: str, name: Any, presets: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(name, str) or name not in presets:
+        near = nearest(str(name), presets)
         meant = f"did you mean {near!r}?" if near else "`braid presets` lists them"
         raise ValueError(f"{key} {name!r} is no preset; {meant}")
-    entry: Mapping[str, Any] = known[name]
+    entry: Mapping[str, Any] = presets[name]
     return entry
 
 
 def _whole_cluster(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A cluster's entry with names of parts replaced by the parts."""
+    """Return a cluster's entry with names of parts replaced by the parts."""
     presets = _content("clusters.yaml")
     whole = {"name": name, **entry}
     for key, section in (("gpu", "gpus"), ("intra", "links"), ("contention", "contention")):
         part = whole.get(key)
         if isinstance(part, str):
-            found = dict(_known(key, part, presets[section]))
-            whole[key] = {"name": part, **found} if key == "gpu" else found
+            preset = dict(_known(key, part, presets[section]))
+            whole[key] = {"name": part, **preset} if key == "gpu" else preset
     network = whole.pop("network", None)
     if network is not None and "inter" not in whole:
         whole["inter"] = _network(network, whole.get("gpus_per_node"), presets["network"], name)
@@ -119,7 +117,7 @@ def _whole_cluster(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _network(network: Any, gpus: Any, common: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A GPU's share of what is printed for a node."""
+    """Return the link of one GPU: its share of the node's printed network bandwidth."""
     if not isinstance(network, Mapping) or "gbps_per_node" not in network:
         raise ValueError(f"{where}.network.gbps_per_node is missing; give the node's bandwidth in Gbit/s")
     gbps = number(network["gbps_per_node"])
