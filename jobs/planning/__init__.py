@@ -1,3 +1,3 @@
-"""`braid plan`, `simulate`, `explain`, `compare`, `profile`: `cli.py` has the commands, `work.py` what they
-share.
+"""Plans, simulations, profiles, schedules: `cli.py` has the commands, `work.py` what they do; `view.py` and
+`pictures.py` show it.
 """
