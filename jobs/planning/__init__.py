@@ -1,3 +1,3 @@
-"""`braid plan`, `simulate`, `explain`, `compare`, `presets`, `schedule`, `profile`: `cli.py` has them,
-`work.py` what they do, `view.py` and `pictures.py` what they show.
+"""Plans, simulations, profiles, schedules: `cli.py` has the commands, `work.py` what they do; `view.py` and
+`pictures.py` show it.
 """
