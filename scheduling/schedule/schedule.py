@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Start to gather the parameters used first; behind STEP, those of the next step, once updated."""
+    """Start to gather the parameters used first; behind STEP, the next step's, once updated."""
 
     def __str__(self) -> str:
         return "PREFETCH"
