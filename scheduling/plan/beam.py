@@ -1,9 +1,9 @@
 """Beam search for orders of issue over many operators: units of several layers, with the model's ends.
 
 Orders grow operator by operator. Of all partial orders of a length, the beam keeps the orders with the
-least estimated end: clock, remaining compute, and a share of the remaining communication (several shares are tried,
-since it is unknown how much stays exposed). Partial orders that have issued the same operators compete for
-one place in the beam.
+least estimated end: clock, remaining compute, and a share of the remaining communication (several shares are
+tried, since it is unknown how much stays exposed). Partial orders that have issued the same operators compete
+for one place in the beam.
 
 When a paired block is nearly over, no compute remains to hide its last collectives. An end of a backward pass
 that the block leaves to the next block is hidden there, and hides collectives there: blocks overlap like the
