@@ -122,8 +122,8 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
     """Yield the partition space of a gather or scatter (section 3.1), without the whole collective.
 
     Stages over nodes and inside them, if the profile has such transfers: in both orders, and for a gather
-    also around its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along tokens or along
-    the width of a product; for a gather also as its stages deliver rows.
+    also around its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along
+    tokens or along the width of a product; for a gather also as its stages deliver rows.
     """
     assert op.axis is not None
     name, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
