@@ -175,7 +175,7 @@ class Partition:
 
     @property
     def about_own(self) -> bool:
-        """Whether a gather first brings the own node's values and the own position's of all nodes."""
+        """Whether a gather first brings the values of the own node and of the own position in all nodes."""
         return self.order == ABOUT_OWN
 
 

@@ -102,7 +102,7 @@ def gives_gradient(part: Part) -> bool:
 def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> tuple[int, IssueOrder]:
     """Return the best order for two units, and the end that it leaves to the next block (a mask; else 0).
 
-    ``goes_on``: another such block follows. ``whole``: the order leaves all last operators of the backward
+    ``goes_on``: an equal block follows. ``whole``: the order leaves all last operators of the backward
     pass, whose input must need no gradient; otherwise it may leave weight gradients of the last layer.
     """
     graph = problem.backward

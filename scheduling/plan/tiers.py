@@ -133,7 +133,7 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
     for order in orders:
         division: dict[str, Any] = {"mesh": mesh, "order": order} if order else {}
         for cut in _pieces(part, graph, op):
-            added_up = gathers and cut.get("dim") == "width"  # every piece has all rows, which come in two
+            added_up = gathers and cut.get("dim") == "width"  # all rows are needed; they come in two stages
             if (cut.get("delivered") and not order) or (added_up and order == ABOUT_OWN):
                 continue
             if order or cut.get("pieces", 1) > 1:

@@ -302,7 +302,7 @@ class Worker(Logged, Rank):
         self._saves = None
         self._membership.leave()
         self._assembly = self._evaluator = None  # the next generation needs their memory
-        # Objects of a step form reference cycles, as do torch's checkpointing and the group of a failed save.
+        # Objects of a step form reference cycles, and torch's checkpointing holds the group of a failed save.
         gc.unfreeze()
         gc.collect()
 
