@@ -132,19 +132,19 @@ def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
     """
     stretches = [list(_cut_behind_heavy(graph)) for graph in graphs]
     turns = [
-        (number, *own[index])
+        (number, *cuts[index])
         for index in range(max(map(len, stretches)))
-        for number, own in enumerate(stretches)
-        if index < len(own)
+        for number, cuts in enumerate(stretches)
+        if index < len(cuts)
     ]
     for (number, light, heavy), following in zip(turns, [*turns[1:], None], strict=True):
         if (number, light, heavy) == turns[0]:
             yield from (Issue(number, op.name) for op in light)
         steps = [Issue(number, op.name) for op in heavy]
-        beside = [] if following is None else [Issue(following[0], op.name) for op in following[1]]
-        own = following is not None and following[0] == number
-        middle = len(steps) if own else _middle(heavy)
-        yield from (*steps[:middle], *beside, *steps[middle:])
+        inserted = [] if following is None else [Issue(following[0], op.name) for op in following[1]]
+        same_pass = following is not None and following[0] == number
+        middle = len(steps) if same_pass else _middle(heavy)
+        yield from (*steps[:middle], *inserted, *steps[middle:])
 
 
 def _cut_behind_heavy(

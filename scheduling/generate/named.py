@@ -79,9 +79,9 @@ def _pipeline(
     generator: Callable[..., BlockOrder],
     placement: Placement,
     alone: Placement | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Pipeline:
-    return Pipeline(generator=generator, placement=placement, alone=alone or placement, **more)
+    return Pipeline(generator=generator, placement=placement, alone=alone or placement, **options)
 
 
 # Most backward passes that go layer by layer together at a step's end.
@@ -162,8 +162,8 @@ class ScheduleKind:
         return far if zero > 2 else tuple(dict.fromkeys((ahead, 0) for ahead, _ in far))
 
 
-def _kind(*pipelines: str, **more: Any) -> ScheduleKind:
-    return ScheduleKind(pipelines=pipelines, **more)
+def _kind(*pipelines: str, **options: Any) -> ScheduleKind:
+    return ScheduleKind(pipelines=pipelines, **options)
 
 
 SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
@@ -205,7 +205,7 @@ class ScheduleName(NamedTuple):
 
     schedule: str
     pipeline: str = ""
-    """Empty: the schedule's default pipeline, or the best of those that it searches."""
+    """Empty: the schedule's default pipeline, or the best of its searched pipelines."""
     hop: int = 0
     """Slots for a message between stages; 0: the usual number, or the best."""
 

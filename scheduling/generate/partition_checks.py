@@ -63,10 +63,10 @@ def check_partition(partition: Partition, parts: Mapping[str, Part], layout: Par
         _check_stages(partition, collective.kind)
         graphs = (parts[first].forward, parts[first].backward)
         graph = next(g for g in graphs if any(op is collective for op in g.operators))
-        beside = len(operators_beside(graph, collective, partition.operators))
-        if partition.operators > beside:
+        adjacent = len(operators_beside(graph, collective, partition.operators))
+        if partition.operators > adjacent:
             raise ValueError(
-                f"partition {partition.what}: operators={partition.operators}, but {beside} beside it "
+                f"partition {partition.what}: operators={partition.operators}, but {adjacent} beside it "
                 f"can be cut"
             )
     elif first not in PARTITIONED or second not in set(Kind):

@@ -112,12 +112,12 @@ class _Cutter:
 
 @dataclass
 class _Cutting:
-    """Cuts one collective and the operators ``beside`` it, nearest first."""
+    """Cuts one collective and the operators ``adjacent`` to it, nearest first."""
 
     layer: _Cutter
     op: Operator
     how: Partition
-    beside: Sequence[Operator]
+    adjacent: Sequence[Operator]
 
     def __post_init__(self) -> None:
         op, self.values = self.op, self.layer.values()
@@ -131,7 +131,7 @@ class _Cutting:
     @property
     def first(self) -> Operator:
         """The operator of the graph that the first piece replaces."""
-        return self.beside[-1] if self.beside and not self.gathers else self.op
+        return self.adjacent[-1] if self.adjacent and not self.gathers else self.op
 
     def operators(self) -> Iterator[Operator]:
         """Yield the stages of all pieces, and the pieces of adjacent operators."""
@@ -139,11 +139,11 @@ class _Cutting:
 
     def _gather(self) -> Iterator[Operator]:
         """Yield the stages of a piece beside the next piece's stages, then the readers, piece by piece."""
-        how, beside, pieces = self.how, self.beside, self.how.pieces
+        how, adjacent, pieces = self.how, self.adjacent, self.how.pieces
         stages = gather_stages(self.mesh, how)
         last = (0, 2) if how.about_own else (len(stages) - 1,)
         lone = len(last) == pieces == 1
-        whole_read = lone or not beside or self.layer.read_by_others(self.y, beside[0].name)
+        whole_read = lone or not adjacent or self.layer.read_by_others(self.y, adjacent[0].name)
         waves = sorted((piece + n, n, piece) for piece in range(1, pieces + 1) for n in range(len(stages)))
         final = [(n, piece) for _, n, piece in waves if n in last][-1]
         results: dict[tuple[int, int], str] = {}
@@ -167,20 +167,20 @@ class _Cutting:
             if how.delivered or n in last
         ]
         if len(arrivals) == 1:
-            yield from beside
-        elif beside and how.dim == "width":
-            yield from self._sums(beside[0], [name for name, _ in arrivals])
-        elif beside:
+            yield from adjacent
+        elif adjacent and how.dim == "width":
+            yield from self._sums(adjacent[0], [name for name, _ in arrivals])
+        elif adjacent:
             for number, (name, region) in enumerate(arrivals, start=1):
-                yield from self._along(beside, region, name, (number, len(arrivals)))
+                yield from self._along(adjacent, region, name, (number, len(arrivals)))
 
     def _scatter(self) -> Iterator[Operator]:
         """Yield the preceding operators piece by piece, and the stages of the pieces before each."""
         pieces = self.how.pieces
         stages = scatter_stages(self.mesh, self.how)
-        before = self.beside[::-1] if pieces > 1 else ()
+        before = self.adjacent[::-1] if pieces > 1 else ()
         if pieces == 1:
-            yield from self.beside[::-1]
+            yield from self.adjacent[::-1]
         results: dict[tuple[int, int], str] = {}
         everybody = (DimRanks.ALL,) * len(self.mesh)
         # Of operators that may begin at the same time, the compute operators come last.

@@ -68,10 +68,10 @@ class ParallelLayout:
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"parallel.zero={self.zero} must be one of {', '.join(map(str, ZERO_STAGES))}")
         if self.shards and (self.shards < 2 or self.dp % self.shards or not self.zero):
-            known = ", ".join(str(n) for n in range(2, self.dp + 1) if self.dp % n == 0) or "0"
+            divisors = ", ".join(str(n) for n in range(2, self.dp + 1) if self.dp % n == 0) or "0"
             raise ValueError(
                 f"parallel.shards={self.shards} needs parallel.zero of 1 or more and must divide "
-                f"parallel.dp={self.dp}; set it to one of {known}, or to 0 for all"
+                f"parallel.dp={self.dp}; set it to one of {divisors}, or to 0 for all"
             )
         if self.data_ranks == 1:
             object.__setattr__(self, "zero", 0)

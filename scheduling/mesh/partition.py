@@ -115,7 +115,7 @@ class Partition:
     """Mesh of the collective's ranks; (): its ranks are not divided."""
     order: tuple[int, ...] = ()
     """Dimensions of the mesh in the order of the stages. (1, 0, 1), for a gather: first, at once, the values
-    of the own node and those of the own position in all nodes, then the rest (Centauri figure 5e)."""
+    of the own node and of the own position in all nodes, then the rest (Centauri figure 5e)."""
     pieces: int = 1
     dim: str = ""
     """The dimension along which adjacent operators are cut, ``tokens`` or ``width``; "": they are not cut."""
@@ -175,7 +175,7 @@ class Partition:
 
     @property
     def about_own(self) -> bool:
-        """Whether a gather first brings the own node's values and the own position's of all nodes."""
+        """Whether a gather first brings the values of the own node and of the own position in all nodes."""
         return self.order == ABOUT_OWN
 
 

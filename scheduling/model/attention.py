@@ -12,7 +12,7 @@ class AttentionBuilder(CollectiveBuilder):
     """Writes causal attention into a layer's graph."""
 
     def attention(self, name: str, qkv: str) -> str:
-        """Write causal attention over the whole sequence, of which a rank holds 1/cp.
+        """Write causal attention over the whole sequence; a rank holds 1/cp of its tokens.
 
         The backward pass keeps rotated q, k, v and every query head's log-sum-exp. With context parallelism,
         queries are rotated apart from keys and values, and other ranks' keys and values are gathered
@@ -81,12 +81,12 @@ class AttentionBuilder(CollectiveBuilder):
         steps, dims = self.sizes.cp, self.dims(q)
         flops, sums = self._attention_flops(dims, steps), self._log_sums(dims)
         y, saved = f"{name}.out", f"{name}.saved"
-        here, passed = kv, kv
+        keys, passed = kv, kv
         so_far: tuple[str, ...] = ()
         results: tuple[str, ...]
         for step in range(steps):
             if step < steps - 1:
-                passed = self._shift(f"kv_shift_{step + 1}", here, "cp", self.dims(kv))
+                passed = self._shift(f"kv_shift_{step + 1}", keys, "cp", self.dims(kv))
                 node = f"{name}_{step}"
                 alias = so_far[0] if so_far else None
                 statistics = 0 if alias else dims.elements + sums
@@ -100,8 +100,8 @@ class AttentionBuilder(CollectiveBuilder):
                 self._value(y, dims)
                 self._value(saved, replace(dims, width=0), statistics=sums, keeps=y)
                 results = y, saved
-            op = self._emit(node, Kind.ATTENTION, (q, here, *so_far, *documents), results, flops=flops)
-            gradient = gradient_of(op, (f"d.{y}", saved, q, here, *documents), flops=2 * flops)
-            self._one_gradient(gradient, (q, here))
-            here, so_far = passed, results
+            op = self._emit(node, Kind.ATTENTION, (q, keys, *so_far, *documents), results, flops=flops)
+            gradient = gradient_of(op, (f"d.{y}", saved, q, keys, *documents), flops=2 * flops)
+            self._one_gradient(gradient, (q, keys))
+            keys, so_far = passed, results
         return y

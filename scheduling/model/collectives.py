@@ -49,7 +49,7 @@ class CollectiveBuilder(GraphBuilder):
         return self._exchange(name, x, axis, result, kinds, (shares, shares) if shares else None)
 
     def scatter(self, name: str, x: str, axis: str = "", shares: str | None = None) -> str:
-        """Write a sum over all ranks along an axis, of which each keeps its own tokens."""
+        """Write a sum over all ranks along an axis; each rank keeps the sums of its own tokens."""
         dims, axis = self.dims(x), axis or self.sizes.tensor_axis
         result = replace(dims, tokens=dims.tokens // self.sizes.degree(axis))
         kinds = Kind.REDUCE_SCATTER, Kind.ALL_GATHER

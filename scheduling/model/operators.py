@@ -97,7 +97,7 @@ class Piece:
     """Number of the piece, from 1."""
     ways: int
     measured_as: str
-    """Name in a profile of the operator that is cut."""
+    """Name, inside its part, of the measured operator that is cut."""
     share: float = 1.0
     """Fraction of the whole operator's computation or payload."""
 
@@ -139,7 +139,7 @@ class Operator:
 
     ``name`` is unique in its graph, also where several parts form one unit (``1.layer/qkv.again``); it is
     composed of ``place`` (index of the part in the unit), ``part`` and ``own_name`` (``qkv.again``).
-    ``measured_as`` (``qkv``) is the operator's name in profiles.
+    ``measured_as`` (``qkv``) is its name, inside the part, in profiles.
     """
 
     name: str

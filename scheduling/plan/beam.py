@@ -1,9 +1,9 @@
 """Beam search for orders of issue over many operators: units of several layers, with the model's ends.
 
-Orders grow operator by operator. Of all partial orders of a length, the beam keeps those with the least
-estimated end: clock, remaining compute, and a share of the remaining communication (several shares are tried,
-since it is unknown how much stays exposed). Partial orders that have issued the same operators compete for
-one place in the beam.
+Orders grow operator by operator. Of all partial orders of a length, the beam keeps the orders with the
+least estimated end: clock, remaining compute, and a share of the remaining communication (several shares are
+tried, since it is unknown how much stays exposed). Partial orders that have issued the same operators compete
+for one place in the beam.
 
 When a paired block is nearly over, no compute remains to hide its last collectives. An end of a backward pass
 that the block leaves to the next block is hidden there, and hides collectives there: blocks overlap like the
@@ -102,7 +102,7 @@ def gives_gradient(part: Part) -> bool:
 def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> tuple[int, IssueOrder]:
     """Return the best order for two units, and the end that it leaves to the next block (a mask; else 0).
 
-    ``goes_on``: another such block follows. ``whole``: the order leaves all last operators of the backward
+    ``goes_on``: an equal block follows. ``whole``: the order leaves all last operators of the backward
     pass, whose input must need no gradient; otherwise it may leave weight gradients of the last layer.
     """
     graph = problem.backward

@@ -108,7 +108,7 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
 
 
 def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
-    """Return a function that gives a run's graphs measured costs: those of the rank that others wait for."""
+    """Return a function that gives a run's graphs measured costs: of the rank that others wait for."""
     costs = of_fullest_rank(profile, graphs)
 
     def bench_of(setting: Setting) -> CostedSetting:

@@ -29,7 +29,7 @@ REFUSED = 3
 """Most layouts in a plan that do not fit."""
 
 LEAST = 0.85
-"""Least step over its estimate: 0.86 to 1.16 over a hundred layouts of nine jobs (docs/log.md)."""
+"""Least ratio of step and estimate: it was 0.86 to 1.16 in a hundred layouts of nine jobs (docs/log.md)."""
 
 COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
 """Policies that compute less and move no more than a policy: if one fits, the policy need not be tried."""

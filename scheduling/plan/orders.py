@@ -151,7 +151,7 @@ def layer_pair(bench: CostedSetting, names: Pair = (UNIFORM, UNIFORM)) -> PairPr
 def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecision]:
     """Yield an order for every pair of kinds that blocks combine; for all pairs if no block is paired."""
     kinds = tuple(dict.fromkeys(bench.setting.kinds))
-    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # the next pair is always like it
+    pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # every next pair is equal
     if len(kinds) > 1:
         pairs = _meeting_units(bench) or {(a, b): False for a in kinds for b in kinds}
     for names, goes_on in pairs.items():

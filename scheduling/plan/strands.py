@@ -64,7 +64,7 @@ class StrandGraph:
         return tuple(masks)
 
     def ready(self, done: int) -> Iterator[int]:
-        """Yield the operators that may come next after those in ``done``."""
+        """Yield the operators that may come next after the operators in ``done``."""
         for op, direct in enumerate(self.before):
             if not done >> op & 1 and direct & ~done == 0:
                 yield op

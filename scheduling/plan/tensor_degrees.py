@@ -221,13 +221,13 @@ def _walk(steps: list[list[int]], first: int) -> list[int]:
     remaining = [list(row) for row in steps]
     open_path, path = [first], []
     while open_path:
-        here = open_path[-1]
+        current = open_path[-1]
         # Staying at a choice comes first, so that layers of one degree are adjacent.
-        onward = sorted(range(len(remaining)), key=lambda choice: choice != here)
-        target = next((choice for choice in onward if remaining[here][choice]), None)
+        onward = sorted(range(len(remaining)), key=lambda choice: choice != current)
+        target = next((choice for choice in onward if remaining[current][choice]), None)
         if target is None:
             path.append(open_path.pop())
         else:
-            remaining[here][target] -= 1
+            remaining[current][target] -= 1
             open_path.append(target)
     return path[::-1]

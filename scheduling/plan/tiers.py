@@ -99,7 +99,7 @@ def operation_tier(bench: CostedSetting, bench_of: BenchOf) -> tuple[Partition, 
 
 
 def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | None:
-    """Return the least cut of those that take hardly longer than the shortest."""
+    """Return the least cut among the cuts that take hardly longer than the shortest."""
     least = min(ns for ns, _ in spans)
     alike = [(ns, point) for ns, point in spans if ns <= least * (1 + HARDLY)]
 
@@ -121,23 +121,23 @@ PIECE_COUNTS = (1, 2, 4, 8)
 def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator[Partition]:
     """Yield the partition space of a gather or scatter (section 3.1), without the whole collective.
 
-    Stages over nodes and inside them, if the profile has those: in both orders, and for a gather also around
-    its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along tokens or along
-    the width of a product; for a gather also as its stages deliver rows.
+    Stages over nodes and inside them, if the profile has such transfers: in both orders, and for a gather
+    also around its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along
+    tokens or along the width of a product; for a gather also as its stages deliver rows.
     """
     assert op.axis is not None
-    what, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
+    name, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
     orders: list[tuple[int, ...]] = [()]
     if mesh is not None:
         orders += [(0, 1), (1, 0), ABOUT_OWN] if gathers else [(1, 0), (0, 1)]
     for order in orders:
         division: dict[str, Any] = {"mesh": mesh, "order": order} if order else {}
         for cut in _pieces(part, graph, op):
-            added_up = gathers and cut.get("dim") == "width"  # every piece has all rows, which come in two
+            added_up = gathers and cut.get("dim") == "width"  # all rows are needed; they come in two stages
             if (cut.get("delivered") and not order) or (added_up and order == ABOUT_OWN):
                 continue
             if order or cut.get("pieces", 1) > 1:
-                yield Partition(what=what, **division, **cut)
+                yield Partition(what=name, **division, **cut)
 
 
 def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:

@@ -141,7 +141,7 @@ def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[BucketSpec]:
 
 
 def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[str, ...], int]:
-    """Return the contiguous elements of a bucket, by the axes over which their gradients are summed.
+    """Return the numbers of contiguous elements of a bucket, by the axes of their gradient sums.
 
     Parameters with different axes lie in separate memories.
     """

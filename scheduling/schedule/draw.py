@@ -34,7 +34,7 @@ def _label(block: Block) -> str:
 
 
 def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -> str:
-    """Draw the instructions around the one at ``position`` of a stage, with those of the other stages.
+    """Draw the instructions around ``position`` of a stage, and the matching instructions of other stages.
 
     The middle column shows the marked instruction (or the end, behind the last one) and, in the rows of other
     stages, the instruction closest to it.
@@ -59,18 +59,18 @@ def _counterpart(schedule: Schedule, stage: int, position: int, other_stage: int
 
     It is the same pass of the same micro-batch on the nearest chunk, or else the same fraction of the list.
     """
-    here, others = schedule.stages[stage], schedule.stages[other_stage]
+    instructions, counterparts = schedule.stages[stage], schedule.stages[other_stage]
     if other_stage == stage:
         return position
-    marked = _pass_of(here[position]) if position < len(here) else None
+    marked = _pass_of(instructions[position]) if position < len(instructions) else None
     distances = [
         (abs(near.chunk - marked.chunk), n)
-        for n, instruction in enumerate(others)
+        for n, instruction in enumerate(counterparts)
         if marked is not None
         and (near := _pass_of(instruction)) is not None
         and (near.direction, near.micro_batch) == (marked.direction, marked.micro_batch)
     ]
-    _, nearest = min(distances, default=(0, position * len(others) // max(1, len(here))))
+    _, nearest = min(distances, default=(0, position * len(counterparts) // max(1, len(instructions))))
     return nearest
 
 

@@ -194,8 +194,8 @@ class _Linker:
         if (kind, chunk) not in self._roles:
             pass_ = Pass(kind, 0, chunk)
             after = pass_.after(self.layout) if kind.travels else None
-            here = after is not None and self.layout.stage_of(after.chunk) == stage
-            follower = (after.kind, after.chunk) if after is not None and here else None
+            on_stage = after is not None and self.layout.stage_of(after.chunk) == stage
+            follower = (after.kind, after.chunk) if after is not None and on_stage else None
             layout, passes_on = self._chunk(chunk), after is not None or pass_.forward
             target = None if follower is None else self._chunk(follower[1])
             alike = kind, id(layout), id(target), passes_on, after is None

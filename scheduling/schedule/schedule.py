@@ -9,7 +9,7 @@ Operations of `braid.scheduling.schedule.operations` in two levels. Per stage a 
     [F5.0b|B1.1]    a block of several passes that run at the same time, here a forward and a backward one
     [F0.0|F1.0b]    the same pass of two micro-batches
     [B3.1|REDUCE(1 dp)]  a block in which each bucket of chunk 1 is summed once its gradients are final
-    [F0.1|GATHER(1 dp)]  a block before which each bucket of chunk 1 is gathered when needed (ZeRO)
+    [F0.1|GATHER(1 dp)]  a block in which each bucket of chunk 1 is gathered before its use (ZeRO)
     SEND(F3.2>1)    start to send the input of F3.2 to stage 1
     RECV(F3.2<0)    start to receive the input of F3.2 from stage 0
     REDUCE(1 dp)    start to sum the gradients of chunk 1 over an axis of the mesh
@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Start to gather the parameters used first; behind STEP, those of the next step, once updated."""
+    """Start to gather the parameters used first; behind STEP, the next step's, once updated."""
 
     def __str__(self) -> str:
         return "PREFETCH"

@@ -116,7 +116,7 @@ class Sharing:
                     inserted[at][index].append((Compute, Update(*touch.key)))
                 ends = [self._ends(gather) for gather in gathers]  # empty for experts of a single rank
                 inserted[at][index] += [(Start, first) for first, _ in ends]
-                for nth in range(1, len(moves)):  # a stage per use, the last one use early
+                for nth in range(1, len(moves)):  # a stage per use; the last starts one use early
                     turn = uses[min(number, max(0, early + nth, number - len(moves) + nth))]
                     inserted[turn.position][turn.touch.first] += [
                         insertion

@@ -104,9 +104,9 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
 
 def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
     """Tell whether an instruction continues the line; ``behind``: the line has its block already."""
-    here, before = stage[position], stage[position - 1] if position else None
+    instruction, before = stage[position], stage[position - 1] if position else None
     arrives = _is(before, Start, Receive) or isinstance(before, Wait)
-    match here:
+    match instruction:
         case Start(Receive()) | Wait(Receive()) | Block():
             return arrives and not behind
         case Wait(Send()) if isinstance(before, Block):
@@ -123,15 +123,15 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
         case Compute(what):
             return isinstance(before, Compute) and type(before.what) is type(what)
         case _:
-            return type(before) is type(here)
+            return type(before) is type(instruction)
 
 
-def _is(instruction: Instruction | None, kind: type, what: type) -> bool:
+def _is(instruction: Instruction | None, kind: type, transfer: type) -> bool:
     """Tell whether an instruction starts (or waits for, by ``kind``) a transfer of a type."""
     return (
         isinstance(instruction, Start | Wait)
         and isinstance(instruction, kind)
-        and isinstance(instruction.what, what)
+        and isinstance(instruction.what, transfer)
     )
 
 
@@ -299,8 +299,8 @@ def _parse_header(lines: list[Line]) -> Mapping[str, str]:
         number, line = lines[index] if index < len(lines) else (number + 1, "")
         words = line.split()
         if len(words) != 2 or words[0] != key or not (key == "name" or re.fullmatch(_NUMBER, words[1])):
-            what = "one word" if key == "name" else "a number"
-            raise _wrong(number, f"expected '{key}' and {what}, found {line!r}")
+            expected = "one word" if key == "name" else "a number"
+            raise _wrong(number, f"expected '{key}' and {expected}, found {line!r}")
         entries[key] = words[1]
     if entries["name"] in GONE:
         raise _wrong(lines[1][0], f"schedule {entries['name']!r} {replacement(entries['name'])}")

@@ -152,14 +152,14 @@ def _homes(schedule: Schedule) -> Homes:
 
 def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
     """Find passes and messages on a wrong stage, or on another strand than their micro-batch."""
-    here, last = layout.chunks_of(stage), schedule.micro_batches - 1
+    on_stage, last = layout.chunks_of(stage), schedule.micro_batches - 1
     together = {_movers(sides) for sides in schedule.programs}
     for position, instruction in enumerate(schedule.stages[stage]):
         transfer = instruction.what if isinstance(instruction, Start | Wait) else None
         runs = [transfer.moved] if isinstance(transfer, Receive) else [*passes_in(instruction)]
         for pass_ in runs:
-            if pass_.chunk not in here or pass_.micro_batch > last:
-                chunks = " and ".join(map(str, here))
+            if pass_.chunk not in on_stage or pass_.micro_batch > last:
+                chunks = " and ".join(map(str, on_stage))
                 facts = f"it has chunk {chunks}, micro-batches 0 to {last}"
                 yield position, f"{pass_} does not run on this stage: {facts}"
         if isinstance(transfer, Message) and (cause := _astray(transfer, stage, layout)):
@@ -220,14 +220,14 @@ def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: boo
 
 def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
     """Find passes that a stage has to run, and does not."""
-    here = {(p.whole.kind, p.micro_batch, p.chunk) for p in schedule.passes[stage]}
+    run = {(p.whole.kind, p.micro_batch, p.chunk) for p in schedule.passes[stage]}
     kinds = (PassKind.FORWARD, PassKind.BACKWARD) if schedule.trains else (PassKind.FORWARD,)
     missing = [
         f"{kind.value}{micro_batch}.{chunk}"
         for micro_batch in range(schedule.micro_batches)
         for kind in kinds
         for chunk in layout.chunks_of(stage)
-        if (kind, micro_batch, chunk) not in here
+        if (kind, micro_batch, chunk) not in run
     ]
     if missing:
         further = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

@@ -76,8 +76,8 @@ class Saboteur:
 
         def look(position: int) -> None:
             for fault in due:
-                here = position == self._positions[fault]
-                if here and (fire(self._folder, fault.name) or fault.kind == "skip"):
+                reached = position == self._positions[fault]
+                if reached and (fire(self._folder, fault.name) or fault.kind == "skip"):
                     self._do(fault, buckets)
 
         return look if due else None

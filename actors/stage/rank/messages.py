@@ -193,7 +193,7 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Measurements of one rank. Keys are those of `braid.scheduling.cost.profile`."""
+    """Measurements of one rank. Keys are as in `braid.scheduling.cost.profile`."""
 
     solo_ns: Mapping[str, list[int]]
     together: Mapping[tuple[str, str], list[Together]]

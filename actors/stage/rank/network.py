@@ -70,7 +70,7 @@ class Connections:
         self._of_groups = dict(_sockets().items() - self._before.items())
 
     def shut(self) -> None:
-        """Shut the connections in both directions, except those that were closed in the meantime.
+        """Shut the connections in both directions, except connections that were closed in the meantime.
 
         Listening sockets are not shut: gloo ends the process when one of its listening sockets is shut.
         """

@@ -120,8 +120,8 @@ class Worker(Logged, Rank):
         parts = assemble(plan, mesh, device, accelerator_of(device), self._kernels)
         self._assembly, self._model_of = parts, parts.model_of
         self._membership.graph = parts.executor.graph
-        told = Peers(mesh, parts.streams, device).told
-        parts.executor.ended = partial(parts.recorder.meet, self.rank, told)
+        exchange = Peers(mesh, parts.streams, device).told
+        parts.executor.ended = partial(parts.recorder.meet, self.rank, exchange)
         if self._samples is not None and (count := self._samples.validation_micro_batches):
             validation = validation_schedule(plan.shape, layout, count, parts.parts)
             code = linked(validation, layout, parts.sizes.kinds, parts.parts)
@@ -302,7 +302,7 @@ class Worker(Logged, Rank):
         self._saves = None
         self._membership.leave()
         self._assembly = self._evaluator = None  # the next generation needs their memory
-        # Objects of a step form reference cycles, as do torch's checkpointing and the group of a failed save.
+        # Objects of a step form reference cycles, and torch's checkpointing holds the group of a failed save.
         gc.unfreeze()
         gc.collect()
 

@@ -16,7 +16,7 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of the rows (and columns) of a region in a tensor that has those of region ``held``."""
+    """Positions of the ``wanted`` region's rows (and columns) in a tensor that holds region ``held``."""
 
     held: Region
     wanted: Region

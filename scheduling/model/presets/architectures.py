@@ -112,7 +112,7 @@ MISTRAL: Final = replace(
 
 _EXPERT_KEYS: Final = {**_LLAMA_KEYS, "top_k": "num_experts_per_tok"}
 _EXPERT_WRITTEN: Final = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-"""No loss that balances experts: Braid's is per layer, that of `transformers` over all layers."""
+"""No loss that balances experts: Braid's sums over one layer, `transformers`' over all layers."""
 
 MIXTRAL: Final = Architecture(
     family="moe",
