@@ -25,14 +25,14 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def as_config_error() -> Iterator[None]:
-    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`."""
+def as_config_error(where: str = "") -> Iterator[None]:
+    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`, behind ``where``."""
     try:
         yield
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{where}{error}") from None
 
 
 class Section(BaseModel):

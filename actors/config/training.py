@@ -22,21 +22,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-def one_of(options: Iterable[str]) -> AfterValidator:
-    """A string that must be one of ``options``, which `wording.in_words` reads."""
-    return AfterValidator(partial(_check_choice, tuple(options)))
+def one_of(options: Iterable[str], gone: Iterable[str] = ()) -> AfterValidator:
+    """A string that must be one of ``options``, which `wording.in_words` reads. ``gone``: names of schedules
+    that earlier versions had."""
+    return AfterValidator(partial(_check_choice, tuple(options), gone))
 
 
-def _check_choice(options: tuple[str, ...], value: str) -> str:
+def _check_choice(options: tuple[str, ...], gone: Iterable[str], value: str) -> str:
     if value not in options:
-        raise ValueError(must_be_one_of(value, options))
+        raise ValueError(replacement(value) if value in gone else must_be_one_of(value, options))
     return value
-
-
-def _not_gone(schedule: str) -> str:
-    if schedule in GONE:
-        raise ValueError(replacement(schedule))
-    return schedule
 
 
 def _policies(value: Any) -> Any:
@@ -159,7 +154,7 @@ class OverlapConfig(Section):
     """
 
     # what runs beside what; auto: the fastest
-    schedule: Annotated[str, AfterValidator(_not_gone), one_of((*SCHEDULES, AUTO))] = "megatron"
+    schedule: Annotated[str, one_of((*SCHEDULES, AUTO), GONE)] = "megatron"
     # of the schedule, perhaps with slots of a message between stages (eager_w/3); null: braid searches the
     # best, all others take their first
     pipeline: str | None = None

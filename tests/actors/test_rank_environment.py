@@ -64,7 +64,7 @@ def test_ranks_that_are_processes_inherit_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(processes.ProcessGroup, "_start", lambda self, rank: None)
     monkeypatch.setattr(processes, "gpus_here", lambda environment: 0)
     group = processes.ProcessGroup(
-        [processes.Place()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
+        [processes.ProcessPlace()], config_of(env={"OMP_NUM_THREADS": None}), processes._worker
     )
     assert group._environment["OMP_NUM_THREADS"] == "7"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4910, "scheduling": 15480}
+PRODUCT = {"actors": 16040, "dashboards": 2110, "jobs": 10740, "kernels": 4910, "scheduling": 15480}
 TESTS = {
-    "actors": 8220,
+    "actors": 8140,
     "architecture": 330,
     "cuda": 4830,
     "dashboards": 3160,
