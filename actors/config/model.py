@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.model.shape import FAMILIES, ModelShape
+from braid.scheduling.schedule.gone import replacement
 from braid.scheduling.text.pattern import UNIFORM, built_in_kinds
 from braid.scheduling.text.records import from_mapping
 from braid.scheduling.text.suggestions import must_be_one_of
@@ -35,24 +36,27 @@ class ConfigError(ValueError):
 
 
 @contextlib.contextmanager
-def as_config_error() -> Iterator[None]:
-    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`."""
+def as_config_error(where: str = "") -> Iterator[None]:
+    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`, behind ``where``."""
     try:
         yield
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{where}{error}") from None
 
 
-def one_of(options: Iterable[str]) -> AfterValidator:
-    """A string that must be one of ``options``, which `wording.in_words` reads."""
-    return AfterValidator(partial(_check_choice, tuple(options)))
+def one_of(options: Iterable[str], gone: Iterable[str] = ()) -> AfterValidator:
+    """A string that must be one of ``options``, which `wording.in_words` reads.
+
+    ``gone``: names of schedules that earlier versions had.
+    """
+    return AfterValidator(partial(_check_choice, tuple(options), tuple(gone)))
 
 
-def _check_choice(options: tuple[str, ...], value: str) -> str:
+def _check_choice(options: tuple[str, ...], gone: tuple[str, ...], value: str) -> str:
     if value not in options:
-        raise ValueError(must_be_one_of(value, options))
+        raise ValueError(replacement(value) if value in gone else must_be_one_of(value, options))
     return value
 
 

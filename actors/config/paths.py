@@ -42,24 +42,31 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 def expanded(config: C) -> C:
     """The same with every ``~`` and ``$NAME`` in paths replaced; `ConfigError` names those that cannot be."""
-    for key in (*_PATHS, *_PATTERNS):
-        config = _changed(config, key.split("."), partial(_with_paths, key, partial(_expand, key)))
-    return config
+    return _mapped(config, (*_PATHS, *_PATTERNS), _expand)
 
 
 def anchored(config: C, base: Path, keys: Iterable[str] = _PATHS) -> C:
-    """The same with the relative paths of ``keys`` taken from ``base``; absolute ones stay as they are."""
+    """The same with the relative paths of ``keys`` taken from ``base``; absolute ones stay as they are.
+
+    URLs have roots of their own, and what is not expanded is left to whoever reads it.
+    """
+
+    def anchor(key: str, path: str) -> str:
+        return path if path.startswith(("~", "$")) or is_url(path) else os.path.normpath(base / path)
+
+    return _mapped(config, keys, anchor)
+
+
+def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
+    """A copy with ``change(key, path)`` in the place of every path; a key that was not given stays so."""
     for key in keys:
-        config = _changed(config, key.split("."), partial(_with_paths, key, partial(_anchor, base)))
+        section, _, name = key.rpartition(".")
+        holder = getattr(config, section) if section else config
+        value = getattr(holder, name)
+        if (new := _with_paths(key, partial(change, key), value)) != value:
+            holder = holder.model_copy(update={name: new})
+            config = config.model_copy(update={section: holder}) if section else holder
     return config
-
-
-def _changed(section: C, path: list[str], change: Callable[[Any], Any]) -> C:
-    """A copy in which one value was changed; a key that was not given stays so."""
-    name, *below = path
-    value = getattr(section, name)
-    new = _changed(value, below, change) if below else change(value)
-    return section if new == value else section.model_copy(update={name: new})
 
 
 def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
@@ -101,8 +108,3 @@ def _expand(key: str, path: str) -> str:
         home, *_ = path.split("/")
         raise ConfigError(f"{key}={path!r}: {home} is nobody's home here; write the path out, or ./{path}")
     return whole
-
-
-def _anchor(base: Path, path: str) -> str:
-    """URLs have roots of their own, and what is not expanded is left to whoever reads it."""
-    return path if path.startswith(("~", "$")) or is_url(path) else os.path.normpath(base / path)

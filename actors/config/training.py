@@ -3,26 +3,20 @@
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from braid.actors.config.model import Above0, AtLeast0, Count, Positive, Section, one_of
 from braid.scheduling.generate.named import SCHEDULES, ScheduleName
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import CONTEXT_MODES
-from braid.scheduling.schedule.gone import GONE, replacement
+from braid.scheduling.schedule.gone import GONE
 from braid.scheduling.text.pattern import counted
 
 AUTO: Final = "auto"
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-def _not_gone(schedule: str) -> str:
-    if schedule in GONE:
-        raise ValueError(replacement(schedule))
-    return schedule
 
 
 def _policies(value: Any) -> Any:
@@ -145,7 +139,7 @@ class OverlapConfig(Section):
     """
 
     # what runs beside what; auto: the fastest
-    schedule: Annotated[str, AfterValidator(_not_gone), one_of((*SCHEDULES, AUTO))] = "megatron"
+    schedule: Annotated[str, one_of((*SCHEDULES, AUTO), GONE)] = "megatron"
     # of the schedule, perhaps with slots of a message between stages (eager_w/3); null: braid searches the
     # best, all others take their first
     pipeline: str | None = None

@@ -95,29 +95,24 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
     value, what would be right. ``errors``: pydantic's."""
     lines: dict[str, str] = {}
     for error in errors:
-        key, line = _problem(error, whole)
+        location, keys = list(map(str, error["loc"])), []
+        section: type[BaseModel] | None = whole
+        field: FieldInfo | None = None
+        while location and section is not None:  # below a key pydantic names types and entries
+            around = section
+            keys.append(location.pop(0))
+            field = section.model_fields.get(keys[-1])
+            section = section_of(field.annotation) if field is not None else None
+        if not (key := ".".join(keys)):  # a check over sections names the keys itself
+            line = _message(error)
+        elif key in GONE:
+            line = f"{key}={_shown(error.get('input'))}: this key is gone; leave it out: {GONE[key]}"
+        elif field is None:
+            line = f"unknown key {key!r}; {_meant(keys, around, whole)}"
+        else:
+            line = _wrong_value(error, key, field, location)
         lines.setdefault(key, line)
     return list(lines.values())
-
-
-def _problem(error: Mapping[str, Any], whole: type[BaseModel]) -> tuple[str, str]:
-    """The key that an error of pydantic's is about, and the line."""
-    location, keys = list(map(str, error["loc"])), []
-    section: type[BaseModel] | None = whole
-    field: FieldInfo | None = None
-    while location and section is not None:  # below a key pydantic names types and entries
-        around = section
-        keys.append(location.pop(0))
-        field = section.model_fields.get(keys[-1])
-        section = section_of(field.annotation) if field is not None else None
-    key, value = ".".join(keys), error.get("input")
-    if not keys:  # a check over sections names the keys itself
-        return key, _message(error)
-    if key in GONE:
-        return key, f"{key}={_shown(value)}: this key is gone; leave it out: {GONE[key]}"
-    if field is None:
-        return key, f"unknown key {key!r}; {_meant(keys, around, whole)}"
-    return key, _wrong_value(error, key, field, location)
 
 
 def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: list[str]) -> str:

@@ -4,9 +4,9 @@ Needs neither torch nor the configuration: tests of GPUs run where pydantic is n
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from braid.actors.stage.rank.messages import COMPUTE, OUTSIDE, Samples, Together
 from braid.scheduling.cost.analytic import operator_class
@@ -18,17 +18,25 @@ SHORT = 0.1
 """An operator that takes less than this share of a transfer says little about the two together."""
 _MOST_LOST = 0.8
 
+_T = TypeVar("_T")
+
 
 def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     """One profile of all ranks: what operators take on average, pairs by DHelix's equation 1."""
-    solo = _medians([rank.solo_ns for rank in samples])
-    spares = _medians([rank.spares for rank in samples])
+    solo, spares = _by_key(rank.solo_ns for rank in samples), _by_key(rank.spares for rank in samples)
+    typical = {key: _typical(runs) for key, runs in (spares | solo).items()}
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
     users: dict[str, list[str]] = defaultdict(list)
     for key, name in spare_of.items():
         users[name].append(key)
-    streams = streams_of(samples)
-    handling = [_handling(samples, number) for number in (0, 1)]
+    streams: dict[str, Stream] = {}
+    for axis, stream in (one for rank in samples for one in rank.streams.items()):
+        if streams.get(axis) is not Stream.INTER:  # where one rank's group goes between nodes, all do
+            streams[axis] = stream
+    handling = {
+        name: [max(0, round(_typical([[pair[n] for pair in run] for run in runs]))) for n in (0, 1)]
+        for name, runs in _by_key(rank.handling for rank in samples).items()
+    }
     classes = {
         op.key: operator_class(op) if op.axis is None else streams[op.axis].value
         for part in parts.values()
@@ -42,25 +50,49 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
     }
     beside = {**classes, COMPUTE: "gemm", **links, **{spare: classes[key] for key, spare in spare_of.items()}}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
-    average = _with_delays(solo, [rank.solo_ns for rank in samples], moves)
-    average_spares = _with_delays(spares, [rank.spares for rank in samples], spares.keys())
+    average = _with_delays(solo, moves)
+    together: dict[tuple[str, str], list[Together]] = defaultdict(list)
+    for pair, measured in (one for rank in samples for one in rank.together.items()):
+        together[pair] += measured
     return Profile(
         source=f"measured: {hardware_of([rank.hardware for rank in samples])}",
         solo_ns={key: round(ns) for key, ns in average.items()},
         classes={**classes, "optimizer": "memory", "norm": "memory"},
-        oef=_oef(samples, solo, spares, users, beside),
-        slowdowns=_slowdowns(samples, average, average_spares, users, beside),
+        oef=_oef(together, typical, spares.keys(), users, beside),
+        slowdowns=_slowdowns(together, _with_delays(spares, spares.keys()) | average, users, beside),
         transfers=_transfers(samples),
         streams=streams,
-        issue_ns={key: handling[0][name] for key, name in spare_of.items() if name in handling[0]},
-        take_ns={key: handling[1][name] for key, name in spare_of.items() if name in handling[1]},
+        issue_ns={key: handling[name][0] for key, name in spare_of.items() if name in handling},
+        take_ns={key: handling[name][1] for key, name in spare_of.items() if name in handling},
         norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),
         optimizer_ns_per_parameter=max(median(rank.optimizer_ns_per_parameter) for rank in samples),
         copy_ns_per_byte=max(median(rank.copy_ns_per_byte) for rank in samples),
         expert_imbalance=_imbalance(samples),
         transfers_alone=any(rank.transfers_alone for rank in samples),
-        spread_ns=_spreads([rank.solo_ns for rank in samples]),
+        spread_ns={key: max(map(_spread, runs)) for key, runs in solo.items() if max(map(len, runs)) > 1},
     )
+
+
+def _by_key(ranks: Iterable[Mapping[str, Sequence[_T]]]) -> dict[str, list[Sequence[_T]]]:
+    """What every rank measured, by key."""
+    runs: dict[str, list[Sequence[_T]]] = defaultdict(list)
+    for measured in ranks:
+        for key, values in measured.items():
+            runs[key].append(values)
+    return runs
+
+
+def _typical(runs: Collection[Sequence[int]]) -> float:
+    """The mean over the ranks of each rank's median."""
+    return sum(median(values) for values in runs) / len(runs)
+
+
+def _spread(values: Sequence[int]) -> int:
+    """From the first to the third quartile."""
+    if len(values) < 2:
+        return 0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return round(high - low)
 
 
 def _imbalance(samples: Sequence[Samples]) -> float:
@@ -75,28 +107,7 @@ def _imbalance(samples: Sequence[Samples]) -> float:
     return round(sum(ratios) / len(ratios), 3) if ratios else 0.0
 
 
-def streams_of(samples: Sequence[Samples]) -> dict[str, Stream]:
-    """The stream of every axis: where one rank's group goes between nodes, all do."""
-    streams: dict[str, Stream] = {}
-    for rank in samples:
-        for axis, stream in rank.streams.items():
-            if streams.get(axis) is not Stream.INTER:
-                streams[axis] = stream
-    return streams
-
-
-def _medians(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, float]:
-    """The mean over the ranks of each rank's median, by key."""
-    medians: dict[str, list[float]] = defaultdict(list)
-    for times in series:
-        for key, values in times.items():
-            medians[key].append(median(values))
-    return {key: sum(values) / len(values) for key, values in medians.items()}
-
-
-def _with_delays(
-    typical: Mapping[str, float], series: Sequence[Mapping[str, Sequence[int]]], moves: Collection[str]
-) -> dict[str, float]:
+def _with_delays(times: Mapping[str, Sequence[Sequence[int]]], moves: Collection[str]) -> dict[str, float]:
     """Average times: medians, and the share by which averages exceed them, over all operators at once.
 
     A step takes the sum of averages. What makes some executions longer than most comes from outside (other
@@ -105,30 +116,11 @@ def _with_delays(
     """
     taken: dict[bool, float] = defaultdict(float)
     usual: dict[bool, float] = defaultdict(float)
-    for times in series:
-        for key, values in times.items():
-            taken[key in moves] += sum(values)
-            usual[key in moves] += median(values) * len(values)
+    for key, values in ((key, values) for key, runs in times.items() for values in runs):
+        taken[key in moves] += sum(values)
+        usual[key in moves] += median(values) * len(values)
     shares = {kind: taken[kind] / ns for kind, ns in usual.items() if ns}
-    return {key: ns * shares.get(key in moves, 1.0) for key, ns in typical.items()}
-
-
-def _handling(samples: Sequence[Samples], number: int) -> dict[str, int]:
-    """How long starting transfers (0) or going on after them (1) keeps a rank from computing, by class."""
-    series = [
-        {name: [pair[number] for pair in pairs] for name, pairs in rank.handling.items()} for rank in samples
-    ]
-    return {name: max(0, round(ns)) for name, ns in _medians(series).items()}
-
-
-def _spreads(series: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
-    spreads: dict[str, int] = {}
-    for times in series:
-        for key, values in times.items():
-            if len(values) > 1:
-                low, _, high = quantiles(values, n=4, method="inclusive")
-                spreads[key] = max(spreads.get(key, 0), round(high - low))
-    return spreads
+    return {key: _typical(runs) * shares.get(key in moves, 1.0) for key, runs in times.items()}
 
 
 def _pair(first: str, second: str) -> str:
@@ -136,24 +128,20 @@ def _pair(first: str, second: str) -> str:
 
 
 def _oef(
-    samples: Sequence[Samples],
-    solo: Mapping[str, float],
-    spares: Mapping[str, float],
+    together: Mapping[tuple[str, str], Sequence[Together]],
+    alone: Mapping[str, float],
+    spares: Collection[str],
     users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
     """Overlap effects. ``users``: the operators that every spare transfer stands for, by its name."""
-    together: dict[tuple[str, str], list[Together]] = defaultdict(list)
-    for rank in samples:
-        for pair_of, measured in rank.together.items():
-            together[pair_of] += measured
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
-        alone = solo[key] if key in solo else spares[key]
-        other = median(time.other_ns for time in times) if name == COMPUTE else spares[name]
-        if (shorter := min(alone, other)) > 0:
-            values = [(alone + other - time.both_ns) / shorter for time in times]
-            listed = () if alone < SHORT * other or key in spares else tuple(users.get(name, ()))
+        own = alone[key]
+        other = median(time.other_ns for time in times) if name == COMPUTE else alone[name]
+        if (shorter := min(own, other)) > 0:
+            values = [(own + other - time.both_ns) / shorter for time in times]
+            listed = () if own < SHORT * other or key in spares else tuple(users.get(name, ()))
             effects[_pair(classes[key], classes[name])].append(_Effect(key, listed, values, shorter))
     oef: dict[str, float] = {}
     for kinds, measured_effects in effects.items():
@@ -198,9 +186,8 @@ def _class_effects(kinds: str, effects: Sequence[_Effect]) -> dict[str, float]:
 
 
 def _slowdowns(
-    samples: Sequence[Samples],
-    solo: Mapping[str, float],
-    spares: Mapping[str, float],
+    together: Mapping[tuple[str, str], Sequence[Together]],
+    alone: Mapping[str, float],
     users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
@@ -210,18 +197,13 @@ def _slowdowns(
     that is lost is summed up over all measurements of a kind, so that each counts by the time that it lasted.
     """
     losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for rank in samples:
-        for (key, name), times in rank.together.items():
-            if name == COMPUTE:
-                continue
-            alone, other = solo[key] if key in solo else spares[key], spares[name]
-            for time in times:
-                if time.overlap_ns > 0:
-                    lost, other_lost = time.operator_ns - alone, time.other_ns - other
-                    for sufferer in (classes[key], *users.get(key, ())):
-                        losses[f"{sufferer}<{classes[name]}"].append((time.overlap_ns, lost))
-                    for sufferer in (classes[name], *users.get(name, ())):
-                        losses[f"{sufferer}<{classes[key]}"].append((time.overlap_ns, other_lost))
+    for (key, name), times in together.items():
+        for time in times if name != COMPUTE else ():
+            if time.overlap_ns > 0:
+                for one, beside, took in ((key, name, time.operator_ns), (name, key, time.other_ns)):
+                    for sufferer in (classes[one], *users.get(one, ())):
+                        lost = time.overlap_ns, took - alone[one]
+                        losses[f"{sufferer}<{classes[beside]}"].append(lost)
     return {name: _slowdown(values) for name, values in losses.items()}
 
 
@@ -255,13 +237,13 @@ def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
 def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
     """Latency and rate through the medians of a small and a large payload."""
     fits = {}
-    measured: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank in samples:
-        for key, values in rank.transfers.items():
-            for size, ns in values:
-                if ns:
-                    measured[key][size].append(ns)
-    for key, sizes in measured.items():
+    for key, runs in _by_key(rank.transfers for rank in samples).items():
+        sizes: dict[int, list[int]] = defaultdict(list)
+        for size, ns in (one for run in runs for one in run):
+            if ns:
+                sizes[size].append(ns)
+        if not sizes:
+            continue
         points = sorted((size, median(times)) for size, times in sizes.items())
         (small, small_ns), (large, large_ns) = points[0], points[-1]
         slope = max(0.0, (large_ns - small_ns) / (large - small)) if large > small else 0.0
@@ -270,5 +252,4 @@ def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
 
 
 def hardware_of(kinds: Sequence[str]) -> str:
-    """The ranks' hardware in one line."""
     return f"{len(kinds)} x {' / '.join(sorted(set(kinds)))}"

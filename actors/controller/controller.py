@@ -8,13 +8,13 @@ with process groups of its own. Who its ranks are and where their state comes fr
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from braid.actors.config import Config
 from braid.actors.controller.generation import Generation, RunState
-from braid.actors.controller.ranks.elastic import Change
+from braid.actors.controller.ranks.elastic import Change, Resizing, can_be_planned
 from braid.actors.controller.ranks.group import (
     Launcher,
     NoRoomError,
@@ -23,7 +23,6 @@ from braid.actors.controller.ranks.group import (
     WorkerGroup,
 )
 from braid.actors.controller.ranks.interruptions import GuardError, Interruptions
-from braid.actors.controller.ranks.resizing import Resizing
 from braid.actors.controller.records.reporting import build_report
 from braid.actors.controller.records.run_records import (
     Event,
@@ -34,7 +33,7 @@ from braid.actors.controller.records.run_records import (
     identity_of,
 )
 from braid.actors.controller.state.homes import Homes, begun_mark
-from braid.actors.controller.state.recovery import Changed, Failure, in_words
+from braid.actors.controller.state.recovery import Interruption, failure_of, rank_names
 from braid.actors.controller.state.saving import Saver
 from braid.actors.stage.rank.messages import RunPlan
 from braid.scheduling.model.shape import ModelShape
@@ -83,11 +82,7 @@ def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:
 
 class Controller:
     def __init__(
-        self,
-        plan: RunPlan,
-        launcher: Launcher,
-        options: RunOptions,
-        replan: "Replan | None" = None,
+        self, plan: RunPlan, launcher: Launcher, options: RunOptions, replan: Replan | None = None
     ) -> None:
         """``replan``: plans the run anew for another layout; without it the number of ranks is fixed."""
         self._plan, self._replan, self._launcher, self._options = plan, replan, launcher, options
@@ -116,6 +111,7 @@ class Controller:
             else:  # errors show before anything starts; ranks verify all files later
                 step, trained = homes.newest_of(plan.shape).manifest.step if resumed else 0, False
             budget = config.telemetry.trace_mb_per_rank << 20
+            fits = partial(can_be_planned, vocabulary=plan.shape.vocabulary)
             with self._launcher.collector(directory.path / "trace", budget) as collector:
                 self._run = run = RunState(
                     plan=plan,
@@ -124,9 +120,9 @@ class Controller:
                     saver=saver,
                     collector=collector,
                     interruptions=Interruptions(config.failure, failure),
-                    resizing=Resizing(config, self._launcher, plan.shape.vocabulary),
+                    resizing=Resizing(config.elastic, self._launcher, fits),
                     stop=self._stop,
-                    until=options.until,
+                    last=min(config.train.steps, options.until or config.train.steps),
                     generation=directory.last_generation,
                     step=step,
                     trained=trained,
@@ -137,7 +133,11 @@ class Controller:
                 except StoppedError:
                     if not run.step:
                         raise
-                    yield from self._stopped_short()
+                    saved = saver.last_step or 0
+                    if run.trained and saved < run.step:  # no ranks were there that could save the newest
+                        text = f"the newest checkpoint is of step {saved}, {run.step} were done"
+                        yield run.tell("telemetry", f"stopped in a recovery; {text}", shown_as="failed")
+                        run.step = saved
             yield from self._finish()
 
     def _generations(self) -> Iterator[Event]:
@@ -151,13 +151,13 @@ class Controller:
                     avoid, change = change.avoid, None
                 group = self._launcher.start(self._run.config.layout().ranks, avoid, self._stop.is_set)
             except NoRoomError as error:  # nodes left while nothing ran
-                change = yield from self._on_what_is_left(error, "not all nodes are there")
+                change = yield from self._run.on_what_is_left(error, "not all nodes are there")
                 continue
             except WorkerError as error:  # a rank that measures, or a rank that does not start
                 yield from self._restarts(self._survived(error))
                 if change is not None:  # there may be fewer nodes by now
                     lost = NoRoomError(str(error).splitlines()[0])
-                    change = yield from self._on_what_is_left(lost, "measuring for the new layout failed")
+                    change = yield from self._run.on_what_is_left(lost, "measuring for the new layout failed")
                 continue
             self._run.resizing.started()
             try:
@@ -177,7 +177,7 @@ class Controller:
                 left = len(group.left())
                 yield from self._rescue(group)
                 group.shutdown()
-                return (yield from self._on_what_is_left(error, "a node is lost", left))
+                return (yield from run.on_what_is_left(error, "a node is lost", left))
             except WorkerError as error:
                 try:
                     failure = self._survived(error)
@@ -185,7 +185,7 @@ class Controller:
                     yield from self._rescue(group)
                     raise
                 with run.interruptions.timed("interrupt"):
-                    failure.gone = tuple(group.interrupt(run.generation))
+                    failure.facts["replaced"] = group.interrupt(run.generation)
                 run.saver.abandon()
                 yield from self._restarts(failure)
             except (StoppedError, ValueError, OSError):
@@ -199,20 +199,16 @@ class Controller:
             group.interrupt(run.generation)
             run.saver.abandon()
             run.generation += 1  # a folder and a meeting of its own
-            yield from run.saver.rescue(group, run.config, run.step, run.generation, run.described)
-
-    def _on_what_is_left(self, error: NoRoomError, why: str, left: int = 0) -> Generator[Event, None, Change]:
-        run = self._run
-        return (
-            yield from run.resizing.what_is_left(run.config, error, why, left, run.step, self._stop.is_set)
-        )
+            yield from run.saver.rescue(group, run.config, run.step, run.generation)
 
     def _replanned(self, change: Change) -> Iterator[Event]:
         """Plan the run for another layout; `NoRoomError` if that is refused, so that another one is taken."""
         assert self._replan is not None
         run, config = self._run, change.degrees.of(self._run.config)
         before, after = run.config.layout(), config.layout()
-        run.interruptions.change(Changed(change.reason, run.step, time.time(), before.ranks, after.ranks))
+        ranks = {"ranks": [before.ranks, after.ranks]}
+        changed = Interruption(kind="resized", text=change.reason, step=run.step, facts=ranks)
+        run.interruptions.change(changed)
         yield run.tell("resized", f"{change.reason}; from {before.describe()} to {after.describe()}")
         try:
             with run.interruptions.timed("plan"):
@@ -223,10 +219,10 @@ class Controller:
             run.resizing.refuse(change.degrees)
             raise NoRoomError(f"{after.describe()} cannot be planned: {error}") from None
 
-    def _survived(self, error: WorkerError) -> Failure:
+    def _survived(self, error: WorkerError) -> Interruption:
         """What failed, if the run tolerates it; else raises it again."""
         run, text = self._run, str(error).splitlines()[0]
-        failure = Failure(error.rank, text, run.step, time.time(), unwell_seconds=error.unwell_seconds)
+        failure = failure_of(error.rank, text, run.step, error.unwell_seconds)
         if isinstance(error, GuardError) or (error.user_error and not run.trained):
             raise error
         if self._stop.is_set() or not run.interruptions.goes_on_after(error):
@@ -235,29 +231,21 @@ class Controller:
         run.interruptions.failure = failure
         return failure
 
-    def _restarts(self, failure: Failure) -> Iterator[Event]:
+    def _restarts(self, failure: Interruption) -> Iterator[Event]:
         """Tell of a failure that the next generation makes up for, and wait before another try."""
-        text = f"{failure.text}; {in_words(failure.gone)}, all ranks go on as a new generation"
+        gone = failure.facts["replaced"]
+        what = f"{rank_names(gone)} replaced" if gone else "no rank is lost"
+        text = f"{failure.text}; {what}, all ranks go on as a new generation"
         yield self._run.tell("restarted", text + self._run.interruptions.counted)
         self._stop.wait(self._run.interruptions.wait_s)
-
-    def _stopped_short(self) -> Iterator[Event]:
-        """The run was asked to stop while it had no ranks that could save its newest steps."""
-        run, saved = self._run, self._run.saver.last_step or 0
-        if run.trained and saved < run.step:
-            text = f"stopped in a recovery; the newest checkpoint is of step {saved}, {run.step} were done"
-            yield run.tell("telemetry", text, shown_as="failed")
-            run.step = saved
 
     def _finish(self) -> Iterator[Event]:
         run = self._run
         complete = run.step == run.config.train.steps
+        predicted = json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds")
+        records, serial = run.directory.records(), run.plan.serial
         report = build_report(
-            run.directory.records(),
-            run.config,
-            complete=complete,
-            serial=run.plan.serial,
-            predicted_seconds=json.loads(run.plan.files.get("predicted.json", "{}")).get("step_seconds"),
+            records, run.config, complete=complete, serial=serial, predicted_seconds=predicted
         )
         if trouble := run.directory.write_report(report):
             yield Incident(kind="failed", text=trouble, step=run.step)

@@ -84,10 +84,16 @@ def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decis
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps(to_mapping(decisions))
         write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
-        files = sorted(path.parent.glob("decisions-*.json"), key=lambda file: file.stat().st_mtime_ns)
-        for old in files[:-KEPT]:
-            old.unlink(missing_ok=True)
+        remove_oldest(path.parent.glob("decisions-*.json"), KEPT)
     return decisions
+
+
+def remove_oldest(files: Iterable[Path], keep: int) -> list[Path]:
+    """Remove all but so many files, those that were not used for longest; returns them."""
+    oldest = sorted(files, key=lambda file: file.stat().st_mtime_ns)[:-keep]
+    for file in oldest:
+        file.unlink(missing_ok=True)
+    return oldest
 
 
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
@@ -123,29 +129,18 @@ def _candidate(outcome: Outcome) -> SimulatedSchedule:
         schedule=str(outcome.setting.name),
         pipeline=outcome.setting.pipeline,
         seconds=numbers.step_seconds,
-        hidden_fraction=numbers.hidden_fraction,
-        bubble_fraction=numbers.bubble_fraction,
-        peak_bytes=numbers.peak_bytes,
         unit_layers=outcome.setting.unit_layers,
+        **{name: getattr(numbers, name) for name in ("hidden_fraction", "bubble_fraction", "peak_bytes")},
     )
-
-
-_PREDICTED = (
-    "step_seconds",
-    "hidden_fraction",
-    "communication_seconds",
-    "exposed_seconds",
-    "slowdown_seconds",
-    "launch_gap_seconds",
-    "bubble_seconds",
-)
 
 
 def prediction(outcome: Outcome, serial: SerialStep) -> dict[str, float | str]:
     """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
+    parts = ("step", "communication", "exposed", "slowdown", "launch_gap", "bubble")
     return {
         "source": outcome.bench.profile.source,
-        **{name: getattr(outcome.numbers, name) for name in _PREDICTED},
+        **{f"{part}_seconds": getattr(outcome.numbers, f"{part}_seconds") for part in parts},
+        "hidden_fraction": outcome.numbers.hidden_fraction,
         "serial_seconds": serial.seconds,
         "alpha": serial.alpha,
         "limit_speedup": serial.limit_speedup,
@@ -167,15 +162,17 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
         "layout": asdict(config.layout()),
         "parallel": config.parallel.model_dump(mode="json"),
         "workload": asdict(config.workload()),
-        "dtype": train.dtype,
-        "reduce_dtype": train.reduce_dtype,
-        "recompute": config.recompute,
-        "kernels": train.kernels,
+        "train": [train.dtype, train.reduce_dtype, config.recompute, train.kernels],
         "memory_gb": config.cluster.memory_gb,
         "overlap": overlap.model_dump(mode="json", exclude={"profile", "plan", "schedule_file"}),
         "files": [_digest(file) for file in (overlap.plan, overlap.schedule_file)],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return key_of(content)
+
+
+def key_of(content: Mapping[str, object]) -> str:
+    """A short key of plain data: equal ones have equal keys."""
+    return _checksum(json.dumps(content, sort_keys=True))[:16]
 
 
 def sources_digest(places: Iterable[Path]) -> str:

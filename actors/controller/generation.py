@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,20 +16,17 @@ from typing import Any
 
 from braid.actors.config import Config
 from braid.actors.controller.profiling import check_hardware
-from braid.actors.controller.ranks.elastic import Change
-from braid.actors.controller.ranks.group import Collector, StoppedError, WorkerGroup
+from braid.actors.controller.ranks.elastic import Change, Resizing
+from braid.actors.controller.ranks.group import Collector, NoRoomError, StoppedError, WorkerGroup, rendezvous
 from braid.actors.controller.ranks.interruptions import Interruptions
-from braid.actors.controller.ranks.meeting import rendezvous
-from braid.actors.controller.ranks.resizing import Resizing
 from braid.actors.controller.records.run_records import WINDOW, Event, Incident, RunDirectory, Started
 from braid.actors.controller.records.step_record import StepRecord
-from braid.actors.controller.records.watch import Watch
 from braid.actors.controller.state.homes import AwayError, Found, Homes
 from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.controller.state.mirror import MirrorError
-from braid.actors.controller.state.recovery import Changed, cost_of_a_failure, newest_common, partner_shift
+from braid.actors.controller.state.recovery import cost_of_a_failure, newest_common, partner_shift
 from braid.actors.controller.state.saving import Saver, manifest_facts
-from braid.actors.controller.steps import StepClock, Stepper
+from braid.actors.controller.steps import StepClock, Stepper, Watch
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan
 from braid.scheduling.mesh.cluster import Stream
@@ -54,8 +51,8 @@ class RunState:
     resizing: Resizing
     stop: threading.Event
     """Set when the run is asked to stop."""
-    until: int | None
-    """The run stops, with a checkpoint, after this step instead of ``train.steps``."""
+    last: int
+    """The run stops, with a checkpoint, after this step."""
     generation: int = 0
     step: int = 0
     """Steps that are done."""
@@ -67,8 +64,6 @@ class RunState:
     shift: int | None = None
     """How much further the rank is that keeps a rank's copies (`recovery.partner_shift`)."""
     clock: StepClock = field(default_factory=StepClock)
-    described: dict[str, Any] = field(default_factory=dict)
-    """What manifests of checkpoints say beside their files, once the ranks have met."""
     drained: bool = False
     """Whether a checkpoint was saved since a node is being drained."""
 
@@ -79,6 +74,11 @@ class RunState:
     def tell(self, kind: str, text: str, shown_as: str = "", **facts: Any) -> Incident:
         """`RunDirectory.note`, of the step and generation under way."""
         return self.directory.note(kind, self.step, self.generation, text, shown_as, **facts)
+
+    def on_what_is_left(self, error: NoRoomError, why: str, left: int = 0) -> Generator[Event, None, Change]:
+        """`Resizing.what_is_left`, of the step under way."""
+        fixed = self.config, self.step, self.stop.is_set
+        return (yield from self.resizing.what_is_left(error, why, left, *fixed))
 
 
 class Generation:
@@ -91,69 +91,32 @@ class Generation:
         """Meet, restore and train: to the end, until the run is asked to stop, or until the change that is
         returned is due. Raises `WorkerError` if a rank fails, `StoppedError` if the run was asked to stop
         before the first step, `CheckpointError` if the state cannot be restored or its last save failed."""
-        run, group = self._run, self._group
-        directory, saver = run.directory, run.saver
-        with group.heeding(run.stop.is_set):
-            kernels = self._meet()
-            facts = group.call(0, Rank.data_facts)
-        plan, layout = run.plan, run.config.layout()
-        yield from saver.late_ones()
-        data = {  # fixes, together with the step, which samples come next
-            "fingerprint": facts["fingerprint"],
-            "seed": run.config.train.seed,
-            "global_batch": run.config.train.global_batch,
-        }
-        with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
-            done, notes = yield from self._restore(data)
-            self._pair_copies(done)
-        notes = (*notes, kernels) if kernels else notes
-        saver.resumed(done)
-        if run.config.cluster.emulated_link_mbit is None:  # else it is what the user wants to see
-            notes = (*notes, *placement_notes(Topology(layout.mesh, group.hosts), plan.streams))
-        cluster = {"controller": os.getpid(), **group.describe()}
-        directory.describe(run.config, plan.shape, plan.schedule, cluster, plan.files)
-        records = deque(directory.rewind(done + 1), WINDOW)
-        yield from self._claim_mirror()
-        group.call_all(Rank.stream_spans, run.collector.target, run.generation)
-        last = min(run.config.train.steps, run.until or run.config.train.steps)
-        yield Started(
-            first_step=done + 1,
-            last_step=last,
-            ranks=layout.ranks,
-            layout=layout.describe(),
-            run_directory=str(directory.path),
-            notes=notes,
-            at_risk=cost_of_a_failure(run.config),
-        )
-        directory.note("started", done, run.generation, f"{layout.ranks} ranks", notes=list(notes))
-        watch = Watch(run.collector, directory, layout)
-        run.described = manifest_facts(layout, data, plan.shape)
-        run.step = done
-        yield from saver.step_done(group, done, run.generation, run.described)
-        clock = run.clock
-        clock.goes_on(done)
-        stepper = Stepper(plan, group, run.generation, facts, run.interruptions, clock)
+        run, group, saver, clock = self._run, self._group, self._run.saver, self._run.clock
+        first_step, records, stepper = yield from self._begin()
+        watch = Watch(run.collector, run.directory, run.config.layout())
+        yield from saver.step_done(run.step)
+        clock.goes_on(run.step)
         change: Change | None = None
-        while run.step < last and not run.stop.is_set() and change is None:
-            event, texts = stepper.run(run.step, last, list(records))
+        while run.step < run.last and not run.stop.is_set() and change is None:
+            event, texts = stepper.run(run.step, run.last, list(records))
             with clock.part("records"):
-                directory.append(event.record, event.ranks)
+                run.directory.append(event.record, event.ranks)
             records.append(event.record)
             yield event
             run.step, run.trained = run.step + 1, True
             for text in texts:
                 yield run.tell("guard", text)
-            self._recovered(done)
+            self._recovered(first_step)
             stall_s = _STALL_STEPS * max(record.seconds for record in records)
             group.expect(max(run.config.failure.stall_s, stall_s))
             with clock.part("records"):
                 yield from watch.look(run.step, run.generation, event.ranks)
             with clock.part("save"):
-                yield from saver.step_done(group, run.step, run.generation, run.described)
-            if run.step < last:
+                yield from saver.step_done(run.step)
+            if run.step < run.last:
                 with clock.part("nodes"):
-                    change = yield from self._look_around(watch, records, last)
-        yield from saver.finish(group)
+                    change = yield from self._look_around(watch, records)
+        yield from saver.finish()
         if saver.last_step != run.step and run.step:
             yield from self._save()
             if saver.last_step != run.step:
@@ -163,40 +126,67 @@ class Generation:
                     f"checkpoint there"
                 )
         if change is None:
-            self._recovered(done)  # from a failure after the last step, too
+            self._recovered(first_step)  # from a failure after the last step, too
             yield from saver.settle()
         return change
 
-    def _save(self) -> Iterator[Event]:
-        """Save the present state, and wait for that."""
-        run = self._run
-        yield from run.saver.begin(self._group, run.step, run.generation, run.described)
-        yield from run.saver.finish(self._group)
-
-    def _claim_mirror(self) -> Iterator[Incident]:
-        """Say in the mirror that this run has begun, once it has."""
-        run = self._run
+    def _begin(self) -> Generator[Event, None, tuple[int, deque[StepRecord], Stepper]]:
+        """Meet and restore; returns how many steps are done, the records of the newest of them, and what
+        runs the next ones."""
+        run, group, directory = self._run, self._group, self._run.directory
+        with group.heeding(run.stop.is_set):
+            kernels = self._meet()
+            facts = group.call(0, Rank.data_facts)
+        plan, layout, config = run.plan, run.config.layout(), run.config
+        yield from run.saver.late_ones()
+        data = {  # fixes, together with the step, which samples come next
+            "fingerprint": facts["fingerprint"],
+            "seed": config.train.seed,
+            "global_batch": config.train.global_batch,
+        }
+        with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
+            done, notes = yield from self._restore(data)
+            self._pair_copies(done)
+        run.saver.goes_on(done, group, run.generation, manifest_facts(layout, data, plan.shape))
+        notes += [kernels] if kernels else []
+        if config.cluster.emulated_link_mbit is None:  # else it is what the user wants to see
+            notes += placement_notes(Topology(layout.mesh, group.hosts), plan.streams)
+        cluster = {"controller": os.getpid(), **group.describe()}
+        directory.describe(plan, cluster)
+        records = deque(directory.rewind(done + 1), WINDOW)
         if run.homes.mirror is not None:
             try:
                 run.homes.mirror.begin()
             except MirrorError as error:  # the mirror may answer when the first checkpoint is copied
                 yield run.tell("telemetry", str(error), shown_as="failed")
+        group.call_all(Rank.stream_spans, run.collector.target, run.generation)
+        yield Started(
+            first_step=done + 1,
+            last_step=run.last,
+            ranks=layout.ranks,
+            layout=layout.describe(),
+            run_directory=str(directory.path),
+            notes=tuple(notes),
+            at_risk=cost_of_a_failure(config),
+        )
+        run.step = done
+        run.tell("started", f"{layout.ranks} ranks", notes=notes)
+        return done, records, Stepper(plan, group, run.generation, facts, run.interruptions, run.clock)
+
+    def _save(self) -> Iterator[Event]:
+        yield from self._run.saver.begin(self._run.step)
+        yield from self._run.saver.finish()
 
     def _look_around(
-        self, watch: Watch, records: Sequence[StepRecord], last: int
+        self, watch: Watch, records: Iterable[StepRecord]
     ) -> Generator[Event, None, Change | None]:
         """The change to make before the next step, if there is one; a drained node asks for a checkpoint.
 
         A change that the run could do without is not made if its state cannot be saved: the disk is full.
         """
         run, saver, resizing = self._run, self._run.saver, self._run.resizing
-        change = resizing.look(
-            self._group,
-            run.config,
-            watch.slowest,
-            lambda: median(record.seconds for record in records),
-            last - run.step,
-        )
+        step_s = median(record.seconds for record in records)
+        change = resizing.look(self._group, run.config, watch.slowest, step_s, run.last - run.step)
         if change is not None and not resizing.leaving:
             if not saver.failing and saver.last_step != run.step:
                 yield from self._save()
@@ -212,9 +202,9 @@ class Generation:
         """After a step, record the failures and changes that the run has recovered from with it."""
         run, now = self._run, time.time()
         for over in run.interruptions.step_done(run.step, now):
-            run.directory.incident(**over.facts(now, first_step, run.generation))
-            if isinstance(over, Changed) and run.resizing.membership is not None:
-                run.resizing.membership.cost_s = now - over.time
+            run.directory.incident(**over.line(now, first_step, run.generation))
+            if over.kind == "resized":
+                run.resizing.cost_s = now - over.time
 
     def _meet(self) -> str:
         """A new generation: lost ranks are replaced, and all of them find each other.
@@ -225,7 +215,7 @@ class Generation:
         failure, timeout_s = run.interruptions.failure, run.config.cluster.group_timeout_s
         if failure is not None:
             with run.interruptions.timed("replace"):
-                group.replace(failure.gone)
+                group.replace(failure.facts["replaced"])
         with run.interruptions.timed("rendezvous"):
             if failure is not None:
                 group.call_all(Rank.leave)
@@ -241,7 +231,7 @@ class Generation:
                 check_hardware(group, run.plan.profile, str(run.config.overlap.profile))
         return kernels
 
-    def _restore(self, data: dict[str, Any]) -> Generator[Incident, None, tuple[int, tuple[str, ...]]]:
+    def _restore(self, data: dict[str, Any]) -> Generator[Incident, None, tuple[int, list[str]]]:
         """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
 
         After a failure that is the newest state among the copies in memory and the good checkpoints; else the
@@ -258,14 +248,14 @@ class Generation:
             saved = max((step for step in homes.steps() if step <= failure.step), default=0)
             if common is not None and common[0] >= saved:
                 group.call_all(Rank.restore_copies, *common)
-                failure.source = "copies in memory"
-                return common[0], ()
-        done, notes = 0, tuple[str, ...]()
+                failure.facts["restored_from"] = "copies in memory"
+                return common[0], []
+        done, notes = 0, list[str]()
         if goes_on:
             checkpoint = yield from self._newest_checkpoint(failure.step if failure is not None else 0)
-            done, notes = checkpoint.manifest.step, checkpoint.notes
+            done, notes = checkpoint.manifest.step, [*checkpoint.notes]
             if failure is not None:
-                failure.source = f"checkpoint step-{done}"
+                failure.facts["restored_from"] = f"checkpoint step-{done}"
             checkpoint.check_data(data)
             group.call_all(Rank.load, checkpoint.path, done)
         elif config.model.initial is not None:

@@ -3,11 +3,11 @@
 Decisions are those of `braid.scheduling.plan.decide`, here with a run's own graphs and measured costs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.model import as_config_error
 from braid.actors.stage.rank.messages import SerialStep
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.cost.simulate import Simulation
@@ -16,7 +16,6 @@ from braid.scheduling.generate.partitions import WAYS, mega_scale, with_partitio
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.partition import Partition
 from braid.scheduling.model.layers import built_in_parts, model_parts
 from braid.scheduling.model.operators import Part
 from braid.scheduling.model.shape import ModelShape
@@ -57,22 +56,19 @@ def model_graphs(
     return model_parts(sizes, graphs)
 
 
+@as_config_error()
 def setting_of(config: Config, shape: ModelShape) -> Setting:
     """What the planner is told of a run, with nothing decided; of ``auto``, the serial schedule."""
-    layout = config.layout()
-    try:
-        return Setting(
-            model=shape,
-            layout=layout,
-            workload=config.workload(),
-            **config.overlap.name._asdict(),
-            dtype=config.train.dtype,
-            reduce_dtype=config.train.reduce_dtype,
-            recompute=config.recompute,
-            context=config.parallel.context,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return Setting(
+        model=shape,
+        layout=config.layout(),
+        workload=config.workload(),
+        **config.overlap.name._asdict(),
+        dtype=config.train.dtype,
+        reduce_dtype=config.train.reduce_dtype,
+        recompute=config.recompute,
+        context=config.parallel.context,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,14 +105,13 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
     serial_setting = with_schedule(setting, "megatron")
     serial = decide([serial_setting], bench_of, anything)[0]
     over = _over(config, serial)
-    if config.overlap.plan is not None:
-        planned, choices = _planned(config.overlap.plan, setting, graphs)
+    if (given := _given(config, setting, graphs)) is not None:
+        planned, choices, schedule = given
+        if schedule is not None:
+            return Planned((outcome_of_schedule(schedule, bench_of(planned), over),), serial)
         outcome = outcome_of(bench_of(planned), choices, None, over)
         check(outcome.code)
         return Planned((outcome,), serial)
-    if config.overlap.schedule_file is not None:
-        planned, schedule = _from_file(config.overlap.schedule_file, setting, graphs)
-        return Planned((outcome_of_schedule(schedule, bench_of(planned), over),), serial)
     if setting == serial_setting and config.overlap.schedule != AUTO:
         return Planned((serial,), serial)
     settings = searched_schedules(setting) if config.overlap.schedule == AUTO else [setting]
@@ -145,28 +140,23 @@ def in_memory(config: Config) -> Over:
     return anything if room is None else within(room * 1e9)
 
 
+@as_config_error()
 def build_schedule(config: Config, shape: ModelShape) -> Schedule:
     """The run's training schedule without costs: the named one, a plan's, or the text of a file; checked.
 
     Nothing is searched for: as few pieces as can overlap; `ConfigError` for schedules that need a pairing.
     """
-    setting, choices, schedule = setting_of(config, shape), Choices(), None
-    graphs = model_graphs(config, shape)
-    if config.overlap.schedule_file is not None:
-        setting, schedule = _from_file(config.overlap.schedule_file, setting, graphs)
-    elif config.overlap.plan is not None:
-        setting, choices = _planned(config.overlap.plan, setting, graphs)
-    elif setting.kind.cuts_collectives and setting.layout.tp > 1:
-        setting = replace(setting, partitions=mega_scale(WAYS[0]))
-    layout, kinds = setting.layout, setting.kinds
-    try:
-        parts = scheduled_parts(
-            graphs, layout, kinds, unit_layers=setting.unit_layers, partitions=setting.partitions
-        )
-        if schedule is None:
-            schedule = training_schedule(setting, parts, choices)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    setting, graphs = setting_of(config, shape), model_graphs(config, shape)
+    if (given := _given(config, setting, graphs)) is not None:
+        setting, choices, schedule = given
+    else:
+        choices, schedule = Choices(), None
+        if setting.kind.cuts_collectives and setting.layout.tp > 1:
+            setting = replace(setting, partitions=mega_scale(WAYS[0]))
+    layout, kinds, pieces = setting.layout, setting.kinds, setting.partitions
+    parts = scheduled_parts(graphs, layout, kinds, unit_layers=setting.unit_layers, partitions=pieces)
+    if schedule is None:
+        schedule = training_schedule(setting, parts, choices)
     linked(schedule, layout, kinds, parts)
     return schedule
 
@@ -186,37 +176,46 @@ _KEYS = {
 """What a plan and a configuration have to agree in, and the keys that say it."""
 
 
-def _planned(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> tuple[Setting, Choices]:
-    """The decisions of ``overlap.plan``.
+def _given(
+    config: Config, setting: Setting, graphs: Mapping[str, Part]
+) -> tuple[Setting, Choices, Schedule | None] | None:
+    """The decisions of ``overlap.plan``, or the schedule of ``overlap.schedule_file`` and what it decides.
 
-    `ConfigError` if it cannot be read, or names the first key in which it is for another run.
+    `ConfigError` if the file cannot be read, or is for another run.
     """
-    try:
-        plan = read_plan(file)
-    except ValueError as error:
-        raise ConfigError(f"overlap.plan: {error}") from None
-    if plan.not_executed:
-        raise ConfigError(
-            f"overlap.plan={file} decides {', '.join(plan.not_executed)}, which this version does not "
-            f"execute; plan without"
-        )
-    for name, key in _KEYS.items():
-        theirs, ours = getattr(plan.setting, name), getattr(setting, name)
-        if theirs != ours:
-            differs = f"{_told(theirs, ours)}, the configuration has {_told(ours, theirs)}"
-            raise ConfigError(f"overlap.plan={file} is for {key}={differs}: plan anew, or set {key}")
-    _check_partitions(plan.setting.partitions, setting, graphs, f"overlap.plan={file}")
-    return plan.setting, plan.choices
-
-
-def _check_partitions(
-    partitions: Sequence[Partition], setting: Setting, graphs: Mapping[str, Part], source: str
-) -> None:
-    """`ConfigError` for those that ``source`` has and the model's layers or the layout do not allow."""
-    try:
-        with_partitions(graphs, partitions, setting.layout)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from None
+    if (file := config.overlap.plan) is not None:
+        with as_config_error("overlap.plan: "):
+            plan = read_plan(file)
+        if plan.not_executed:
+            raise ConfigError(
+                f"overlap.plan={file} decides {', '.join(plan.not_executed)}, which this version does not "
+                f"execute; plan without"
+            )
+        for name, key in _KEYS.items():
+            theirs, ours = getattr(plan.setting, name), getattr(setting, name)
+            if theirs != ours:
+                differs = f"{_told(theirs, ours)}, the configuration has {_told(ours, theirs)}"
+                raise ConfigError(f"overlap.plan={file} is for {key}={differs}: plan anew, or set {key}")
+        with as_config_error(f"overlap.plan={file}: "):
+            with_partitions(graphs, plan.setting.partitions, setting.layout)
+        return plan.setting, plan.choices, None
+    if (file := config.overlap.schedule_file) is None:
+        return None
+    with as_config_error(f"overlap.schedule_file={file}: "):
+        try:
+            schedule = parse(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"overlap.schedule_file={file} cannot be read: {error.strerror}") from None
+        if not schedule.trains:
+            raise ConfigError(f"overlap.schedule_file={file} has no backward programs, so it would not train")
+        if schedule.micro_batches != setting.micro_batches:
+            raise ConfigError(
+                f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
+                f"train.global_batch, train.micro_batch and parallel.dp give {setting.micro_batches}"
+            )
+        with_partitions(graphs, schedule.partitions, setting.layout)
+    setting = replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions)
+    return setting, Choices(), schedule
 
 
 def _told(value: object, other: object) -> str:
@@ -229,22 +228,3 @@ def _told(value: object, other: object) -> str:
     return ", ".join(
         f"{name} {getattr(value, name)}" for name in names if getattr(value, name) != getattr(other, name)
     )
-
-
-def _from_file(file: Path, setting: Setting, graphs: Mapping[str, Part]) -> tuple[Setting, Schedule]:
-    """The schedule of ``overlap.schedule_file``, and the setting with what it decides."""
-    try:
-        schedule = parse(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"overlap.schedule_file={file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"overlap.schedule_file={file}: {error}") from None
-    if not schedule.trains:
-        raise ConfigError(f"overlap.schedule_file={file} has no backward programs, so it would not train")
-    if schedule.micro_batches != setting.micro_batches:
-        raise ConfigError(
-            f"overlap.schedule_file={file} is for {schedule.micro_batches} micro-batches; "
-            f"train.global_batch, train.micro_batch and parallel.dp give {setting.micro_batches}"
-        )
-    _check_partitions(schedule.partitions, setting, graphs, f"overlap.schedule_file={file}")
-    return replace(setting, unit_layers=schedule.unit_layers, partitions=schedule.partitions), schedule

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -17,11 +15,10 @@ from pathlib import Path
 import braid
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.combining import combine, hardware_of
-from braid.actors.controller.decisions import sources_digest
+from braid.actors.controller.decisions import key_of, remove_oldest, sources_digest
 from braid.actors.controller.planning import build_schedule, model_graphs
 from braid.actors.controller.ranks.cpus import throttled, usable_cpus
-from braid.actors.controller.ranks.group import Launcher, WorkerGroup
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import Launcher, WorkerGroup, rendezvous
 from braid.actors.controller.state.locks import FileHold
 from braid.actors.controller.state.manifest import write_durably
 from braid.actors.stage.rank.interface import Rank
@@ -41,7 +38,6 @@ _MEASURED_SECONDS = 600.0
 """For another run to measure the same; then this one measures, too."""
 KEPT = 64
 """Profiles that are kept, of all runs in a folder."""
-_PROFILE = re.compile(r"[0-9a-f]{16}\.json")
 _SOURCES = tuple(Path(braid.__file__).parent / folder for folder in ("actors", "kernels"))
 
 
@@ -50,16 +46,9 @@ def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds
     group = launcher.start(plan.config.layout().ranks)
     try:
         group.call_all(Rank.setup, plan, rendezvous(group, plan.config.cluster.group_timeout_s))
-        return measured_profile(group, parts, rounds, plan.config.train.seed)
+        return combine(group.call_all(Rank.profile, rounds, plan.config.train.seed), parts)
     finally:
         group.shutdown()
-
-
-def measured_profile(
-    group: WorkerGroup, parts: Mapping[str, Part], rounds: int = ROUNDS, seed: int = 0
-) -> Profile:
-    """What a group of ranks that are set up measure; their parameters are of no use afterwards."""
-    return combine(group.call_all(Rank.profile, rounds, seed), parts)
 
 
 # -- used again --------------------------------------------------------------------------------------------
@@ -124,9 +113,8 @@ def _keep(path: Path, profile: Profile) -> str:
     """Write a profile and remove those that were not used for longest; why it failed, or nothing."""
     try:
         write_durably(path, profile.to_json())
-        kept = [file for file in path.parent.glob("*.json") if _PROFILE.fullmatch(file.name)]
-        for old in sorted(kept, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
-            old.unlink(missing_ok=True)
+        kept = [file for file in path.parent.glob("*.json") if re.fullmatch("[0-9a-f]{16}", file.stem)]
+        for old in remove_oldest(kept, KEPT):
             old.with_name(f".{old.stem}.lock").unlink(missing_ok=True)
     except OSError as error:
         return f"the profile is used, and not kept: {path} cannot be written ({error.strerror})"
@@ -153,8 +141,7 @@ def known_profile(config: Config, shape: ModelShape, launcher: Launcher) -> Prof
 
 def _graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
     """What is measured: operators take as long in whatever passes they are computed again."""
-    train = config.train.model_copy(update={"recompute": "none"})
-    return model_graphs(config.model_copy(update={"train": train}), shape)
+    return model_graphs(config.changed(train={"recompute": "none"}), shape)
 
 
 def _profile_path(config: Config, shape: ModelShape, launcher: Launcher) -> Path:
@@ -176,6 +163,16 @@ def machine() -> str:
     return f"{platform.machine()} {usable_cpus():g} {' '.join(sorted(found))}"
 
 
+_TRAIN_KEYS = {
+    *("micro_batch", "dtype", "reduce_dtype", "tf32", "deterministic", "deterministic_reduction", "kernels"),
+}
+_CLUSTER_KEYS = {
+    *("threads_per_rank", "cpus_per_rank", "nccl", "env", "device", "backend", "launcher"),
+    "emulated_link_mbit",
+}
+"""What the configuration says of costs."""
+
+
 def profile_key(
     config: Config, shape: ModelShape, hardware: Sequence[str], streams: Mapping[str, Stream]
 ) -> str:
@@ -185,7 +182,7 @@ def profile_key(
     layers too), numerics, and the limits of ranks. Of ``cluster.env`` it holds only values that the
     configuration gives.
     """
-    layout, train, cluster = config.layout(), config.train, config.cluster
+    layout = config.layout()
     content = {
         "hardware": list(hardware),
         "streams": dict(streams),
@@ -195,23 +192,11 @@ def profile_key(
         "shape": asdict(shape),
         "degrees": {axis: layout.degree(axis) for axis in AXES},
         "kinds": sorted({*map(measured_kind, config.sizes(shape).kinds), *ENDS}),
-        "micro_batch": train.micro_batch,
-        "dtype": train.dtype,
-        "reduce_dtype": train.reduce_dtype,
-        "tf32": train.tf32,
-        "deterministic": [train.deterministic, train.deterministic_reduction],
-        "kernels": train.kernels,
         "layer": config.model.layer,
-        "threads": cluster.threads_per_rank,
-        "cpus": cluster.cpus_per_rank,
-        "nccl": cluster.nccl.model_dump(),
-        "env": cluster.env,
-        "device": cluster.device,
-        "backend": cluster.backend,
-        "launcher": cluster.launcher,
-        "emulated_link_mbit": cluster.emulated_link_mbit,
+        "train": config.train.model_dump(include=_TRAIN_KEYS),
+        "cluster": config.cluster.model_dump(include=_CLUSTER_KEYS),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return key_of(content)
 
 
 @functools.cache

@@ -1,24 +1,30 @@
-"""One step on all ranks: its record, its guards, its validation."""
+"""One step on all ranks: its record, its guards, its validation; and what is watched between steps."""
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from braid.actors.controller.ranks.group import WorkerGroup
+from braid.actors.controller.ranks.group import Collector, WorkerGroup
 from braid.actors.controller.ranks.interruptions import GuardError, Interruptions, SpikeError
 from braid.actors.controller.records.reporting import overlap_fields, rank_fields
 from braid.actors.controller.records.routing import expert_numbers, tells_visits
-from braid.actors.controller.records.run_records import StepDone
+from braid.actors.controller.records.run_records import Incident, RunDirectory, StepDone
 from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan, StepResult
+from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.schedule.memory import model_flops
+from braid.scheduling.trace.stragglers import LAST, STRETCH, Straggler, stragglers
 
 _MOST_ENDS = 100_000
 """Steps that a failure may lose and the clock still counts."""
+_WATCH_SECONDS = 5.0
+"""Between two looks at the telemetry."""
 
 
 class StepClock:
@@ -57,48 +63,43 @@ class StepClock:
         return self._ended - before, parts
 
 
+@dataclass(frozen=True)
 class Stepper:
-    """Runs the steps of a generation. ``facts``: of the data (`Rank.data_facts`)."""
-
-    def __init__(
-        self,
-        plan: RunPlan,
-        group: WorkerGroup,
-        generation: int,
-        facts: dict[str, Any],
-        interruptions: Interruptions,
-        clock: StepClock,
-    ) -> None:
-        self._plan, self._group, self._generation, self._facts = plan, group, generation, facts
-        self._interruptions, self._clock = interruptions, clock
+    plan: RunPlan
+    group: WorkerGroup
+    generation: int
+    facts: Mapping[str, Any]
+    """Of the data (`Rank.data_facts`)."""
+    interruptions: Interruptions
+    clock: StepClock
 
     def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[str]]:
         """Run a step (from 0); returns also what the guards say of it. ``records``: of earlier steps.
 
         Raises `WorkerError`.
         """
-        results: list[StepResult] = self._group.call_all(Rank.train_step, step)
-        config, shape, layout = self._plan.config, self._plan.shape, self._plan.config.layout()
-        train = config.train
-        tokens = train.global_batch * shape.sequence
+        results: list[StepResult] = self.group.call_all(Rank.train_step, step)
+        config, shape, layout = self.plan.config, self.plan.shape, self.plan.config.layout()
+        tokens, every = config.train.global_batch * shape.sequence, config.train.validate_every
         loss = sum(result.loss_sum for result in results) / tokens
         texts = self._odd(step, loss, results[0], records)
-        held_out = bits = None
-        every = train.validate_every
+        facts: dict[str, Any] = {}
         due = step + 1 == last or (every > 0 and (step + 1) % every == 0)
         if due and config.data.validation_fraction > 0:
-            with self._clock.part("validation"):
-                held_out, bits = self._validate()
+            with self.clock.part("validation"):
+                nats = sum(self.group.call_all(Rank.validate))
+            facts["validation_loss"] = nats / self.facts["validation_tokens"]
+            if text_bytes := self.facts["validation_bytes"]:
+                facts["validation_bits_per_byte"] = nats / math.log(2) / text_bytes
         now = time.time()
-        wall_seconds, between = self._clock.step_ends(step + 1)
-        mfu = None
-        if config.cluster.peak_tflops is not None and wall_seconds:
+        seconds, facts["between_seconds"] = self.clock.step_ends(step + 1)
+        if config.cluster.peak_tflops is not None and seconds:
             peak = config.cluster.peak_tflops * 1e12 * layout.ranks
-            mfu = model_flops(shape, tokens) / wall_seconds / peak
-        experts = None
+            facts["mfu"] = model_flops(shape, tokens) / seconds / peak
         if shape.experts:
             visits = tells_visits(shape, step + 1, last)
-            experts = expert_numbers([r.routing for r in results], shape, layout, tokens, visits=visits)
+            routed = [result.routing for result in results]
+            facts["experts"] = expert_numbers(routed, shape, layout, tokens, visits=visits)
         record = StepRecord(
             step=step + 1,
             loss=loss,
@@ -108,21 +109,17 @@ class Stepper:
             tokens=tokens,
             **overlap_fields([result.overlap for result in results]),
             peak_bytes=tuple(result.peak_bytes for result in results),
-            validation_loss=held_out,
-            validation_bits_per_byte=bits,
             time=now,
-            generation=self._generation,
+            generation=self.generation,
             samples=sum(result.samples for result in results) % 2**64,
-            mfu=mfu,
-            wall_seconds=wall_seconds,
-            between_seconds=between,
-            experts=experts,
+            wall_seconds=seconds,
+            **facts,
         )
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), texts
 
     def _odd(self, step: int, loss: float, result: StepResult, records: Sequence[StepRecord]) -> list[str]:
         """What the guards say of a step; `WorkerError` if they end the run or repeat the step."""
-        failure = self._plan.config.failure
+        failure = self.plan.config.failure
         if failure.on_nan == "stop" and result.discarded:
             text = (
                 f"the gradient norm of step {step + 1} is {result.gradient_norm}; the run ends as "
@@ -136,16 +133,54 @@ class Stepper:
         before = [record.loss for record in records if math.isfinite(record.loss)]
         if failure.spike and len(before) >= 5 and loss > failure.spike * median(before):
             text = f"the loss of step {step + 1} is {loss:.4g}, {loss / median(before):.1f} times the median"
-            if self._interruptions.repeats(step):
+            if self.interruptions.repeats(step):
                 raise SpikeError(0, f"{text} of the steps before it; it is repeated")
-            again = step in self._interruptions.repeated
+            again = step in self.interruptions.repeated
             why = "twice: it belongs to the data" if again else "as enough others were"
             texts.append(f"{text} of the steps before it, and it is not repeated, {why}")
         return texts
 
-    def _validate(self) -> tuple[float, float | None]:
-        """Nats per token, and bits per byte of the text of the same tokens, where that is known."""
-        nats: float = sum(self._group.call_all(Rank.validate))
-        text_bytes = self._facts["validation_bytes"]
-        bits = nats / math.log(2) / text_bytes if text_bytes else None
-        return nats / self._facts["validation_tokens"], bits
+
+class Watch:
+    """Tells when a rank falls behind, and once each when telemetry loses something or cannot keep up."""
+
+    def __init__(self, collector: Collector, directory: RunDirectory, layout: ParallelLayout) -> None:
+        self._collector, self._directory = collector, directory
+        self._looked = time.monotonic()
+        self._told: set[str] = set()
+        self._stages = [layout.coordinate(rank)["pp"] for rank in range(layout.ranks)]
+        self._compute: deque[list[float]] = deque(maxlen=LAST)
+        self._named: dict[int, int] = {}
+        """Ranks that were named, with the last step in which they were slow."""
+        self.slowest: Straggler | None = None
+        """The rank that holds the others up most, if one does."""
+
+    def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
+        """What there is to tell after a step. A rank that recovers and slows down again is named again."""
+        self._compute.append(ranks["compute_seconds"])
+        slow = stragglers(list(self._compute), self._stages)
+        self.slowest = next(iter(slow), None)
+        for rank, times in ((straggler.rank, straggler.times) for straggler in slow):
+            if step - self._named.get(rank, -STRETCH - 1) > STRETCH:
+                text = f"rank {rank} computes {times:.2f} times as long as the others of its stage"
+                yield self._directory.note("straggler", step, generation, text, rank=rank, times=times)
+            self._named[rank] = step
+        if time.monotonic() - self._looked < _WATCH_SECONDS:
+            return
+        self._looked = time.monotonic()
+        counts = self._collector.counts()
+        texts = {
+            "trouble": counts.trouble and f"spans cannot be written: {counts.trouble}",
+            "lost": f"{counts.lost} spans were lost on their way or not written" if counts.lost else "",
+            "records": self._directory.trouble,
+            "dropped": "ranks record faster than spans are streamed, or nobody takes them: some are dropped"
+            if any(ranks["dropped_spans"])
+            else "",
+            "sampled": "spans of some steps only, to stay within 1 % of the time"
+            if max(ranks["sampled_every"]) > 1
+            else "",
+        }
+        for kind, text in texts.items():
+            if text and kind not in self._told:
+                self._told.add(kind)
+                yield self._directory.note("telemetry", step, generation, text)

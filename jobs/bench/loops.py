@@ -18,8 +18,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from braid.actors.controller.ranks.group import WorkerGroup
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import WorkerGroup, rendezvous
 from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher
 from braid.actors.stage.data.token_files import TokenShards, sample_ids
 from braid.actors.stage.measure.peak_memory import PeakMemory

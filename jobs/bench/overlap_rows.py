@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from scipy.stats import pearsonr, rankdata
 
-from braid.actors.controller.ranks.group import Launcher, WorkerGroup
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import Launcher, WorkerGroup, rendezvous
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan, SerialStep, StepResult
 from braid.jobs.bench.cases import Spread

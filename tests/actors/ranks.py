@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from braid.actors.config import Config
-from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import WorkerError, WorkerGroup, rendezvous
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import CopiesHeld

@@ -1,6 +1,8 @@
 """The configuration as a user writes it: what YAML makes of it, and where its paths begin."""
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,14 @@ def written(folder: Path, text: str, *overrides: str) -> Config:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return load_config(path, overrides)
+
+
+def refusal(parse: Callable[..., Config], *arguments: Any) -> str:
+    """The one line that says what is wrong."""
+    with pytest.raises(ConfigError) as refused:
+        parse(*arguments).check(257)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
 
 
 def test_words_and_dates_are_text(tmp_path: Path) -> None:
@@ -39,9 +49,7 @@ def test_words_and_dates_are_text(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_should_be_text(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        written(tmp_path, text)
-    assert says in str(refused.value)
+    assert says in refusal(written, tmp_path, text)
     key, _, value = text.partition(": ")
     assert str(getattr(written(tmp_path, f'{key}: "{value}"'), key)) == value
     assert str(getattr(written(tmp_path, "", f'{key}="{value}"'), key)) == value
@@ -65,22 +73,22 @@ def test_anchored() -> None:
     assert not anchored(parse_config({}), Path("/base")).model.model_fields_set, "nothing that was not given"
 
 
-@pytest.mark.parametrize(
-    ("mirror", "at_base"),
-    [
-        ("/m", "/m"),
-        ("file:m", "file:/base/m"),
-        ("file://m", "file:///base/m"),
-        ("file:///m", "file:///m"),
-        ("local://m", "local:///base/m"),
-        ("s3://bucket/m", "s3://bucket/m"),
-        ("simplecache::s3://bucket/m", "simplecache::s3://bucket/m"),
-        ("~/m", "~/m"),
-    ],
-)
-def test_mirrors(mirror: str, at_base: str) -> None:
-    config = anchored(parse_config({"checkpoint": {"mirror": mirror}}), Path("/base"))
-    assert config.checkpoint.mirror == at_base
+MIRRORS = {
+    "/m": "/m",
+    "file:m": "file:/base/m",
+    "file://m": "file:///base/m",
+    "file:///m": "file:///m",
+    "local://m": "local:///base/m",
+    "s3://bucket/m": "s3://bucket/m",
+    "simplecache::s3://bucket/m": "simplecache::s3://bucket/m",
+    "~/m": "~/m",
+}
+
+
+def test_mirrors() -> None:
+    for mirror, at_base in MIRRORS.items():
+        config = anchored(parse_config({"checkpoint": {"mirror": mirror}}), Path("/base"))
+        assert config.checkpoint.mirror == at_base
 
 
 PLACES = ("a", "/a", "~/a", "$CORPORA/a", "$PWD/a", "${CORPORA}/a/../b", "b/$CORPORA")
@@ -90,9 +98,7 @@ TEXTS += ("overlap.schedule_file", "overlap.plan", "overlap.profile")
 
 @pytest.mark.parametrize("key", [*TEXTS, "data.files", "data.exclude", "model.layer"])
 @pytest.mark.parametrize("place", PLACES)
-def test_homes_and_variables_in_paths(
-    key: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_homes_and_variables(key: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("CORPORA", "/corpora")
     monkeypatch.setenv("PWD", "/here")
@@ -129,9 +135,7 @@ def test_homes_and_variables_that_are_not_known(
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("MY_TOKEN", "t")
     monkeypatch.delenv("NONE", raising=False)
-    with pytest.raises(ConfigError) as refused:
-        written(tmp_path, "", f"runs={place}")
-    assert says in str(refused.value)
+    assert says in refusal(written, tmp_path, "", f"runs={place}")
 
 
 def test_homes_are_left_to_whoever_reads_them() -> None:
@@ -184,21 +188,17 @@ def test_layers_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_attention_that_cannot_be(model: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_config({"model": model}).check(257)
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert says in refusal(parse_config, {"model": model})
 
 
 @pytest.mark.parametrize("layer", [3, {}, {"own": 3}, {1: "a:B"}, ["a:B"], True])
 def test_layers_that_are_no_names(layer: object) -> None:
-    with pytest.raises(ConfigError, match=r"model\.layer.*'package\.module:Class'"):
-        parse_config({"model": {"layer": layer}})
+    assert re.search(
+        r"model\.layer.*'package\.module:Class'", refusal(parse_config, {"model": {"layer": layer}})
+    )
 
 
-def test_what_belongs_to_the_configuration_begins_at_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_belongs_to_a_file_begins_at_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the current directory is, and in overrides too; what a run reads and writes is left."""
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -218,12 +218,11 @@ ODD = [("API_KEY", 1234567), ("HTTPS_PROXY", "http://user:canary@proxy:3128")]
 
 @pytest.mark.parametrize(("name", "value"), [*((name, "canary") for name in SECRETS), *ODD])
 def test_secrets_have_no_value_in_a_configuration(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_config({"cluster": {"env": {name: value}}})
-    assert f"{name} looks like a secret" in str(refused.value)
-    assert f"write {name}: null" in str(refused.value)
-    assert "canary" not in str(refused.value)
-    assert "1234567" not in str(refused.value)
+    says = refusal(parse_config, {"cluster": {"env": {name: value}}})
+    assert f"{name} looks like a secret" in says
+    assert f"write {name}: null" in says
+    assert str(value) not in says
+    assert "canary" not in says
     config = written(tmp_path, f"cluster: {{env: {{{name}: null}}}}")
     assert config.cluster.env == {name: None}
     assert parse_config(parse_yaml(config.to_yaml(), "it")) == config
@@ -261,13 +260,9 @@ def test_other_variables_have() -> None:
     ],
 )
 def test_wrong_keys_and_values_are_one_line_with_the_remedy(override: str, says: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_config({}, [override])
-    assert str(refused.value).startswith(f"configuration: {says}")
-    assert "\n" not in str(refused.value)
+    assert refusal(parse_config, {}, [override]).startswith(f"configuration: {says}")
 
 
-@pytest.mark.parametrize("content", [{1: 2}, {"train": {1: 2}}])
-def test_keys_that_are_numbers(content: dict[Any, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^configuration: unknown key '(train\.)?1'; known here: \w+, \w+"):
-        parse_config(content)
+def test_keys_that_are_numbers() -> None:
+    for content, key in (({1: 2}, "1"), ({"train": {1: 2}}, "train.1")):
+        assert f"configuration: unknown key '{key}'; known here: " in refusal(parse_config, content)

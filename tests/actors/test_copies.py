@@ -52,9 +52,7 @@ def test_a_lost_rank_gets_its_state_back(
         lost = random.Random().randrange(ranks.layout.ranks)
         held = ranks.lose([lost], shift)
         assert held[lost].own == held[lost].partners == ()
-        common = newest_common(held, ranks.layout.mesh, 5)
-        assert common is not None
-        step, sources = common
+        step, sources = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
         assert step == 3 if wait else step in (2, 3)
         assert sources[lost] != lost
         ranks.all(Rank.restore_copies, step, sources)
@@ -63,8 +61,7 @@ def test_a_lost_rank_gets_its_state_back(
         # Copies are kept on: the same again, another rank.
         lost = (lost + 1) % ranks.layout.ranks
         held = ranks.lose([lost], shift)
-        again = newest_common(held, ranks.layout.mesh, 5)
-        assert again is not None
+        again = newest_common(held, ranks.layout.mesh, 5) or (-1, [])
         ranks.all(Rank.restore_copies, *again)
         assert again[0] == 5 if wait else again[0] in (4, 5)
         assert ranks.all(Probed.digest) == states[again[0] - 1]
@@ -112,14 +109,14 @@ class Run:
         self.directory = RunDirectory(config, resume=False, overwrite=True)
         self.homes = Homes(CheckpointStore(self.directory.path / "checkpoints"), None, "")
         self.saver = Saver(self.homes, self.directory, CheckpointConfig())
+        facts = manifest_facts(config.layout(), FACTS, ranks.plan.shape)
+        self.saver.goes_on(0, ranks.group, 1, facts)
         ranks.begin(shift)
         ranks.train(range(steps))
 
     def rescue(self) -> list[CheckpointSaved | Incident]:
         """What is told of it."""
-        plan, group = self._ranks.plan, self._ranks.group
-        facts = manifest_facts(plan.config.layout(), FACTS, plan.shape)
-        return list(self.saver.rescue(group, plan.config, self._steps, 1, facts))
+        return list(self.saver.rescue(self._ranks.group, self._ranks.plan.config, self._steps, 1))
 
 
 @contextmanager

@@ -150,9 +150,7 @@ def test_the_newest_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert decided(config, profile) == made
 
 
-def test_a_schedule_that_is_printed_is_the_one_that_a_run_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_printed_schedule_is_what_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
     shape, profile = config.check(VOCABULARY), profile_of(config)
     with pytest.raises(ConfigError, match=r"schedule=braid is decided by measured costs, .* `braid profile`"):

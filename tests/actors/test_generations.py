@@ -9,8 +9,7 @@ import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.actors.config import ClusterConfig
-from braid.actors.controller.ranks.group import WorkerError
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import WorkerError, rendezvous
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.membership import Membership
@@ -42,9 +41,7 @@ class Counted(Worker):
     [({"tp": 2}, "wavelet"), ({"dp": 2, "zero": 2}, "ddp"), ({"dp": 2, "zero": 3}, "ddp")],
     ids=["tp", "zero 2", "zero 3"],
 )
-def test_nothing_is_left_of_a_generation(
-    tmp_path: Path, data: Path, parallel: dict[str, int], schedule: str
-) -> None:
+def test_nothing_is_left_behind(tmp_path: Path, data: Path, parallel: dict[str, int], schedule: str) -> None:
     """Of weights, gradients and moments, whole or in shares."""
     config = small_config(tmp_path / "runs", parallel=parallel, overlap={"schedule": schedule})
     group = ProcessLauncher(config, serve=Counted).start(2)

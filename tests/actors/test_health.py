@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.actors.controller import steps
 from braid.actors.controller.ranks.health import Trouble, Vigil
-from braid.actors.controller.records import watch as module
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import RunDirectory
 from braid.actors.controller.records.span_files import SpanCounts
-from braid.actors.controller.records.watch import Watch
+from braid.actors.controller.steps import Watch
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.trace.stragglers import LAST
 from tests.end_to_end.runs import small_config
@@ -124,7 +124,7 @@ def line(compute: list[float], dropped: int = 0, every: int = 1) -> dict[str, An
 
 
 def test_each_trouble_is_told_once_and_slow_ranks_are_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(steps, "_WATCH_SECONDS", 0.0)
     directory = RunDirectory(small_config(tmp_path), resume=False, overwrite=False)
     watch = Watch(Counted(), directory, ParallelLayout(pp=2, dp=2))
     told = []

@@ -89,9 +89,7 @@ def test_old_copies_are_removed_by_the_same_rule(url: str, store: CheckpointStor
 
 
 @pytest.mark.parametrize("copied", [0, 2])
-def test_half_a_copy_is_no_checkpoint(
-    url: str, store: CheckpointStore, copied: int, monkeypatch: Any
-) -> None:
+def test_half_copies_do_not_count(url: str, store: CheckpointStore, copied: int, monkeypatch: Any) -> None:
     """The mirror goes away after so many files, also when the step is copied there for the second time."""
     mirror = mirror_of(url)
     mirror.put(publish(store, 5))
@@ -161,9 +159,7 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
 @pytest.mark.parametrize(
     "other", [RunIdentity("ours", "b2"), RunIdentity("theirs", "a1")], ids=["the same name", "the same mark"]
 )
-def test_runs_that_share_a_mirror_do_not_touch_each_other(
-    url: str, tmp_path: Path, other: RunIdentity
-) -> None:
+def test_runs_of_one_mirror_do_not_touch_each_other(url: str, tmp_path: Path, other: RunIdentity) -> None:
     """Each keeps two of its own, and goes on from them."""
     stores = {run: CheckpointStore(tmp_path / f"{number}") for number, run in enumerate((RUN, other))}
     for run, steps in ((RUN, (5, 1000)), (other, (1010, 1020, 1030)), (RUN, (1500,))):
@@ -208,9 +204,7 @@ def config_of(tmp_path: Path, url: str, name: str = RUN.name) -> Config:
     return parse_config({"name": name, "runs": str(tmp_path / "runs"), "checkpoint": {"mirror": url}})
 
 
-def test_who_a_run_is_stands_in_its_directory_its_checkpoints_and_its_mirror(
-    url: str, tmp_path: Path
-) -> None:
+def test_who_a_run_is_stands_in_its_directory_checkpoints_and_mirror(url: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, url)
     assert begun_mark(config) == ""
     store = CheckpointStore(config.run_directory / "checkpoints")
@@ -270,9 +264,7 @@ def test_a_copy_under_another_steps_name_is_refused(url: str, store: CheckpointS
 
 
 @pytest.mark.parametrize("name", ["../escaped", "a/../../escaped", "/tmp/../{outside}/escaped"])
-def test_names_that_lead_outside_are_refused(
-    url: str, store: CheckpointStore, tmp_path: Path, name: str
-) -> None:
+def test_names_that_lead_out_are_refused(url: str, store: CheckpointStore, tmp_path: Path, name: str) -> None:
     mirror = mirror_of(url)
     path = publish(store, 5)
     mirror.put(path)

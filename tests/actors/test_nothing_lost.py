@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import generation
 from braid.actors.controller.controller import Replan, RunOptions
-from braid.actors.controller.ranks import elastic, interruptions, resizing
+from braid.actors.controller.ranks import elastic, interruptions
+from braid.actors.controller.ranks.elastic import can_be_planned
 from braid.actors.controller.ranks.group import NoRoomError, StoppedError, WorkerError
-from braid.actors.controller.ranks.resizing import Resizing
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import (
     CheckpointSaved,
@@ -190,22 +190,20 @@ def test_a_run_that_replaces_another_never_reads_its_checkpoints(tmp_path: Path,
             seen.append(store_of(config).steps())
 
     dying = Once(method, 1, died, rank=0 if method == "data_facts" else 1)
-    new = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    new = config.changed(train={"steps": 5})
     events = run(new, all_of(dying, look), RunOptions(overwrite=True))
     assert dying.done
     assert seen == [kept] == [[8, 12]]
     assert losses(events) == states(5)
     assert store_of(config).steps() == [4, 5]
-    identity = read_identity(config.run_directory)
-    assert identity is not None
+    identity: Any = read_identity(config.run_directory)
     assert {store_of(config).run_of(step) for step in (4, 5)} == {identity.mark}
 
 
 def test_checkpoints_of_another_run_are_no_homes(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 4})
     run(config)
-    identity = read_identity(config.run_directory)
-    assert identity is not None
+    identity: Any = read_identity(config.run_directory)
     assert Homes.of(config, identity).steps() == [8, 12]
     homes = Homes.of(config, type(identity)(identity.name, "0" * 16))
     assert (homes.steps(), homes.begun()) == ([], False)
@@ -216,49 +214,45 @@ def test_checkpoints_of_another_run_are_no_homes(tmp_path: Path) -> None:
 # -- a home that is away -------------------------------------------------------------------------------------
 
 
-class HomeGone:
-    """Removes a run's folder, or another one, when a rank dies in step 10; brings it back when asked."""
+def losing(config: Config, place: Path) -> tuple[Once, Callable[[], None]]:
+    """A rank dies in step 10, and a folder of a run is gone; what brings it back."""
+    aside = config.runs / ".aside"
 
-    def __init__(self, config: Config, place: Path) -> None:
-        self._place, self._aside, self.gone = place, config.runs / ".aside", False
+    def gone(rank: int) -> Exception:
+        place.rename(aside)
+        return died(rank)
 
-    def __call__(self, method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "train_step" and rank == 1 and arguments[0] == 9 and not self.gone:
-            self.gone = True
-            self._place.rename(self._aside)
-            raise died(rank)
+    def back() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        aside.rename(place)
 
-    def back(self) -> None:
-        shutil.rmtree(self._place, ignore_errors=True)
-        self._aside.rename(self._place)
+    return Once("train_step", 10, gone), back
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_run_whose_checkpoints_vanish_waits_and_never_begins_again(
-    tmp_path: Path, comes_back: bool
-) -> None:
+def test_a_run_whose_checkpoints_vanish_waits_and_never_restarts(tmp_path: Path, comes_back: bool) -> None:
     """Step 10 of 12: the newest checkpoint is of step 8."""
     config = config_of(tmp_path, checkpoint=every(4), elastic={"wait_s": 60.0 if comes_back else 0.2})
-    home = HomeGone(config, store_of(config).directory)
+    home, back = losing(config, store_of(config).directory)
     if comes_back:
-        waits = {"waiting": home.back}
+        waits = {"waiting": back}
         events = unharmed(config, home, look=lambda event: waits.get(getattr(event, "kind", ""), list)())
         assert told(events) == ["restarted", "waiting"]
         assert steps_of(events) == [*range(1, 10), *range(9, 13)]
         return
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*elastic\.wait_s"):
         run(config, home)
-    home.back()
+    back()
     assert len(recorded(config)) == 9, "nothing is cut off"
     assert losses(run(config, options=RESUME)) == states(12)[8:]
 
 
 def test_a_mirror_is_gone_on_from_where_the_run_s_own_folder_is_lost(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint=every(4, mirror=str(tmp_path / "mirror")))
-    home = HomeGone(config, config.run_directory)
+    home, _ = losing(config, config.run_directory)
 
     def wait(method: str, rank: int, arguments: tuple[Any, ...]) -> None:
-        if method == "train_step" and arguments[0] == 9 and not home.gone:
+        if method == "train_step" and arguments[0] == 9 and not home.done:
             while not list((tmp_path / "mirror" / config.name).glob("*/step-8/manifest.json")):
                 pass
 
@@ -287,7 +281,7 @@ def test_a_home_that_cannot_be_read_is_waited_for_unless_copies_are_there(
     assert told(events) == ["restarted", "waiting"][: 1 if copies else 2]
 
 
-def test_a_disk_that_does_not_answer_for_a_while_ends_nothing(
+def test_a_disk_that_is_away_for_a_while_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ESTALE for three steps: training goes on."""
@@ -427,13 +421,12 @@ def test_whether_a_layout_fits_is_asked_of_the_planner(tmp_path: Path) -> None:
         overlap={"schedule": "interleaved"},
         elastic={"max_ranks": 4},
     )
-    follows = Resizing(config, StandInLauncher(), BYTES_VOCABULARY)  # type: ignore[arg-type]
-    four = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pp": 4})})
+    four = config.changed(parallel={"pp": 4})
     four.check(BYTES_VOCABULARY)
     with pytest.raises(ValueError, match="micro-batch"):
         run(four)
-    assert follows._fits(config)
-    assert not follows._fits(four)
+    assert can_be_planned(config, BYTES_VOCABULARY)
+    assert not can_be_planned(four, BYTES_VOCABULARY)
 
 
 def test_nodes_that_take_no_ranks_are_waited_for_no_longer_than_said(tmp_path: Path) -> None:
@@ -559,9 +552,7 @@ def test_a_rescue_that_no_disk_takes_is_told_and_does_not_hide_why_the_run_ends(
     assert any(f"copies in memory could not be written as a checkpoint: {error}" in text for text in texts)
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_checkpoint_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, OSError(116, "Stale file handle"))
     says = r"step 12 is done, but its checkpoint failed \(.*Stale file handle"
     with pytest.raises(CheckpointError, match=says):
@@ -571,7 +562,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
 def test_growth_that_cannot_be_saved_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full: training goes on with the ranks that there are."""
     refusing(monkeypatch, OSError(28, "No space left on device"), before=12)
-    monkeypatch.setattr(resizing, "_NODES_SECONDS", 0.0)
+    monkeypatch.setattr(elastic, "_NODES_SECONDS", 0.0)
     monkeypatch.setattr(elastic, "_GUESSED_COST_S", -1.0)
 
     def replan(config: Config, _: Any) -> RunPlan:

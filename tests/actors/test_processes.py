@@ -147,9 +147,7 @@ def test_an_answer_that_nobody_waits_for_is_no_others(start: Start, tmp_path: Pa
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_answers_that_come_together_all_count(
-    start: Start, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_answers_at_once_all_count(start: Start, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """The death is what is told, and who survived it is kept."""
     group = start(2)
     poll = group._poll

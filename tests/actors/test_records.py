@@ -81,8 +81,7 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     directory.close()
 
     directory = RunDirectory(config, resume=True, overwrite=False)
-    failure = directory.unfinished()
-    assert failure is not None
+    failure: Any = directory.unfinished()
     assert failure.step == 6
     assert directory.last_generation == 2
     directory.note("saved", 4, 1, "told late, of ranks that are gone")
@@ -145,9 +144,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_what_is_no_number_is_null_in_files_and_nan_in_records(
-    tmp_path: Path, directory: RunDirectory
-) -> None:
+def test_no_number_is_null_in_files_and_nan_in_records(tmp_path: Path, directory: RunDirectory) -> None:
     held_out = {"validation_loss": math.nan, "validation_bits_per_byte": math.nan}
     skipped = a_record(2, loss=math.nan, grad_norm=math.inf, **held_out, between_seconds={"validation": 1.0})
     first = a_record(

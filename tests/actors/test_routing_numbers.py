@@ -12,7 +12,7 @@ import pytest
 
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.reporting import build_report
-from braid.actors.controller.records.routing import ExpertNumbers, expert_numbers, tells_visits
+from braid.actors.controller.records.routing import expert_numbers, tells_visits
 from braid.actors.controller.records.run_records import RunDirectory
 from braid.actors.controller.records.step_record import read_metrics
 from braid.actors.stage.rank.messages import RoutingSums
@@ -39,12 +39,8 @@ def sums(
     )
 
 
-def numbers(
-    ranks: Sequence[RoutingSums | None], shape: ModelShape = SHAPE, layout: ParallelLayout | None = None
-) -> ExpertNumbers:
-    found = expert_numbers(ranks, shape, layout or ParallelLayout(dp=len(ranks)), TOKENS, visits=True)
-    assert found is not None
-    return found
+def numbers(ranks: Sequence[RoutingSums], shape: ModelShape = SHAPE, layout: Any = None) -> Any:
+    return expert_numbers(ranks, shape, layout or ParallelLayout(dp=len(ranks)), TOKENS, visits=True)
 
 
 def test_ranks_and_stages_are_added_up() -> None:

@@ -28,7 +28,6 @@ from braid.actors.stage.rank.messages import Written
 from tests.actors.saved import digests, keeps
 from tests.end_to_end.runs import small_config
 
-FACTS: dict[str, Any] = {"layout": {}, "data": {}, "shape": {}}
 SECONDS = 20.0
 """What takes longer has waited for something that never comes."""
 
@@ -68,10 +67,11 @@ class Run:
         self.homes = Homes.of(config, self.directory.identity)
         self.saver = Saver(self.homes, self.directory, config.checkpoint)
         self.ranks: Any = Ranks()
+        self.saver.goes_on(0, self.ranks, 1, {"layout": {}, "data": {}, "shape": {}})
         self.told: list[CheckpointSaved | Incident] = []
 
     def step(self, step: int) -> None:
-        self.told += self.saver.step_done(self.ranks, step, 1, FACTS)
+        self.told += self.saver.step_done(step)
 
     def steps(self, first: int, last: int, clock: list[float] | None = None, each: float = 0.0) -> None:
         """Steps, one after the other, and the end of what they have begun."""
@@ -82,11 +82,11 @@ class Run:
         self.finish()
 
     def begin(self, step: int) -> None:
-        self.told += self.saver.begin(self.ranks, step, 1, FACTS)
+        self.told += self.saver.begin(step)
 
     def write(self) -> None:
         """What was begun is published here, while its copy may be on its way."""
-        self.told += self.saver.finish(self.ranks)
+        self.told += self.saver.finish()
 
     def finish(self) -> None:
         self.write()
@@ -186,9 +186,7 @@ def test_a_save_waits_for_the_one_before_it(start: Start) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["in the background", "at once"])
 @pytest.mark.parametrize("times", [2, 3])
-def test_a_save_that_fails_is_tried_three_times_with_the_same_state(
-    start: Start, times: int, asynchronous: bool
-) -> None:
+def test_a_save_is_tried_thrice_with_the_same_state(start: Start, times: int, asynchronous: bool) -> None:
     run = start(every=3, asynchronous=asynchronous)
     run.ranks.failures = ["rank 0: [Errno 5] Input/output error"] * times
     run.steps(1, 6)
@@ -234,9 +232,7 @@ def test_what_is_on_its_way_to_the_mirror_is_not_removed(mirrored: Run, gate: th
     assert mirrored.homes.store.steps() == [3]
 
 
-def test_a_mirror_that_fails_is_told_and_changes_nothing_else(
-    mirrored: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_mirror_is_told_and_changes_nothing(mirrored: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError("no room in the bucket"))
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", full)
@@ -262,7 +258,7 @@ def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
 
     monkeypatch.setattr(saving.CheckpointStore, "publish", slowly)
     run.begin(1)
-    run.told += run.saver.look(run.ranks)  # written: it is being published
+    run.told += run.saver.look()  # written: it is being published
     run.saver.abandon()
     run.ranks.may_write = False
     run.begin(2)
@@ -270,7 +266,7 @@ def test_abandoned_saves_are_published_if_they_are_whole_and_removed_if_not(
     assert run.saved == []
     may.set()
     run.saver._publisher.shutdown()
-    run.told += run.saver.look(run.ranks)
+    run.told += run.saver.look()
     assert run.saved == [1]
     assert [path.name for path in run.homes.store.directory.glob("step-*")] == ["step-1"]
 
@@ -362,17 +358,21 @@ def test_the_controller_reads_no_checkpoint(start: Start, monkeypatch: pytest.Mo
         (path / name).write_bytes(good)
 
 
-def test_a_removal_that_fails_is_told_once_and_is_no_failed_save(
+def test_a_removal_that_fails_is_told_once_tried_again_and_is_no_failed_save(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS keeps what somebody has open: the new checkpoints are as good as ever."""
+    """NFS keeps what somebody has open: the new checkpoints are as good as ever, and older ones go."""
     run = start(every=1, keep=1)
-    keeps(monkeypatch, "step-1.tmp-old")
+    keeps(monkeypatch, "step-1.tmp-old", "step-2.tmp-old")
     run.save(1, 2, 3, 4)
     assert run.saved == [1, 2, 3, 4]
-    (told,) = run.incidents
-    assert "step-1.tmp-old/.nfs01 cannot be removed: Device or resource busy" in told.text
-    assert run.homes.store.steps() == [4]
+    texts = [event.text for event in run.incidents]
+    busy = ".tmp-old/.nfs01 cannot be removed: Device or resource busy; it is tried again"
+    assert [text.rpartition("/step-")[2] for text in texts] == [f"1{busy}", f"2{busy}"]
+    assert run.homes.store.steps() == [4], "what is removed half-way has no checkpoint's name"
+    monkeypatch.undo()
+    run.save(5)
+    assert sorted(path.name for path in run.homes.store.directory.iterdir()) == ["latest", "step-5"]
 
 
 def test_a_save_that_nobody_will_finish_is_removed_at_the_end(start: Start) -> None:

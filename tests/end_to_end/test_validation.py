@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from braid.actors.config import Config
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import rendezvous
 from braid.actors.stage.rank.interface import Rank
 from tests.end_to_end.runs import KeptRanks, run_plan, small_config, validated
 from tests.foreign_models import SEQUENCE, LossOf, in_float64, random_model

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.actors.config import CheckpointConfig, Config, parse_config
-from braid.actors.controller.ranks.meeting import rendezvous
+from braid.actors.controller.ranks.group import rendezvous
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state.homes import Homes
@@ -74,9 +74,10 @@ class Legs:
             kind: Saver(self.homes, directory, CheckpointConfig(keep=1, asynchronous=kind == ASYNCHRONOUS))
             for kind in (SYNCHRONOUS, ASYNCHRONOUS)
         }
+        self.step = 0
         for saver in self.savers.values():
             stack.callback(saver.close)
-        self.facts, self.step = manifest_facts(config.layout(), {}, plan.shape), 0
+            saver.goes_on(0, self.group, GENERATION, manifest_facts(config.layout(), {}, plan.shape))
 
     def leg(self, kind: str, steps: int) -> Leg:
         """Steps, after a save of some kind."""
@@ -84,14 +85,14 @@ class Legs:
         told: list[CheckpointSaved | Incident] = []
         begin = time.perf_counter()
         if saver is not None:
-            told += saver.begin(self.group, self.step, GENERATION, self.facts)
+            told += saver.begin(self.step)
         for _ in range(steps):
             self.group.call_all(Rank.train_step, self.step)
             self.step += 1
             if saver is not None:
-                told += saver.look(self.group)
+                told += saver.look()
         if saver is not None:
-            told += saver.finish(self.group)
+            told += saver.finish()
         seconds = time.perf_counter() - begin
         return Leg(
             seconds, sum(event.stalled_seconds for event in told if isinstance(event, CheckpointSaved))

@@ -60,10 +60,9 @@ def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
 
 def _text(path: Path) -> str:
     """Of a file; empty if it cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return ""
 
 
 def _words(path: Path) -> list[str]:

@@ -1,25 +1,29 @@
-"""When a run changes its number of ranks, and to which layout. Pure: time and capacity are arguments.
+"""When a run changes its number of ranks, and to which layout.
 
 A change costs a checkpoint, new ranks and its reading, some seconds that are known from earlier changes; it
 gains what the remaining steps take less. Global batch and order of samples stay, and so does the loss curve.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from braid.actors.config import Config, ElasticConfig
+from braid.actors.controller.planning import build_schedule
+from braid.actors.controller.ranks.group import Launcher, NoRoomError, StoppedError, WorkerGroup
+from braid.actors.controller.records.run_records import Event, Incident
 from braid.scheduling.trace.stragglers import Straggler
 
 _GUESSED_COST_S = 15.0
 """Of a change, until a change has been measured."""
 _WORTH = 1.1
 """A plan without a straggler has to be so many times faster."""
+_NODES_SECONDS = 1.0
+"""Between two questions for the room that there is."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """A layout that a run could have."""
-
     dp: int
     tp: int
     pp: int
@@ -31,13 +35,11 @@ class Degrees:
         return self.dp * self.tp * self.pp * self.cp
 
     def of(self, config: Config) -> Config:
-        parallel = config.parallel.model_copy(update=asdict(self))
-        return config.model_copy(update={"parallel": parallel})
+        return config.changed(parallel=asdict(self))
 
 
 def degrees_of(config: Config) -> Degrees:
-    parallel = config.parallel
-    return Degrees(parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+    return Degrees(**{axis: getattr(config.parallel, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
 
 
 def best_degrees(
@@ -91,50 +93,69 @@ class Change:
     """Addresses of nodes that no rank is to be placed on, if others do."""
 
 
-class Elasticity:
-    """Decides after every step whether the run should change."""
+class Resizing:
+    """Follows the nodes for one run, and decides after every step whether it should change. Without
+    ``elastic.max_ranks`` it only notices nodes that leave."""
 
-    def __init__(self, elastic: ElasticConfig, runs: Callable[[Config], bool]) -> None:
-        self._elastic, self._runs = elastic, runs
+    def __init__(self, elastic: ElasticConfig, launcher: Launcher, runs: Callable[[Config], bool]) -> None:
+        """``runs(config)``: whether model and batch fit a layout, and its schedule can be planned."""
+        self._elastic, self._launcher, self._runs = elastic, launcher, runs
         self._seen: tuple[int, float] | None = None
         """A capacity, and since when it is there."""
         self.cost_s = _GUESSED_COST_S
         self._best: dict[tuple[Degrees, int], Degrees | None] = {}
         """Best layouts by the present layout and the capacity: a search takes as long as ranks are many."""
-
-    def best(self, config: Config, capacity: int) -> Degrees | None:
-        """`best_degrees`, searched for once."""
-        key = degrees_of(config), capacity
-        if key not in self._best:
-            self._best[key] = best_degrees(config, capacity, self._runs, self._elastic)
-        return self._best[key]
-
-    def forget(self) -> None:
-        """Search anew: other layouts fit now."""
-        self._best.clear()
+        self._refused: set[Degrees] = set()
+        self._quarantined: dict[str, tuple[float, float]] = {}
+        """Until when nodes are left out because they were slow, by address, and for how many seconds."""
+        self._waiting_since: float | None = None
+        """Since when the run has been without ranks, waiting for room."""
+        self._asked = 0.0
+        self.leaving = False
+        """Whether a node that has ranks is being drained."""
 
     def look(
-        self, config: Config, capacity: int, leaving: bool, now: float, step_s: float, steps_left: int
+        self, group: WorkerGroup, config: Config, slowest: Straggler | None, step_s: float, steps_left: int
     ) -> Change | None:
-        """The change to be made now, if one is.
+        """The change to make before the next step, if one is due; asks for room once a second at most.
 
-        capacity: ranks that there is room for, the run's own included, without nodes that are ``leaving``
-        (draining; then there is nothing to weigh). step_s: how long a step takes now.
+        ``step_s``: how long a step takes now.
         """
+        now = time.monotonic()
+        if now - self._asked < _NODES_SECONDS:
+            return None
+        self._asked = now
+        avoid = self._avoided(now)
+        capacity, self.leaving = self._launcher.capacity(group, avoid)
+        if self._elastic.max_ranks is None:
+            return None
+        change = self.to_room(config, capacity, now, step_s, steps_left)
+        if change is None and slowest is not None:
+            address = group.addresses[slowest.rank]
+            room, _ = self._launcher.capacity(group, (*avoid, address))
+            change = self.without(slowest, address, config, room, now, step_s * steps_left)
+            if change is not None:  # twice as long each time that a node is slow again
+                _, last = self._quarantined.get(address, (0.0, self._elastic.quarantine_s / 2))
+                self._quarantined[address] = now + 2 * last, 2 * last
+                change = replace(change, reason=f"{change.reason}, for {2 * last:.0f} s")
+        return change and replace(change, avoid=self._avoided(now))
+
+    def to_room(
+        self, config: Config, capacity: int, now: float, step_s: float, steps_left: int
+    ) -> Change | None:
+        """The change to the ranks that there is room for, the run's own included, without nodes that are
+        leaving: where one is, there is nothing to weigh."""
         if self._seen is None or self._seen[0] != capacity:
             self._seen = capacity, now
-        if not leaving and not self._settled(now):
+        if not self.leaving and not self._settled(now):
             return None
-        best = self.best(config, capacity)
-        here = degrees_of(config)
+        best, here = self.best(config, capacity), degrees_of(config)
         if best is None or best == here:
             return None
-        if leaving:
+        if self.leaving:
             return Change(best, f"a node is leaving: {here.ranks} -> {best.ranks} ranks")
-        if best.ranks <= here.ranks:
-            return None
         gain_s = steps_left * step_s * (1 - here.ranks / best.ranks)
-        if gain_s <= self.cost_s:
+        if best.ranks <= here.ranks or gain_s <= self.cost_s:
             return None
         return Change(
             best,
@@ -143,31 +164,86 @@ class Elasticity:
         )
 
     def without(
-        self,
-        config: Config,
-        straggler: Straggler,
-        address: str,
-        capacity: int,
-        now: float,
-        step_s: float,
-        steps_left: int,
+        self, slow: Straggler, address: str, config: Config, capacity: int, now: float, left_s: float
     ) -> Change | None:
         """The change that leaves a slow rank's node out, if that is faster. ``capacity``: without that node.
 
         All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks. Where
         nodes have just come or gone, what to do about that comes first: one change costs less than two.
         """
-        if not self._settled(now):
-            return None
         here = degrees_of(config)
-        best = self.best(config, min(capacity, here.ranks))
-        if best is None or best.ranks * straggler.times <= here.ranks * _WORTH:
+        if not self._settled(now) or (best := self.best(config, min(capacity, here.ranks))) is None:
             return None
-        if steps_left * step_s * (1 - here.ranks / (best.ranks * straggler.times)) <= self.cost_s:
+        faster = best.ranks * slow.times / here.ranks
+        if faster <= _WORTH or left_s * (1 - 1 / faster) <= self.cost_s:
             return None
-        reason = f"rank {straggler.rank} on {address} takes {straggler.times:.2f} times as long as others"
+        reason = f"rank {slow.rank} on {address} takes {slow.times:.2f} times as long as others"
         return Change(best, f"{reason}: on without it")
 
     def _settled(self, now: float) -> bool:
-        """Whether the capacity has been the same for long enough."""
         return self._seen is not None and now - self._seen[1] >= self._elastic.settle_s
+
+    def best(self, config: Config, capacity: int) -> Degrees | None:
+        """`best_degrees` among layouts that are not refused, searched for once."""
+        key = degrees_of(config), capacity
+        if key not in self._best:
+
+            def runs(config: Config) -> bool:
+                return degrees_of(config) not in self._refused and self._runs(config)
+
+            self._best[key] = best_degrees(config, capacity, runs, self._elastic)
+        return self._best[key]
+
+    def refuse(self, degrees: Degrees) -> None:
+        """Planning refuses a layout, for a reason that only measured costs show: it is not proposed again."""
+        self._refused.add(degrees)
+        self._best.clear()
+
+    def _avoided(self, now: float) -> tuple[str, ...]:
+        """Addresses of nodes that no rank is to be placed on at present."""
+        return tuple(sorted(address for address, (until, _) in self._quarantined.items() if until > now))
+
+    def what_is_left(
+        self, error: NoRoomError, why: str, left: int, config: Config, step: int, stopped: Callable[[], bool]
+    ) -> Generator[Event, None, Change]:
+        """The change to what nodes there are, waiting for more if they are too few.
+
+        left: ranks that have just given up their places, which Ray may not count as free yet. Raises the
+        error of a run that is not elastic.
+        """
+        if self._elastic.max_ranks is None:
+            raise error
+        self._waiting_since = self._waiting_since or time.monotonic()
+        deadline = self._waiting_since + self._elastic.wait_s
+        told = False
+        while not stopped():
+            avoid = self._avoided(time.monotonic())
+            capacity = max(left, self._launcher.capacity(None, avoid)[0])
+            best = self.best(config, capacity)
+            if best is not None and time.monotonic() <= deadline:
+                return Change(best, f"{why}: {error}", avoid)
+            if avoid:  # better slow than not at all
+                self._quarantined = {node: (0.0, seconds) for node, (_, seconds) in self._quarantined.items()}
+                continue
+            if time.monotonic() > deadline:
+                raise NoRoomError(f"{error}; no layout from elastic.min_ranks on fits {capacity} ranks")
+            if not told:
+                told = True
+                yield Incident(kind="waiting", text=f"{error}; waiting for nodes", step=step)
+            time.sleep(_NODES_SECONDS)
+        raise StoppedError
+
+    def started(self) -> None:
+        """Ranks have started: there is room."""
+        self._waiting_since = None
+
+
+def can_be_planned(config: Config, vocabulary: int) -> bool:
+    """Whether model and batch fit a layout, and its schedule can be planned."""
+    try:
+        shape = config.check(vocabulary)
+        # Schedules that are searched for are planned from measured costs: of another schedule's run.
+        build_schedule(config.with_schedule("megatron") if config.overlap.needs_profile else config, shape)
+    except ValueError:
+        return False
+    return True

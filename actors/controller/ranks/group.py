@@ -7,16 +7,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from braid.actors.config import ClusterConfig, ConfigError, FailureConfig
 from braid.actors.controller.ranks.health import Vigil
 from braid.actors.controller.records.span_files import SpanCounts
 from braid.actors.stage.files.reading import UnreadableError
 from braid.actors.stage.rank.interface import Pulse, Rank
+from braid.actors.stage.rank.messages import Rendezvous
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Method: TypeAlias = Callable[Concatenate[Any, _P], _R]
+
+
+def _names(*methods: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(method.__name__ for method in methods)
+
 
 _PULSE_SECONDS = 0.5
 """Between two questions to a rank that is at work."""
@@ -24,24 +31,12 @@ _CAUSE_SECONDS = 0.3
 """For so long a rank's error is not believed to be the first one: another rank may have died."""
 _INTERRUPT_SECONDS, _GPU_INTERRUPT_SECONDS = 5.0, 30.0
 """A rank that has not dropped its work by then is killed; NCCL takes seconds to abort communicators."""
-_STEADY = frozenset(
-    method.__name__ for method in (Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
-)
+_STEADY = _names(Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
 """Calls during which ranks count what they do, or tell that they work by themselves: lack of progress bounds
 them. All other calls have a limit of time."""
-_LONG = frozenset(
-    method.__name__
-    for method in (
-        Rank.setup,
-        Rank.profile,
-        Rank.activation_bytes,
-        Rank.damage,
-        Rank.load,
-        Rank.load_initial,
-        Rank.restore_copies,
-        Rank.rescue,
-        Rank.begin_save,
-    )
+_LONG = _names(
+    *(Rank.setup, Rank.profile, Rank.activation_bytes, Rank.damage, Rank.load, Rank.load_initial),
+    *(Rank.restore_copies, Rank.rescue, Rank.begin_save),
 )
 """Calls that read, write, send or measure as much as a model has."""
 _CALL_SECONDS, _LONG_SECONDS = 120.0, 1200.0
@@ -59,11 +54,8 @@ class WorkerError(RuntimeError):
         self, rank: int, message: str, *, user_error: bool = False, trace: str = "", died: bool = False
     ) -> None:
         super().__init__(f"rank {rank}: {message}")
-        self.rank = rank
-        self.user_error = user_error
-        self.user_message = message
-        self.trace = trace
-        self.died = died
+        self.rank, self.user_message, self.user_error = rank, message, user_error
+        self.trace, self.died = trace, died
         self.unwell_seconds = 0.0
         """For how long before this the rank had not been known to be well."""
 
@@ -83,6 +75,8 @@ Outcome = tuple[Any] | WorkerError
 """What a call came to."""
 Answer = tuple[int, str, Any]
 """A rank, what it was asked beside its call, and its answer."""
+Polled = tuple[list[tuple[int, Outcome]], list[Answer]]
+"""What calls of ranks came to, and answers to questions."""
 
 
 def never() -> bool:
@@ -107,8 +101,7 @@ class WorkerGroup(ABC):
     def __init__(self, ranks: int, failure: FailureConfig, cluster: ClusterConfig, *, on_gpus: bool) -> None:
         self._ranks = ranks
         self._interrupt_s = _GPU_INTERRUPT_SECONDS if on_gpus else _INTERRUPT_SECONDS
-        self._silence_s = failure.silence_s
-        self._stall_s = cluster.group_timeout_s
+        self._silence_s, self._stall_s = failure.silence_s, cluster.group_timeout_s
         self._limit_s = max(_CALL_SECONDS, cluster.group_timeout_s)
         self._long_limit_s = max(_LONG_SECONDS, cluster.group_timeout_s * (_LONG_SECONDS / _CALL_SECONDS))
         self._stopped: Callable[[], bool] = never
@@ -118,26 +111,14 @@ class WorkerGroup(ABC):
         self._awake: set[int] = set()
         """Ranks that have answered a question since they were started: the first answer may take long."""
 
-    def call(
-        self,
-        rank: int,
-        method: Callable[Concatenate[Any, _P], _R],
-        *arguments: _P.args,
-        **named: _P.kwargs,
-    ) -> _R:
+    def call(self, rank: int, method: _Method[_P, _R], *arguments: _P.args, **named: _P.kwargs) -> _R:
         return self.call_some([rank], method, *arguments, **named)[0]
 
-    def call_all(
-        self, method: Callable[Concatenate[Any, _P], _R], *arguments: _P.args, **named: _P.kwargs
-    ) -> list[_R]:
+    def call_all(self, method: _Method[_P, _R], *arguments: _P.args, **named: _P.kwargs) -> list[_R]:
         return self.call_some(range(self._ranks), method, *arguments, **named)
 
     def call_some(
-        self,
-        ranks: Sequence[int],
-        method: Callable[Concatenate[Any, _P], _R],
-        *arguments: _P.args,
-        **named: _P.kwargs,
+        self, ranks: Sequence[int], method: _Method[_P, _R], *arguments: _P.args, **named: _P.kwargs
     ) -> list[_R]:
         """Call ranks at once and wait for all results, in the order of ``ranks``.
 
@@ -278,9 +259,7 @@ class WorkerGroup(ABC):
         """Call ``pulse`` or ``interrupt`` of a rank that is at work; no pulse while an answer is due."""
 
     @abstractmethod
-    def _poll(
-        self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
         """Wait for something; returns outcomes of the ranks waited for, and answers to questions."""
 
     @abstractmethod
@@ -292,9 +271,20 @@ class WorkerGroup(ABC):
         """Start new processes in the places of ranks."""
 
 
-class Collector(Protocol):
-    """Takes the spans that ranks stream."""
+def rendezvous(
+    group: WorkerGroup, timeout_s: float, generation: int = 1, copies_shift: int = 0
+) -> Rendezvous:
+    """Open a store on the first rank, where all of a group's ranks meet."""
+    return Rendezvous(
+        address=group.addresses[0],
+        port=group.call(0, Rank.open_store, timeout_s),
+        generation=generation,
+        hosts=tuple(group.hosts),
+        copies_shift=copies_shift,
+    )
 
+
+class Collector(Protocol):
     @property
     def target(self) -> Any:
         """What ranks are told (`Worker.stream_spans`)."""

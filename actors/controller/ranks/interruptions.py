@@ -3,18 +3,17 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from braid.actors.config import FailureConfig
 from braid.actors.controller.ranks.group import WorkerError
-from braid.actors.controller.state.recovery import Changed, Failure
+from braid.actors.controller.state.recovery import Interruption
 
 MAX_TRIES: Final = 5
 """Of one recovery: failures in a row between which no step was done."""
 BACKOFF_S: Final = 1.0
 """Before the second try of a recovery; doubled each time."""
-
-
 REFILL_STEPS: Final = 100
 """So many new steps give one failure back."""
 
@@ -33,10 +32,7 @@ class RestartBudget:
 
     def spend(self) -> bool:
         """Take one; False if none is left."""
-        if self.most < 0:
-            self.spent += 1
-            return True
-        if self.spent >= self.most:
+        if 0 <= self.most <= self.spent:
             return False
         self.spent += 1
         self._good = 0
@@ -66,7 +62,7 @@ class GuardError(WorkerError):
 class Interruptions:
     """Counts the interruptions of a run, and keeps the newest failure and change until a step is done."""
 
-    def __init__(self, config: FailureConfig, failure: Failure | None = None) -> None:
+    def __init__(self, config: FailureConfig, failure: Interruption | None = None) -> None:
         self._max_restarts = config.max_restarts
         self.budget = RestartBudget(config.max_restarts)
         self._spikes = RestartBudget(config.max_restarts)
@@ -76,7 +72,7 @@ class Interruptions:
         """Failures since a step was done last."""
         self.failure = failure
         """What the present generation was formed for, until a step is done."""
-        self._changed: Changed | None = None
+        self._changed: Interruption | None = None
         """The change that the present generation was formed for, until a step is done."""
 
     def goes_on_after(self, error: WorkerError) -> bool:
@@ -106,9 +102,13 @@ class Interruptions:
         tries = f", try {self._tries}" if self._tries > 1 else ""
         return f" (restart {self.budget}{tries})" if self._tries else ""
 
-    def change(self, changed: Changed) -> None:
+    def change(self, changed: Interruption) -> None:
         """The next generation has other ranks, and state from a checkpoint."""
-        self._changed = changed if self._changed is None else self._changed.then(changed)
+        if (before := self._changed) is not None:  # no step was done with the ranks of that one: both are one
+            ranks = [before.facts["ranks"][0], changed.facts["ranks"][1]]
+            given_up, text = changed.time - before.time, f"{before.text}; then {changed.text}"
+            changed = replace(before, text=text, facts={"ranks": ranks}, parts={"given up": given_up})
+        self._changed = changed
         self.failure = None
 
     @contextlib.contextmanager
@@ -120,7 +120,7 @@ class Interruptions:
         if cause is not None:
             cause.parts[part] = time.monotonic() - begin
 
-    def step_done(self, step: int, now: float) -> list[Failure | Changed]:
+    def step_done(self, step: int, now: float) -> list[Interruption]:
         """So many steps are done: the failure and the change that are over with it."""
         self._tries = 0
         self.budget.step_done(step)

@@ -11,12 +11,8 @@ from typing import Any
 import ray
 import ray._private.state
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from braid.actors.config import Config
@@ -25,13 +21,13 @@ from braid.actors.controller.ranks.group import (
     Answer,
     NoRoomError,
     Outcome,
+    Polled,
     StoppedError,
     WorkerError,
     WorkerGroup,
     never,
     raised,
 )
-from braid.actors.controller.ranks.numbering import host_names, numbered
 from braid.actors.controller.ranks.rank_environment import rank_environment
 from braid.actors.controller.records.span_files import SpanCounts, SpanFiles
 from braid.actors.controller.state.recovery import rank_names
@@ -80,9 +76,8 @@ class RayLauncher:
     ) -> WorkerGroup:
         """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
         self.check(ranks)
-        if self._places:
-            with contextlib.suppress(ValueError):
-                remove_placement_group(get_placement_group(self._places))
+        with contextlib.suppress(ValueError):  # there is none of that name
+            remove_placement_group(get_placement_group(self._places))
         strategy = "SPREAD" if self._cluster.spread else "PACK"
         bundles = self._bundles(ranks, avoid, stopped)
         group = placement_group(bundles, strategy=strategy, name=self._places)
@@ -140,9 +135,7 @@ class RayLauncher:
         """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
         group is leaving."""
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
-        held = (
-            list(zip(group.node_ids, group.addresses, strict=True)) if isinstance(group, ActorGroup) else []
-        )
+        held = [*zip(group.node_ids, group.addresses, strict=True)] if isinstance(group, ActorGroup) else []
         stay = sum(node not in leaving and address not in avoid for node, address in held)
         leaves = any(node in leaving for node, _ in held)
         return stay + sum(self._free(avoid, leaving).values()), leaves
@@ -284,9 +277,7 @@ class ActorGroup(WorkerGroup):
             call = getattr(self._actors[rank], question).options(concurrency_group=BESIDE)
             self._questions[call.remote(*arguments)] = rank, question
 
-    def _poll(
-        self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
         calls = {self._calls[rank]: rank for rank in waiting}
         everything = [*calls, *self._questions]
         if not everything:  # the rank that a question is due from cannot be reached
@@ -294,22 +285,22 @@ class ActorGroup(WorkerGroup):
             return [], []
         ray.wait(everything, num_returns=1, timeout=timeout_s)
         ready, _ = ray.wait(everything, num_returns=len(everything), timeout=0)
+        outcomes: list[tuple[int, Outcome]] = []
         answers: list[Answer] = []
-        for reference in (r for r in ready if r in self._questions):
-            rank, question = self._questions.pop(reference)
-            with contextlib.suppress(RayError):
-                answers.append((rank, question, ray.get(reference)))
-        return [(calls[r], self._outcome(calls[r], r)) for r in ready if r in calls], answers
-
-    @staticmethod
-    def _outcome(rank: int, reference: Any) -> Outcome:
-        try:
-            return (ray.get(reference),)
-        except RayTaskError as error:
-            return raised(rank, error.cause, trace=str(error))
-        except RayError as error:  # it died, or its node cannot be reached
-            text = f"its actor died: {str(error).splitlines()[0]}"
-            return WorkerError(rank, text, died=True)
+        for reference in ready:
+            if reference in self._questions:
+                with contextlib.suppress(RayError):
+                    answers.append((*self._questions.pop(reference), ray.get(reference)))
+                continue
+            rank = calls[reference]
+            try:
+                outcomes.append((rank, (ray.get(reference),)))
+            except RayTaskError as error:
+                outcomes.append((rank, raised(rank, error.cause, trace=str(error))))
+            except RayError as error:  # it died, or its node cannot be reached
+                text = f"its actor died: {str(error).splitlines()[0]}"
+                outcomes.append((rank, WorkerError(rank, text, died=True)))
+        return outcomes, answers
 
     def describe(self) -> dict[str, Any]:
         return {"launcher": "ray", "ray": ray.__version__, "ranks": self._nodes}
@@ -339,7 +330,6 @@ class ActorGroup(WorkerGroup):
 
 
 def machine_name(has: Mapping[str, float]) -> str:
-    """A node by what it has: CPUs, GPUs, and which."""
     kinds = sorted(name for name in has if name.startswith("accelerator_type:"))
     return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
 
@@ -358,3 +348,40 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
 def _no_place(ranks: Sequence[int]) -> str:
     names = rank_names(ranks)
     return f"there is no room to start {names}: its node is gone and no other one is free; add a node"
+
+
+def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
+    """Assign the numbers ``ranks`` to the actors that were started with them; returns each number's actor.
+
+    Actors are sorted by node and GPU, so that inner axes lie inside nodes. An actor that replaces a lost rank
+    on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all ranks.
+    """
+
+    def place(rank: int) -> tuple[Any, ...]:
+        node = nodes[rank]
+        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
+
+    free, waiting = list(ranks), sorted(ranks, key=place)
+    taken: dict[int, int] = {}
+    for actor in list(waiting):
+        beside = [
+            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
+        ]
+        if beside:
+            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
+            taken[nearest] = actor
+            free.remove(nearest)
+            waiting.remove(actor)
+    taken |= dict(zip(free, waiting, strict=True))
+    return [taken[rank] for rank in ranks]
+
+
+def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
+    """A name for every rank's host: its address, with the begin of the node's id where nodes share one."""
+    ids: dict[str, set[str]] = {}
+    for address, node in zip(addresses, node_ids, strict=True):
+        ids.setdefault(address, set()).add(node)
+    return [
+        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
+        for address, node in zip(addresses, node_ids, strict=True)
+    ]

@@ -76,19 +76,15 @@ def _remove_orphans(place: Path) -> None:
     with contextlib.suppress(OSError):
         for folder in place.iterdir():
             with contextlib.suppress(OSError, ConfigError):  # it has gone, or somebody holds it
-                _remove_orphan(folder)
-
-
-def _remove_orphan(folder: Path) -> None:
-    match, status = _NAME.fullmatch(folder.name), folder.lstat()
-    if not match or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return  # others may plant names and links
-    if not (folder / _LOCK).exists() and Path(f"/proc/{match[1]}").exists():
-        return  # it is being made
-    lock = FileHold(folder / _LOCK)
-    lock.take(0)
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.release()
+                match, status = _NAME.fullmatch(folder.name), folder.lstat()
+                if not match or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                    continue  # others may plant names and links
+                if not (folder / _LOCK).exists() and Path(f"/proc/{match[1]}").exists():
+                    continue  # it is being made
+                lock = FileHold(folder / _LOCK)
+                lock.take(0)
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Ranks as plain processes of this machine, for use without Ray and as the yardstick of Ray's price."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -27,6 +28,7 @@ from braid.actors.controller.ranks.group import (
     Answer,
     Collector,
     Outcome,
+    Polled,
     WorkerError,
     WorkerGroup,
     never,
@@ -99,10 +101,7 @@ class ProcessLauncher:
         self, config: Config, places: Sequence[ProcessPlace] | None = None, serve: "Serve | None" = None
     ) -> None:
         """``serve``: makes what each process serves, by default a `Worker`."""
-        self._serve = serve or _worker
-        self._config = config
-        self._cpus_per_rank = config.cluster.cpus_per_rank
-        self._places = places
+        self._config, self._places, self._serve = config, places, serve or _worker
 
     def check(self, ranks: int) -> None:
         """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has, or have no network."""
@@ -114,7 +113,7 @@ class ProcessLauncher:
         return socket_collector(SpanFiles(files, bytes_per_rank))
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        return int(usable_cpus() / self._cpus_per_rank), False
+        return int(usable_cpus() / self._config.cluster.cpus_per_rank), False
 
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
@@ -170,8 +169,8 @@ class ProcessGroup(WorkerGroup):
         context.set_forkserver_preload(PRELOADED)
         (calls, theirs), (pulse, their_pulse) = context.Pipe(), context.Pipe()
         process = context.Process(
-            target=_serve,
-            args=(rank, self._places[rank], theirs, their_pulse, self._environment, self._serve),
+            target=_run,
+            args=(self._serve, rank, self._places[rank], theirs, their_pulse, self._environment),
             name=f"braid rank {rank}",
             daemon=True,
         )
@@ -192,9 +191,7 @@ class ProcessGroup(WorkerGroup):
             self._children[rank].pulse.send((question, arguments))
             self._asked.setdefault(rank, deque()).append(question)
 
-    def _poll(
-        self, waiting: Collection[int], timeout_s: float
-    ) -> tuple[list[tuple[int, Outcome]], list[Answer]]:
+    def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
         calls = {self._children[rank].calls.connection: rank for rank in waiting}
         pulses = {self._children[rank].pulse.connection: rank for rank in self._asked}
         ready = set(multiprocessing.connection.wait([*calls, *pulses], timeout_s))
@@ -207,25 +204,25 @@ class ProcessGroup(WorkerGroup):
                     self._asked[rank].clear()
                 if not self._asked[rank]:
                     del self._asked[rank]
-        outcomes = []
+        outcomes: list[tuple[int, Outcome]] = []
         for connection, rank in calls.items():
             if connection in ready:
-                outcome = self._receive(rank)
                 self._owed[rank] -= 1
-                if not self._owed[rank] or (isinstance(outcome, WorkerError) and outcome.died):
+                try:
+                    outcome: Outcome = connection.recv()
+                except (EOFError, OSError):
+                    outcomes.append((rank, self._ended(rank)))
+                    continue
+                if not self._owed[rank]:
                     outcomes.append((rank, outcome))  # else the answer to a call that nobody waits for
         return outcomes, answers
 
-    def _receive(self, rank: int) -> Outcome:
-        child = self._children[rank]
-        try:
-            outcome: Outcome = child.calls.connection.recv()
-        except (EOFError, OSError):
-            child.process.join(_EXIT_CODE_SECONDS)
-            code = child.process.exitcode
-            text = "its process is ending" if code is None else f"its process ended with exit code {code}"
-            return WorkerError(rank, text, died=True)
-        return outcome
+    def _ended(self, rank: int) -> WorkerError:
+        process = self._children[rank].process
+        process.join(_EXIT_CODE_SECONDS)
+        code = process.exitcode
+        text = "its process is ending" if code is None else f"its process ended with exit code {code}"
+        return WorkerError(rank, text, died=True)
 
     def _kill(self, rank: int) -> None:
         self._asked.pop(rank, None)  # it answers nothing more, and its pipe is closed
@@ -309,13 +306,13 @@ def _worker(rank: int, address: str) -> Any:
     return Worker(rank, address)
 
 
-def _serve(
+def _run(
+    serve: Serve,
     rank: int,
     place: ProcessPlace,
     calls: Connection,
     pulse: Connection,
     environment: Mapping[str, str],
-    serve: Serve,
 ) -> None:
     """A rank's main loop: a method's name and arguments in, its result or its failure out."""
     die_with(os.getppid())  # the fork server's, which ends with whoever started it
@@ -331,27 +328,21 @@ def _serve(
     threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)
     served.append(worker)
-    while True:
-        try:
+    method = ""
+    with contextlib.suppress(EOFError, OSError):  # the pipe is closed
+        while method != "close":
             method, arguments = calls.recv()
-        except (EOFError, OSError):
-            break
-        try:
-            outcome: Any = (getattr(worker, method)(*arguments),)
-        except Exception as error:
-            outcome = raised(rank, error, traceback.format_exc())
-        try:
+            try:
+                outcome: Any = (getattr(worker, method)(*arguments),)
+            except Exception as error:
+                outcome = raised(rank, error, traceback.format_exc())
             calls.send(outcome)
-        except OSError:
-            break
-        if method == "close":
-            break
 
 
 def _answer(pulse: Connection, served: list[Any]) -> None:
     """Call ``pulse`` and ``interrupt`` beside the main loop; what is served need not have them."""
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             question, arguments = pulse.recv()
             answer = None
             try:
@@ -360,8 +351,6 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
             except Exception:  # it must not end the thread that shows that a rank lives
                 traceback.print_exc()
             pulse.send(answer)
-        except (EOFError, OSError):
-            return
 
 
 def enter_namespace(namespace: str | int) -> None:

@@ -1,1 +1,1 @@
-"""What a run writes down: steps, events, incidents (`run_records.py`), reports, spans (`span_files.py`)."""
+"""What a run writes down: steps, events and incidents (`run_records.py`), a report, spans."""

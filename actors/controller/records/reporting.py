@@ -11,14 +11,9 @@ from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.rank.messages import SerialStep, StepResult
 from braid.scheduling.trace.spans import OverlapNumbers
 
-_OVERLAP = (
-    "communication_seconds",
-    "exposed_seconds",
-    "slowdown_seconds",
-    "launch_gap_seconds",
-    "bubble_seconds",
-    "waiting_seconds",
-)
+_PARTS = ("communication", "exposed", "slowdown", "launch_gap", "bubble", "waiting")
+"""Of a step's time, in `OverlapNumbers` with ``_ns`` behind them, in records with ``_seconds``."""
+_OVERLAP = tuple(f"{part}_seconds" for part in _PARTS)
 _OF_A_STEP = ("step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens")
 
 
@@ -52,7 +47,19 @@ def build_report(
     timed = steps[1:] or steps
     step_seconds = [step["seconds"] for step in timed]
     seconds = sum(step["wall_seconds"] or step["seconds"] for step in timed)
-    sections: dict[str, Any] = {}
+    sections: dict[str, Any] = {"overlap": None}
+    if steps:  # means; what needs a profile is None without a profile
+        means = {name: overlaps[len(steps) > 1].mean(name) for name in _OVERLAP}
+        communication = means["communication_seconds"] or 0.0
+        hidden = communication - (means.pop("exposed_seconds") or 0.0)
+        sections["overlap"] = {
+            **means,
+            "hidden_seconds": hidden,
+            "hidden_fraction": hidden / communication if communication else 1.0,
+            "alpha": serial.alpha if serial else None,
+            "limit_speedup": serial.limit_speedup if serial else None,
+            "recovered": serial.recovered(median(step_seconds)) if serial else None,
+        }
     if last_experts:  # in the last step, as training changes the spread of tokens, and on average
         mean = {name: experts.mean(name) for name in last_experts}
         sections["experts"] = {"last": last_experts, "mean": mean}
@@ -75,7 +82,6 @@ def build_report(
             "seconds": sum(sums.totals["communication_seconds"] for sums in overlaps),
             "exposed_seconds": sum(sums.totals["exposed_seconds"] for sums in overlaps),
         },
-        "overlap": _overlap(overlaps[len(steps) > 1], step_seconds, serial) if steps else None,
         **sections,
     }
 
@@ -97,64 +103,38 @@ class _Sums:
         return self.totals[name] / self._counts[name] if self._counts[name] else None
 
 
-def _overlap(sums: _Sums, step_seconds: Sequence[float], serial: SerialStep | None) -> dict[str, Any]:
-    """Means per step; what needs a profile is None without a profile."""
-    communication = sums.mean("communication_seconds") or 0.0
-    hidden = communication - (sums.mean("exposed_seconds") or 0.0)
-    return {
-        "communication_seconds": communication,
-        "hidden_seconds": hidden,
-        "hidden_fraction": hidden / communication if communication else 1.0,
-        **{name: sums.mean(name) for name in _OVERLAP[2:]},
-        "alpha": serial.alpha if serial else None,
-        "limit_speedup": serial.limit_speedup if serial else None,
-        "recovered": serial.recovered(median(step_seconds)) if serial else None,
-    }
-
-
 def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
     """What a line of ``ranks.jsonl`` says of every rank.
 
     ``waits_for``: peer, operator and seconds of the longest waits for a peer.
     """
 
-    def seconds(name: str) -> list[float | None]:
-        values = [getattr(result.overlap, f"{name}_ns") for result in results]
+    def seconds(part: str) -> list[float | None]:
+        values = [getattr(result.overlap, f"{part}_ns") for result in results]
         return [None if ns is None else ns / 1e9 for ns in values]
 
-    parts = ("communication", "hidden", "exposed", "slowdown", "launch_gap", "bubble", "waiting", "compute")
+    names = ("seconds", "peak_bytes", "lifetime_peak_bytes", "dropped_spans", "sampled_every")
     return {
-        "seconds": [result.seconds for result in results],
-        **{f"{name}_seconds": seconds(name) for name in parts},
+        **{f"{part}_seconds": seconds(part) for part in (*_PARTS, "hidden", "compute")},
         "waits_for": [
             [[wait.peer, wait.operator, wait.ns / 1e9] for wait in result.overlap.peer_waits]
             for result in results
         ],
-        "peak_bytes": [result.peak_bytes for result in results],
-        "lifetime_peak_bytes": [result.lifetime_peak_bytes for result in results],
-        "dropped_spans": [result.dropped_spans for result in results],
-        "sampled_every": [result.sampled_every for result in results],
+        **{name: [getattr(result, name) for result in results] for name in names},
     }
 
 
 def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
-    """The fields of a step's record that come from spans: means over the ranks, in seconds."""
+    """The fields of a step's record that come from spans: means over the ranks, in seconds; None for what is
+    not known of a rank."""
 
-    def mean(name: str) -> float:
-        return sum(getattr(rank, name) for rank in ranks) / len(ranks) / 1e9
+    def mean(values: Sequence[int | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) / 1e9 if len(known) == len(ranks) else None
 
-    communication, exposed = mean("communication_ns"), mean("exposed_ns")
-    known = all(rank.slowdown_ns is not None for rank in ranks)
-    return {
-        "communication_seconds": communication,
-        "exposed_seconds": exposed,
-        "hidden_fraction": 1.0 - exposed / communication if communication else 1.0,
-        "slowdown_seconds": mean("slowdown_ns") if known else None,
-        "launch_gap_seconds": mean("launch_gap_ns"),
-        "bubble_seconds": mean("bubble_ns"),
-        "waiting_seconds": mean("waiting_ns"),
-        "exposed_by_axis": {
-            axis: sum(rank.exposed_by_axis_ns.get(axis, 0) for rank in ranks) / len(ranks) / 1e9
-            for axis in sorted({axis for rank in ranks for axis in rank.exposed_by_axis_ns})
-        },
-    }
+    means = {f"{part}_seconds": mean([getattr(rank, f"{part}_ns") for rank in ranks]) for part in _PARTS}
+    axes = sorted({axis for rank in ranks for axis in rank.exposed_by_axis_ns})
+    by_axis = {axis: mean([rank.exposed_by_axis_ns.get(axis, 0) for rank in ranks]) for axis in axes}
+    exposed, communication = means["exposed_seconds"] or 0.0, means["communication_seconds"]
+    hidden = 1.0 - exposed / communication if communication else 1.0
+    return {**means, "hidden_fraction": hidden, "exposed_by_axis": by_axis}

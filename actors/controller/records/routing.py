@@ -3,7 +3,7 @@
 Legend: L layers with experts, E experts of each, G groups of ranks that exchange tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 from typing import Any, Final
@@ -82,9 +82,13 @@ def expert_numbers(
         dropped_L[[layers.index(layer) for layer in sums.layers]] += sums.dropped
         losses_2 += sums.losses.sum(0)
     shares_LE = visits_LE / visits_LE.sum(1, keepdims=True)
+    logs_LE = np.log(np.where(shares_LE > 0, shares_LE, 1.0))
+    entropy_L = (
+        -(shares_LE * logs_LE).sum(1) / log(shape.experts) if shape.experts > 1 else np.ones(len(layers))
+    )
     numbers: dict[str, Any] = {
         **_mean_and_worst("imbalance", shares_LE.max(1) * shape.experts, max),
-        **_mean_and_worst("entropy", _entropy(shares_LE), min),
+        **_mean_and_worst("entropy", entropy_L, min),
     }
     if shape.capacity_factor:
         numbers |= _mean_and_worst("dropped", dropped_L / visits_LE.sum(1), max)
@@ -102,13 +106,6 @@ def expert_numbers(
     )
 
 
-def numbers_of(content: Mapping[str, Any] | None) -> ExpertNumbers | None:
-    if content is None:
-        return None
-    visits = tuple(map(tuple, content["visits"]))
-    return ExpertNumbers(**{**content, "layers": tuple(content["layers"]), "visits": visits})
-
-
 def _added(layers: Sequence[int], experts: int, ranks: Iterable[RoutingSums | None]) -> NDArray[np.int64]:
     """Visits of all ranks (L x E)."""
     visits_LE = np.zeros((len(layers), experts), np.int64)
@@ -121,16 +118,6 @@ def _mean_and_worst(name: str, values_L: NDArray[np.float64], worst: Any) -> dic
     values = values_L.tolist()
     mean = sum(values) / len(values)
     return {name: round(mean, _PLACES), f"worst_{name}": round(worst(values), _PLACES)}
-
-
-def _entropy(shares_LE: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of every layer, as a share of log E."""
-    experts = shares_LE.shape[1]
-    if experts == 1:
-        return np.ones(len(shares_LE))
-    logs_LE = np.log(np.where(shares_LE > 0, shares_LE, 1.0))
-    entropy_L: NDArray[np.float64] = -(shares_LE * logs_LE).sum(1) / log(experts)
-    return entropy_L
 
 
 def _rank_imbalance(

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,9 @@ from braid.actors.controller.records.step_record import StepRecord, read_metrics
 from braid.actors.controller.state.locks import FileHold, HeldError
 from braid.actors.controller.state.manifest import write_durably
 from braid.actors.controller.state.mirror import RunIdentity
-from braid.actors.controller.state.recovery import Failure
+from braid.actors.controller.state.recovery import Interruption, failure_of
 from braid.actors.stage.rank import log
-from braid.scheduling.model.shape import ModelShape
+from braid.actors.stage.rank.messages import RunPlan
 from braid.scheduling.text.json_text import json_text
 
 
@@ -40,8 +40,6 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """A training step is over."""
-
     record: StepRecord
     ranks: dict[str, Any]
     """A line of ``ranks.jsonl``: lists with an entry per rank."""
@@ -49,8 +47,6 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
-    """A checkpoint was published."""
-
     step: int
     path: str
     seconds: float
@@ -80,7 +76,7 @@ class Incident:
 Event = Started | StepDone | CheckpointSaved | Finished | Incident
 
 
-_MARK = "run-mark"
+_MARK, _CONFIG = "run-mark", "config.yaml"
 
 WINDOW = 20
 """Records of the newest steps that are kept in memory; all are in the run's files."""
@@ -95,15 +91,11 @@ def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: 
         raise ConfigError(f"there is no run in {path} to resume; start it without --resume")
     if (path / ".lock").exists():
         _acquire(path).release()
-    if _holds_a_run(path) and not resume and not overwrite:
+    if (path / _CONFIG).exists() and not resume and not overwrite:
         raise ConfigError(
             f"run directory {path} already holds a run; continue it with --resume, "
             f"choose another with --set name=..., or replace it with --overwrite"
         )
-
-
-def _holds_a_run(path: Path) -> bool:
-    return (path / "config.yaml").exists()
 
 
 def _acquire(path: Path) -> FileHold:
@@ -124,17 +116,14 @@ class RunDirectory:
         """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
         self.path = config.run_directory
         check_run_directory(config, resume=resume, overwrite=overwrite, mark=mark)
-        try:
+        with _unwritable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
         self._lock = _acquire(self.path)
-        self._replaces = not resume and _holds_a_run(self.path)
+        self._replaces = not resume and (self.path / _CONFIG).exists()
         self.trouble = ""
         """Why a line could not be written; empty if all could."""
-        self._described = False
         self._description: dict[str, str | bytes] = {}
-        """Files that `describe` wrote."""
+        """Files that `describe` wrote; empty before."""
         self.identity = identity_of(self.path, config.name, mark if resume else "")
         """Tells this run's checkpoints from others'."""
         self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
@@ -142,38 +131,28 @@ class RunDirectory:
             self.close()
             check_run_directory(config, resume=resume, overwrite=overwrite)
 
-    def _empty(self) -> None:
-        begun = (self.path / ".lock").stat().st_mtime_ns
-        for old in (self.path / log.FOLDER).glob("*"):
-            if old.stat().st_mtime_ns < begun:  # the others are of ranks that have started
-                old.unlink()
-        for path in self.path.iterdir():
-            if path.name not in (".lock", log.FOLDER):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-    def describe(
-        self,
-        config: Config,
-        shape: ModelShape,
-        schedule: str,
-        cluster: dict[str, Any],
-        files: Mapping[str, str | bytes],
-    ) -> None:
+    def describe(self, plan: RunPlan, cluster: dict[str, Any]) -> None:
         """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
         if self._replaces:
-            self._empty()
+            begun = (self.path / ".lock").stat().st_mtime_ns
+            for old in (self.path / log.FOLDER).glob("*"):
+                if old.stat().st_mtime_ns < begun:  # the others are of ranks that have started
+                    old.unlink()
+            for path in self.path.iterdir():
+                if path.name not in (".lock", log.FOLDER):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             self._replaces = False
-        self._description = {
+        description = {
             _MARK: "\n".join([self.identity.mark, *self.identity.replaces]),
-            "config.yaml": config.to_yaml(),
-            "schedule.txt": schedule,
+            _CONFIG: plan.config.to_yaml(),
+            "schedule.txt": plan.schedule,
             "cluster.json": json_text(cluster, indent=1),
-            "model.json": json_text(asdict(shape), indent=1),
-            **files,
+            "model.json": json_text(asdict(plan.shape), indent=1),
+            **plan.files,
         }
-        for name, content in self._description.items():
+        for name, content in description.items():
             self._write(name, content)
-        self._described = True
+        self._description = description
 
     def _make_anew(self) -> None:
         """Write the description again where somebody has removed the directory: the run goes on in it.
@@ -201,13 +180,17 @@ class RunDirectory:
         """Replace a file; a run that is under way goes on where there is no room for it."""
         path = self.path / name
         content = content.encode() if isinstance(content, str) else content
-        try:
+        with self._telling(path) if self._description else _unwritable(path):
             path.parent.mkdir(exist_ok=True)
             if not path.exists() or path.read_bytes() != content:
                 write_durably(path, content)
+
+    @contextlib.contextmanager
+    def _telling(self, path: Path) -> Iterator[None]:
+        """Say in `trouble` that a file cannot be written in the block."""
+        try:
+            yield
         except OSError as error:
-            if not self._described:
-                raise _unwritable(path, error) from None
             self.trouble = f"{path} cannot be written: {error.strerror}"
 
     @property
@@ -222,14 +205,13 @@ class RunDirectory:
                 break
         return newest
 
-    def unfinished(self) -> Failure | None:
+    def unfinished(self) -> Interruption | None:
         """The end of a controller before this one, if it did not end as it should have."""
         event, step = last_line(self.path / "events.jsonl"), last_line(self.metrics)
         if not event or not step or event["kind"] in ("finished", "failed"):
             return None
-        now = time.time()
         text = "the controller died, and with it the ranks; a new one goes on"
-        return Failure(None, text, step["step"], now, unwell_seconds=max(0.0, now - step["time"]))
+        return failure_of(None, text, step["step"], unwell_seconds=max(0.0, time.time() - step["time"]))
 
     @property
     def metrics(self) -> Path:
@@ -239,12 +221,8 @@ class RunDirectory:
     def rewind(self, first_step: int) -> list[StepRecord]:
         """Drop the metrics of steps that will run again; returns the newest `WINDOW` records that stay."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
-            try:
+            with contextlib.nullcontext() if self._description else _unwritable(self.path / name):
                 cut_off(self.path / name, first_step)
-            except OSError as error:
-                if self._described:
-                    raise
-                raise _unwritable(self.path / name, error) from None
             self._waiting[name].keep(lambda line: json.loads(line)["step"] < first_step)
         waiting = [json.loads(line) for line in list(self._waiting["metrics.jsonl"].lines)[-WINDOW:]]
         older = [line for line, _ in islice(backwards(self.metrics), WINDOW)]
@@ -256,7 +234,6 @@ class RunDirectory:
         yield from (record_of(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
 
     def append(self, record: StepRecord, ranks: dict[str, Any]) -> None:
-        """Add a step's lines: of the whole run, and by rank."""
         self._make_anew()
         content = asdict(record)
         if record.experts is None:
@@ -286,10 +263,8 @@ class RunDirectory:
             self._flush(name)
 
     def _flush(self, name: str) -> None:
-        try:
+        with self._telling(self.path / name):
             self._waiting[name].write(self.path / name)
-        except OSError as error:
-            self.trouble = f"{self.path / name} cannot be written: {error.strerror}"
 
     def write_report(self, report: dict[str, Any]) -> str:
         """Write ``report.json``; returns why it could not be written, or nothing."""
@@ -311,11 +286,14 @@ class RunDirectory:
         self._lock.release()
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path} cannot be written: {error.strerror}; see to its rights, or name another folder with "
-        f"--set runs=..."
-    )
+@contextlib.contextmanager
+def _unwritable(path: Path) -> Iterator[None]:
+    """Raise `ConfigError` where a run that begins cannot write a file in the block."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "see to its rights, or name another folder with --set runs=..."
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; {remedy}") from None
 
 
 def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:

@@ -1,13 +1,11 @@
 """Keeps the spans that ranks stream in the run directory, within a budget of bytes per rank."""
 
 import contextlib
-import os
-import selectors
-import socket
+import socketserver
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -41,10 +39,6 @@ class SpanCounts:
     written: int = 0
     lost: int = 0
     """Not written: the disk was full, or batches were missing or damaged."""
-    dropped: dict[int, int] = field(default_factory=dict)
-    """By rank: what it dropped itself."""
-    every: dict[int, int] = field(default_factory=dict)
-    """By rank: it records every so many steps."""
     trouble: str = ""
     """Why something could not be written; empty if everything was."""
 
@@ -86,16 +80,11 @@ class SpanFiles:
         rank, counts = self._ranks[batch.rank], self._counts
         if batch.generation != rank.generation:
             rank.generation, rank.expected = batch.generation, 0
-        counts = replace(
-            counts,
-            lost=counts.lost + (batch.sequence - rank.expected if batch.sequence > rank.expected else 0),
-            dropped={**counts.dropped, batch.rank: batch.dropped},
-            every={**counts.every, batch.rank: batch.every},
-        )
+        counts = replace(counts, lost=counts.lost + max(0, batch.sequence - rank.expected))
         rank.expected = batch.sequence + 1
         try:
             if rank.file is None or rank.size >= self._file_bytes:
-                self._open_next(batch, rank)
+                self._open_next(f"rank-{batch.rank:05d}", rank)
             assert rank.file is not None
             rank.file.write(data)
             rank.file.flush()
@@ -106,31 +95,53 @@ class SpanFiles:
                 rank.close()
             self._counts = replace(counts, lost=counts.lost + len(batch.records), trouble=str(error))
 
-    def _open_next(self, batch: Batch, rank: _RankFile) -> None:
+    def _open_next(self, name: str, rank: _RankFile) -> None:
         rank.close()
         self._directory.mkdir(parents=True, exist_ok=True)
-        if rank.number < 0:
-            rank.number = max(map(_number, self._files(batch.rank)), default=-1)
-        rank.number += 1
-        rank.file = (self._directory / _name(batch.rank, f"{rank.number:04d}")).open("wb")
+        # From 9999 on, numbers in names have more digits, and names do not stand in order.
+        files = {int(path.name.split(".")[1]): path for path in self._directory.glob(f"{name}.*{SUFFIX}")}
+        rank.number = 1 + (rank.number if rank.number >= 0 else max(files, default=-1))
+        files[rank.number] = self._directory / f"{name}.{rank.number:04d}{SUFFIX}"
+        rank.file = files[rank.number].open("wb")
         rank.size = rank.file.write(head())
-        for path in sorted(self._files(batch.rank), key=_number)[:-FILES]:
-            path.unlink(missing_ok=True)
-
-    def _files(self, rank: int) -> Iterator[Path]:
-        return self._directory.glob(_name(rank, "*"))
-
-
-def _name(rank: int, number: str) -> str:
-    return f"rank-{rank:05d}.{number}{SUFFIX}"
-
-
-def _number(path: Path) -> int:
-    """Of a file: from 9999 on, names have more digits and do not stand in order."""
-    return int(path.name.split(".")[1])
+        for number in sorted(files)[:-FILES]:
+            files[number].unlink(missing_ok=True)
 
 
 _SOCKET = "/spans"
+_QUIET_SECONDS = 0.1
+"""A rank that has sent nothing for so long at the end of a run has nothing on its way."""
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    """Reads what a rank sends; a rank that sends other bytes than batches is shut out."""
+
+    server: "_Connections"
+
+    def handle(self) -> None:
+        self.request.settimeout(_QUIET_SECONDS)
+        unread = b""
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                try:
+                    data = self.request.recv(_READ)
+                except TimeoutError:
+                    if self.server.ending:
+                        return
+                    continue
+                if not data:
+                    return
+                unread += data
+                unread = unread[self.server.files.take(unread) :]
+
+
+class _Connections(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    request_queue_size = 128
+    ending = False
+
+    def __init__(self, files: SpanFiles) -> None:
+        self.files = files
+        super().__init__(files.target, _Connection)
 
 
 @contextlib.contextmanager
@@ -139,54 +150,14 @@ def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
     in the files."""
     with private_folder(room=len(_SOCKET)) as folder:
         files.target = f"{folder}{_SOCKET}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(files.target)
-        listener.listen()
-        reading, stop = os.pipe()
-        thread = threading.Thread(target=_collect, args=(listener, reading, files), name="span collector")
+        server = _Connections(files)
+        thread = threading.Thread(target=server.serve_forever, args=(_QUIET_SECONDS,), name="span collector")
         thread.start()
         try:
             yield files
         finally:
-            os.close(stop)
+            server.shutdown()
+            server.ending = True
+            server.server_close()  # once all connections have been read
             thread.join()
-            os.close(reading)
-            listener.close()
             files.close()
-
-
-def _collect(listener: socket.socket, stop: int, files: SpanFiles) -> None:
-    """Read from all ranks until told to stop; a rank that sends other bytes than batches is shut out."""
-    buffers: dict[socket.socket, bytearray] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(stop, selectors.EVENT_READ)
-        stopping = False
-        while not stopping:
-            ready = selector.select()
-            stopping = any(key.fileobj == stop for key, _ in ready)
-            for key, _ in ready:
-                if key.fileobj is listener:
-                    rank, _ = listener.accept()
-                    buffers[rank] = bytearray()
-                    selector.register(rank, selectors.EVENT_READ)
-                elif isinstance(key.fileobj, socket.socket) and not _read(key.fileobj, buffers, files):
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    del buffers[key.fileobj]
-        for rank in buffers:
-            rank.setblocking(False)
-            while _read(rank, buffers, files):
-                pass  # what is still on its way
-            rank.close()
-
-
-def _read(rank: socket.socket, buffers: dict[socket.socket, bytearray], files: SpanFiles) -> bool:
-    """Read what there is; False at the end."""
-    try:
-        data = rank.recv(_READ)
-        buffers[rank] += data
-        del buffers[rank][: files.take(bytes(buffers[rank]))]
-    except (OSError, ValueError):
-        return False
-    return bool(data)

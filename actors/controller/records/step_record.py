@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.actors.controller.records.json_lines import lines_of
-from braid.actors.controller.records.routing import ExpertNumbers, numbers_of
+from braid.actors.controller.records.routing import ExpertNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class StepRecord:
 
 def record_of(content: dict[str, Any]) -> StepRecord:
     """The record of a line; a number that every step has, and that is null there, was none (`json_text`)."""
-    experts = numbers_of(content.get("experts"))
-    none = {name: math.nan for name in _NUMBERS if content.get(name, 0.0) is None}
-    read = {"peak_bytes": tuple(content["peak_bytes"]), "experts": experts, **none}
-    return StepRecord(**{**content, **read})
-
-
-_NUMBERS = tuple(one.name for one in fields(StepRecord) if one.type is float)
+    numbers = {field.name for field in fields(StepRecord) if field.type is float}
+    read: dict[str, Any] = {name: math.nan for name in numbers if content.get(name, 0.0) is None}
+    if (experts := content.get("experts")) is not None:
+        read["experts"] = ExpertNumbers(
+            **{**experts, "layers": tuple(experts["layers"]), "visits": tuple(map(tuple, experts["visits"]))}
+        )
+    return StepRecord(**{**content, "peak_bytes": tuple(content["peak_bytes"]), **read})
 
 
 def read_metrics(path: Path) -> Iterator[StepRecord]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,19 @@ class Homes:
         return cls(store, mirror, run.mark, unmarked=resume)
 
     @property
-    def spare(self) -> CheckpointStore | None:
-        """Another disk to write to, where there is no room in the run's own directory."""
-        return self.mirror.store if self.mirror is not None else None
+    def stores(self) -> tuple[CheckpointStore, ...]:
+        """Disks to write to: the run's own directory and, where it has no room, a mirror that is a disk."""
+        spare = self.mirror.store if self.mirror is not None else None
+        return (self.store,) if spare is None else (self.store, spare)
 
     def steps(self) -> list[int]:
         """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
         folder that cannot be read has none at present."""
         steps: set[int] = set()
-        with contextlib.suppress(OSError):
-            steps |= {step for step in self.store.steps() if self.store.run_of(step) in self._own}
-        with contextlib.suppress(OSError):
-            steps |= set(self.spare.steps()) if self.spare is not None else set()
+        for store in self.stores:
+            with contextlib.suppress(OSError):
+                theirs = store is not self.store  # the mirror's folder is this run's alone
+                steps |= {step for step in store.steps() if theirs or store.run_of(step) in self._own}
         return sorted(steps)
 
     def begun(self) -> bool:
@@ -116,22 +117,9 @@ class Homes:
             complaints.append(str(error))
         away = bool(complaints) or not (here or there)
         for step in sorted(here | there, reverse=True):
-            if step in here:
+            for bring in [self._read] * (step in here) + [self._bring] * (step in there):
                 try:
-                    path = self.store.directory / f"step-{step}"
-                    return Found(
-                        str(path),
-                        _checked(path, verify),
-                        tuple(f"{text}; falling back to step {step}" for text in complaints),
-                    )
-                except CheckpointError as error:
-                    complaints.append(str(error))
-            if step in there and self.mirror is not None:
-                try:
-                    place, manifest = self._bring(self.mirror, step, verify)
-                    verb = "fetched" if self.spare is None else "read"
-                    note = "; ".join([*complaints, f"step {step} is {verb} from {self.mirror.url}"])
-                    return Found(place, manifest, (note,))
+                    return bring(step, verify, complaints)
                 except (CheckpointError, MirrorError, OSError) as error:
                     complaints.append(str(error))
         places = " or ".join([str(self.store.directory), *([self.mirror.url] if self.mirror else [])])
@@ -142,21 +130,29 @@ class Homes:
         text = f"; step-{max(others)} there is another run's" if others else ""
         raise AwayError(f"there is no checkpoint in {places}{text}; start without --resume")
 
-    def _bring(self, mirror: Mirror, step: int, verify: Verify | None) -> tuple[str, Manifest]:
-        """A copy as one of this machine's folders: in place, or fetched into the run's own directory."""
-        if mirror.store is not None:
-            path = mirror.store.directory / f"step-{step}"
-            mirror.manifest(step)
-            return str(path), _checked(path, verify)
-        if verify is None:
-            return f"{mirror.url}, step {step}", mirror.manifest(step)
-        folder = self.store.begin(step, 0)
-        try:
-            mirror.fetch(step, folder)
-            manifest = _checked(folder, verify)
-            return str(self.store.adopt(folder, manifest)), manifest
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _read(self, step: int, verify: Verify | None, complaints: Sequence[str]) -> Found:
+        path = self.store.directory / f"step-{step}"
+        notes = tuple(f"{text}; falling back to step {step}" for text in complaints)
+        return Found(str(path), _checked(path, verify), notes)
+
+    def _bring(self, step: int, verify: Verify | None, complaints: Sequence[str]) -> Found:
+        """The mirror's: a folder that is read there, or that is fetched into the run's own directory."""
+        mirror = self.mirror
+        assert mirror is not None
+        store = mirror.store
+        manifest, place = mirror.manifest(step), f"{mirror.url}, step {step}"
+        if store is not None:
+            manifest, place = _checked(path := store.directory / f"step-{step}", verify), str(path)
+        elif verify is not None:
+            folder = self.store.begin(step, 0)
+            try:
+                mirror.fetch(step, folder)
+                manifest = _checked(folder, verify)
+                place = str(self.store.adopt(folder, manifest))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        note = f"step {step} is {'fetched' if store is None else 'read'} from {mirror.url}"
+        return Found(place, manifest, ("; ".join([*complaints, note]),))
 
 
 def _checked(path: Path, verify: Verify | None) -> Manifest:

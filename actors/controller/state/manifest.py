@@ -7,31 +7,28 @@ overwritten, and nothing is loaded that does not match its manifest (docs/design
 
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from braid.actors.stage.files.digests import MANIFEST, Digests, damage
 from braid.actors.stage.files.reading import read_text
-
-VERSION = 1
-STEP_NAME = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing or damaged."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(BaseModel):
     """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
 
-    version: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    version: Literal[1] = 1
     step: int
     layout: dict[str, Any]
     data: dict[str, Any]
@@ -44,18 +41,11 @@ class Manifest:
     def from_json(text: str | bytes) -> "Manifest":
         """Read the text of a manifest; `ValueError` if it is none."""
         try:
-            content = json.loads(text)
-            files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
-            manifest = Manifest(**{**content, "files": files})
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
-        if not all(isinstance(part, dict) for part in (manifest.layout, manifest.data, manifest.shape)):
-            raise ValueError("layout, data and shape must be mappings")
-        if type(manifest.step) is not int:
-            raise ValueError(f"step {manifest.step!r} is no number")
-        if manifest.version != VERSION:
-            raise ValueError(f"version {manifest.version}; this Braid reads {VERSION}")
-        return manifest
+            return Manifest.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where} {first['input']!r:.60}: {first['msg']}".strip()) from None
 
 
 class CheckpointStore:
@@ -63,13 +53,9 @@ class CheckpointStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._trouble: list[str] = []
-
-    def trouble(self) -> list[str]:
-        """What could not be removed or written beside published checkpoints since the last question: nothing
-        that makes a checkpoint worse. Removals are tried again with the next checkpoint."""
-        told, self._trouble = self._trouble, []
-        return told
+        self.trouble: dict[str, None] = {}
+        """What could not be removed or written beside published checkpoints: nothing that makes a checkpoint
+        worse. Removals are tried again with the next checkpoint."""
 
     def begin(self, step: int, generation: int) -> Path:
         """A fresh directory for the ranks to write into."""
@@ -85,8 +71,8 @@ class CheckpointStore:
 
         `CheckpointError` if there are others in the folder, or of other sizes.
         """
-        manifest = Manifest(version=VERSION, files=dict(sorted(files.items())), **facts)
-        write_durably(written / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        manifest = Manifest(files=dict(sorted(files.items())), **facts)
+        write_durably(written / MANIFEST, manifest.model_dump_json(indent=1))
         inspect(written)
         _sync(written)
         return self._give_name(written, manifest.step)
@@ -113,7 +99,7 @@ class CheckpointStore:
         try:
             write_durably(self.directory / "latest", final.name)
         except OSError as error:
-            self._trouble.append(f"{self.directory / 'latest'} cannot be written: {error.strerror}")
+            self.trouble[f"{self.directory / 'latest'} cannot be written: {error.strerror}"] = None
         return final
 
     def _remove(self, path: Path) -> None:
@@ -130,7 +116,7 @@ class CheckpointStore:
             shutil.rmtree(path)
         except OSError as error:
             what = error.filename or path
-            self._trouble.append(f"{what} cannot be removed: {error.strerror}; it is tried again")
+            self.trouble[f"{what} cannot be removed: {error.strerror}; it is tried again"] = None
 
     def collect(
         self,
@@ -143,7 +129,7 @@ class CheckpointStore:
         spared: Collection[int] = (),
     ) -> None:
         """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
-        saves that never finished. What cannot be removed is told by `trouble`.
+        saves that never finished. What cannot be removed stands in `trouble`.
 
         newest      the step that was saved last. Later steps belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
@@ -153,27 +139,24 @@ class CheckpointStore:
         """
         for path in self.directory.glob("step-*.replaced-*"):
             self._remove(path)
-        for path in self.directory.glob("step-*.tmp-*"):
-            writer = path.name.rpartition("-")[2]
-            if generation is None or not writer.isdecimal() or int(writer) <= generation:
-                self._remove(path)
+        self.remove_unfinished(generation)
         steps = [step for step in self.steps() if newest is None or step <= newest]
         own = [step for step in steps if self.run_of(step) in (None, "", run)]
         for step in to_be_removed(own, keep, keep_every):
             if step not in spared:
                 self._remove(self.directory / f"step-{step}")
 
-    def remove_unfinished(self) -> None:
-        """Remove what saves have left that nobody will finish; no run may be writing."""
+    def remove_unfinished(self, generation: int | None = None) -> None:
+        """Remove what saves have left that nobody will finish: those of generations up to this one; of all,
+        where no run can be writing."""
         for path in self.directory.glob("step-*.tmp-*"):
-            self._remove(path)
+            writer = path.name.rpartition("-")[2]
+            if generation is None or not writer.isdecimal() or int(writer) <= generation:
+                self._remove(path)
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        matches = [STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
-        return sorted(int(match.group(1)) for match in matches if match)
+        return steps_named(path.name for path in self.directory.iterdir()) if self.directory.is_dir() else []
 
     def run_of(self, step: int) -> str | None:
         """The mark of the run that wrote a checkpoint; None if that cannot be read."""
@@ -188,6 +171,11 @@ class CheckpointStore:
             final = self.directory / aside.name.split(".")[0]
             if not final.exists():
                 os.rename(aside, final)
+
+
+def steps_named(folders: Iterable[str]) -> list[int]:
+    """The steps of checkpoints among folders of these names, oldest first."""
+    return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"step-(\d+)", name)))
 
 
 def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:

@@ -8,19 +8,20 @@ ranks themselves, and read in place.
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from braid.actors.config import ConfigError
+from braid.actors.config import CheckpointConfig, ConfigError
 from braid.actors.config.urls import check_protocol, file_system
 from braid.actors.controller.state.manifest import (
     MANIFEST,
-    STEP_NAME,
     CheckpointStore,
     Manifest,
     read_manifest,
+    steps_named,
     to_be_removed,
 )
 
@@ -118,7 +119,7 @@ class Mirror:
         self._check_own(manifest.run, checkpoint.name)
         with _using(self.url, f"{checkpoint.name} was not copied"):
             if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
-                self._check_own(self._run_of(target), checkpoint.name)
+                self.manifest(manifest.step)
                 self._files.rm_file(f"{target}/{MANIFEST}")
             for name in [*sorted(manifest.files), MANIFEST]:
                 place = f"{target}/{name}"
@@ -130,8 +131,7 @@ class Mirror:
         with _using(self.url, "it cannot be read"):
             self._files.invalidate_cache()
             manifests = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
-        names = [str(path).rsplit("/", 2)[1] for path in manifests]
-        return sorted(int(match.group(1)) for name in names if (match := STEP_NAME.fullmatch(name)))
+        return steps_named(str(path).rsplit("/", 2)[1] for path in manifests)
 
     def collect(self, keep: int, keep_every: int, newest: int) -> None:
         """Remove old copies by the same rule as in the run's own directory; ``newest`` was copied last."""
@@ -139,7 +139,7 @@ class Mirror:
         for step in to_be_removed(steps, keep, keep_every):
             folder = f"{self._root}/step-{step}"
             with _using(self.url, f"{folder} cannot be removed"):
-                self._check_own(self._run_of(folder), f"step-{step}")
+                self.manifest(step)
                 self._files.rm_file(f"{folder}/{MANIFEST}")  # first: half a folder is no checkpoint
                 self._files.rm(folder, recursive=True)
 
@@ -162,9 +162,74 @@ class Mirror:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(f"{self._root}/step-{step}/{name}", str(place))
 
-    def _run_of(self, folder: str) -> Any:
-        return json.loads(self._files.cat_file(f"{folder}/{MANIFEST}")).get("run")
-
     def _check_own(self, mark: Any, what: str) -> None:
         if mark != self.run.mark:
             raise MirrorError(f"checkpoint.mirror={self.url!r}: {what} is of another run and is left alone")
+
+
+class Upload(NamedTuple):
+    """A published checkpoint on its way to the mirror."""
+
+    step: int
+    generation: int
+    path: Path
+
+
+class Uploads:
+    """Copies checkpoints to the mirror one at a time, in a thread that nobody waits for. Of those that wait,
+    only the newest counts, and those that are kept for ever."""
+
+    def __init__(self, mirror: Mirror, keeping: CheckpointConfig) -> None:
+        self._mirror, self._keeping = mirror, keeping
+        self._waiting: list[Upload] = []
+        self._under_way: list[Upload] = []
+        self._failed: list[tuple[Upload, str]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="upload", daemon=True).start()
+
+    def add(self, upload: Upload) -> None:
+        every = self._keeping.keep_every
+        with self._changed:
+            self._waiting = [one for one in self._waiting if every and one.step % every == 0] + [upload]
+            self._changed.notify_all()
+
+    def in_use(self) -> set[int]:
+        """Steps whose checkpoints are still to be read."""
+        with self._changed:
+            return {upload.step for upload in (*self._waiting, *self._under_way)}
+
+    def failed(self) -> list[tuple[Upload, str]]:
+        """Copies that have failed since the last call, and why."""
+        with self._changed:
+            failed, self._failed = self._failed, []
+        return failed
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until all have arrived, or failed to, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._under_way), timeout_s)
+
+    def close(self) -> None:
+        """End the thread; the copy under way is given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                self._under_way = [upload] = [self._waiting.pop(0)]
+            failed: list[tuple[Upload, str]] = []
+            try:
+                self._mirror.put(upload.path)
+                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, upload.step)
+            except (OSError, ValueError) as error:
+                failed = [(upload, str(error))]
+            with self._changed:
+                self._under_way = []
+                self._failed += failed
+                self._changed.notify_all()

@@ -1,87 +1,51 @@
 """Where the state comes from after a failure, and what the failure was. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from time import time as wall_clock
+from typing import Any, Literal
 
 from braid.actors.config import Config
 from braid.actors.stage.rank.messages import CopiesHeld
 from braid.scheduling.mesh.mesh import MeshShape
 
 
-@dataclass
-class Failure:
-    """A rank that died, fell silent or raised, or the controller; and what became of it."""
+@dataclass(kw_only=True)
+class Interruption:
+    """What breaks off the steps of a run, and what became of it: a line of ``incidents.jsonl``."""
 
-    rank: int | None
-    """None: the controller."""
+    kind: Literal["rank failed", "controller died", "resized"]
     text: str
     step: int
     """Steps that were done by then."""
-    time: float
+    facts: dict[str, Any]
+    """What is told of this kind alone. Of a failure ``rank`` (None: the controller), the ranks ``replaced``,
+    ``restored_from``; of another number of ranks ``ranks``, before and after."""
+    time: float = field(default_factory=wall_clock)
     """When it was known, seconds since 1970."""
-    unwell_seconds: float
-    """For how long the rank had not been known to be well."""
-    gone: tuple[int, ...] = ()
-    """Ranks whose processes were replaced."""
-    source: str = "the beginning"
-    """What the state was restored from."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of the recovery's phases, in their order."""
 
-    def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
-        """A line of ``incidents.jsonl``, once the first step after it is done."""
+    def line(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
+        """What is written down once the first step after it is done."""
         return {
-            "kind": "rank failed" if self.rank is not None else "controller died",
-            "rank": self.rank,
+            "kind": self.kind,
             "text": self.text,
             "time": self.time,
             "step": self.step,
-            "detected_after_seconds": self.unwell_seconds,
-            "recovered_after_seconds": now - self.time,
-            "parts": self.parts,
-            "replaced": list(self.gone),
-            "restored_from": self.source,
-            "steps_lost": self.step - first_step,
-            "generation": generation,
-        }
-
-
-@dataclass
-class Changed:
-    """A change of the number of ranks, and what became of it."""
-
-    reason: str
-    step: int
-    """Steps that were done by then."""
-    time: float
-    before: int
-    after: int
-    """Ranks."""
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def then(self, next_change: "Changed") -> "Changed":
-        """Both as one: the next came before a step was done with the ranks of this one."""
-        return replace(
-            self,
-            reason=f"{self.reason}; then {next_change.reason}",
-            after=next_change.after,
-            parts={"given up": next_change.time - self.time},
-        )
-
-    def facts(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
-        """A line of ``incidents.jsonl``, once the first step after it is done."""
-        return {
-            "kind": "resized",
-            "text": self.reason,
-            "time": self.time,
-            "step": self.step,
-            "ranks": [self.before, self.after],
+            **self.facts,
             "recovered_after_seconds": now - self.time,
             "parts": self.parts,
             "steps_lost": self.step - first_step,
             "generation": generation,
         }
+
+
+def failure_of(rank: int | None, text: str, step: int, unwell_seconds: float) -> Interruption:
+    """``unwell_seconds``: for how long the rank, or the controller (None), had not been known to be well."""
+    facts = {"rank": rank, "detected_after_seconds": unwell_seconds, "restored_from": "the beginning"}
+    kind: Literal["rank failed", "controller died"] = "controller died" if rank is None else "rank failed"
+    return Interruption(kind=kind, text=text, step=step, facts={**facts, "replaced": []})
 
 
 def cost_of_a_failure(config: Config) -> str:
@@ -142,8 +106,3 @@ def _source(rank: int, step: int, held: Sequence[CopiesHeld], mesh: MeshShape) -
 
 def rank_names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def in_words(gone: Sequence[int]) -> str:
-    """What became of lost ranks."""
-    return f"{rank_names(gone)} replaced" if gone else "no rank is lost"

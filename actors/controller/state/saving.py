@@ -2,9 +2,9 @@
 
 A save has two halves. The ranks copy their state to host memory, which is all that training waits for, write
 it, hash it meanwhile and read it back; then the controller collects what the files are, gives the checkpoint
-its name and removes old ones. The mirror gets its copy later, from a thread of its own (`uploads.py`). A save
-that fails is tried again with the same state; where there is no room in the run's directory, in the mirror,
-if that is another disk. Whatever comes of it, training goes on. One save is under way at a time.
+its name and removes old ones. The mirror gets its copy later, from a thread of its own (`mirror.Uploads`). A
+save that fails is tried again with the same state; where there is no room in the run's directory, in the
+mirror, if that is another disk. Whatever comes of it, training goes on. One save is under way at a time.
 """
 
 import shutil
@@ -21,8 +21,8 @@ from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state.homes import Homes
 from braid.actors.controller.state.manifest import CheckpointStore, disk_is_full
+from braid.actors.controller.state.mirror import Upload, Uploads
 from braid.actors.controller.state.recovery import newest_common, rank_names
-from braid.actors.controller.state.uploads import Uploads
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import CopiesHeld, Rendezvous, Rescue, Written
 
@@ -35,11 +35,12 @@ _LATE_SECONDS = 30.0
 _AGAIN_SECONDS = 60.0
 """After a save that failed, until the next one is due whatever the configuration says."""
 
+Told = Iterator[CheckpointSaved | Incident]
+"""What there is to tell of saves."""
+
 
 @dataclass
 class _Save:
-    """One that is under way."""
-
     step: int
     generation: int
     facts: Mapping[str, Any]
@@ -52,14 +53,15 @@ class _Save:
 
 
 class Saver:
-    """Saves checkpoints of one run."""
-
     def __init__(self, homes: Homes, directory: RunDirectory, keeping: CheckpointConfig) -> None:
         self._homes, self._directory, self._keeping = homes, directory, keeping
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._uploads = Uploads(homes.mirror, keeping) if homes.mirror is not None else None
+        self._group: WorkerGroup
+        self._generation = 0
+        self._facts: Mapping[str, Any] = {}
         self._save: _Save | None = None
-        self._late: list[_Save] = []
+        self._late: list[tuple[_Save, Future[Path]]] = []
         """Abandoned by their ranks, but written: their publication is told when it is over."""
         self.last_step: int | None = None
         """Of the newest checkpoint of this run."""
@@ -77,19 +79,24 @@ class Saver:
         self._told_of: set[str] = set()
         """Trouble with old checkpoints that was told."""
 
-    def step_done(
-        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
-    ) -> Iterator[CheckpointSaved | Incident]:
+    def goes_on(self, done: int, group: WorkerGroup, generation: int, facts: Mapping[str, Any]) -> None:
+        """The ranks of a generation go on from the state after ``done`` steps, which may have been in memory
+        alone. ``facts``: what manifests say beside the files (`manifest_facts`)."""
+        self._group, self._generation, self._facts = group, generation, facts
+        self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
+        self._asked = self.last_step or 0
+
+    def step_done(self, step: int) -> Told:
         """What there is to do between two steps: look after the save under way, begin a save that is due.
 
         Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
         """
-        yield from self.look(group)
+        yield from self.look()
         if self.due(step):
-            yield from self.begin(group, step, generation, facts)
+            yield from self.begin(step)
         most = self._keeping.lose_at_most
         if most is not None and self._save is not None and step + 1 - (self.last_step or 0) > most:
-            yield from self.finish(group)
+            yield from self.finish()
 
     @property
     def failing(self) -> bool:
@@ -112,69 +119,65 @@ class Saver:
         seconds = self._keeping.seconds_between
         return seconds > 0 and now - self._asked_at > seconds
 
-    def resumed(self, done: int) -> None:
-        """The run goes on from the state after ``done`` steps, which may have been in memory alone."""
-        self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
-        self._asked = self.last_step or 0
-
-    def begin(
-        self, group: WorkerGroup, step: int, generation: int, facts: Mapping[str, Any]
-    ) -> Iterator[CheckpointSaved | Incident]:
-        """Save the state after ``step`` steps. ``facts``: layout, data and shape, for the manifest."""
-        save = _Save(step, generation, facts, self._homes.store)
-        yield from self.finish(group)  # the save under way
+    def begin(self, step: int) -> Told:
+        save = _Save(step, self._generation, self._facts, self._homes.store)
+        yield from self.finish()  # the save under way
         self._asked, self._asked_at, self._failed_at = step, time.monotonic(), None
         self._save = save
-        yield from self._write(group, save)
+        yield from self._write(save)
         save.stalled_s = time.perf_counter() - save.begun
 
-    def _write(self, group: WorkerGroup, save: _Save) -> Iterator[CheckpointSaved | Incident]:
+    def _write(self, save: _Save) -> Told:
         """Let the ranks write, into a folder of its own; the state is taken at the first try."""
         save.tries += 1
         save.published = None
         try:
             save.folder = save.home.begin(save.step, save.generation)
         except OSError as error:
-            yield from self._failed(group, save, error)
+            yield from self._failed(save, error)
             return
         if self._keeping.asynchronous:
-            group.call_all(Rank.begin_save, str(save.folder), save.step, save.tries > 1)
+            self._group.call_all(Rank.begin_save, str(save.folder), save.step, save.tries > 1)
             return
-        written: list[Written] = group.call_all(Rank.save, str(save.folder), save.step)
-        yield from self._written(group, save, written)
-        yield from self.finish(group)
+        yield from self._written(save, self._group.call_all(Rank.save, str(save.folder), save.step))
+        yield from self.finish()
 
-    def look(self, group: WorkerGroup, *, wait: bool = False) -> Iterator[CheckpointSaved | Incident]:
+    def _written(self, save: _Save, written: Sequence[Written | None]) -> Told:
+        """Once all ranks are done: publish what they wrote, unless one could not."""
+        parts = [part for part in written if part is not None]
+        if len(parts) < len(written):
+            return
+        if failures := list(dict.fromkeys(part.failure for part in parts if part.failure)):
+            yield from self._failed(save, "; ".join(failures))
+        else:
+            save.published = self._publisher.submit(self._publish, save, parts)
+
+    def look(self, *, wait: bool = False) -> Told:
         """See how the save under way gets on; a step passes between two looks."""
-        yield from self._look_after_late_ones()
-        yield from self._look_after_old_ones()
+        yield from self._look_after_others()
         if (save := self._save) is None:
             return
         if save.published is None:
-            written: list[Written | None] = group.call_all(Rank.save_finished, wait)
-            if None in written:
-                return
-            yield from self._written(group, save, [part for part in written if part is not None])
+            yield from self._written(save, self._group.call_all(Rank.save_finished, wait))
         if save is self._save and save.published is not None and (wait or save.published.done()):
             try:
                 path = save.published.result()
             except (OSError, ValueError) as error:
-                yield from self._failed(group, save, error)
+                yield from self._failed(save, error)
             else:
                 self._save = None
                 yield from self._told(save, path)
 
-    def finish(self, group: WorkerGroup) -> Iterator[CheckpointSaved | Incident]:
+    def finish(self) -> Told:
         """Wait until no save is under way; copies to the mirror may be."""
         while self._save is not None:
-            yield from self.look(group, wait=True)
+            yield from self.look(wait=True)
 
-    def settle(self) -> Iterator[CheckpointSaved | Incident]:
+    def settle(self) -> Told:
         """Wait until all copies have come to the mirror, at the end of a run."""
         if self._uploads is not None:
             self._uploads.wait()
-        yield from self._look_after_late_ones()
-        yield from self._look_after_old_ones()
+        yield from self._look_after_others()
 
     def abandon(self) -> None:
         """The ranks have failed: what they have written whole is still published, the rest is removed.
@@ -182,41 +185,33 @@ class Saver:
         Nothing here is waited for: recovery comes first.
         """
         save, self._save = self._save, None
-        if save is None:
-            return
-        if save.published is None:
+        if save is not None and save.published is None:
             self._publisher.submit(shutil.rmtree, save.folder, ignore_errors=True)
-        else:
-            self._late.append(save)
+        elif save is not None and save.published is not None:
+            self._late.append((save, save.published))
 
-    def late_ones(self) -> Iterator[CheckpointSaved | Incident]:
+    def late_ones(self) -> Told:
         """Wait until saves that were abandoned, but written whole, are published: a state to go on from. That
         takes a moment, unless the disk hangs."""
-        wait_for([save.published for save in self._late if save.published is not None], _LATE_SECONDS)
-        yield from self._look_after_late_ones()
+        wait_for([published for _, published in self._late], _LATE_SECONDS)
+        yield from self._look_after_others()
 
-    def _look_after_late_ones(self) -> Iterator[CheckpointSaved | Incident]:
-        for save in [save for save in self._late if save.published is not None and save.published.done()]:
-            self._late.remove(save)
-            assert save.published is not None
-            if save.published.exception() is None:
-                yield from self._told(save, save.published.result())
+    def _look_after_others(self) -> Told:
+        """Tell of late publications, of copies that failed, and, once each, of what could not be removed."""
+        for save, published in [late for late in self._late if late[1].done()]:
+            self._late.remove((save, published))
+            if published.exception() is None:
+                yield from self._told(save, published.result())
             else:
                 shutil.rmtree(save.folder, ignore_errors=True)
-        for copy in self._uploads.failed() if self._uploads is not None else ():
-            yield self._directory.note("save-failed", copy.step, copy.generation, copy.trouble)
-
-    def _look_after_old_ones(self) -> Iterator[Incident]:
-        """Tell, once each, what could not be removed of old checkpoints."""
-        homes = (self._homes.store, self._homes.spare)
-        for text in (text for home in homes if home is not None for text in home.trouble()):
+        for copy, trouble in self._uploads.failed() if self._uploads is not None else ():
+            yield self._directory.note("save-failed", copy.step, copy.generation, trouble)
+        for text in (text for home in self._homes.stores for text in [*home.trouble]):
             if text not in self._told_of:
                 self._told_of.add(text)
                 yield self._directory.note("telemetry", self.last_step or 0, 0, text, shown_as="failed")
 
-    def rescue(
-        self, group: WorkerGroup, config: Config, done: int, generation: int, facts: Mapping[str, Any]
-    ) -> Iterator[CheckpointSaved | Incident]:
+    def rescue(self, group: WorkerGroup, config: Config, done: int, generation: int) -> Told:
         """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
 
         The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it
@@ -232,7 +227,7 @@ class Saver:
             if common is None or common[0] <= (self.last_step or 0):
                 return
             step, sources = common
-            save = _Save(step, generation, facts, self._homes.store)
+            save = _Save(step, generation, self._facts, self._homes.store)
             yield from self._write_copies(group, save, sources, config.cluster.group_timeout_s)
             holders = rank_names(sorted(set(sources)))
             kind, text = "rescued", f"{holders} held the states of all ranks after step {step} in memory"
@@ -242,13 +237,12 @@ class Saver:
 
     def _write_copies(
         self, group: WorkerGroup, save: _Save, sources: Sequence[int], timeout_s: float
-    ) -> Iterator[CheckpointSaved | Incident]:
+    ) -> Told:
         """Let ``sources`` write the states that they hold, and publish them at once: in the run's own
         directory or, if that fails, in a mirror that is another disk. Raises the error if no place takes it.
         """
         holders = sorted(set(sources))
-        homes = [home for home in (self._homes.store, self._homes.spare) if home is not None]
-        for save.home in homes:
+        for save.home in self._homes.stores:
             try:
                 save.folder = save.home.begin(save.step, save.generation)
                 group.call_some(holders, Rank.leave)
@@ -266,7 +260,7 @@ class Saver:
                 path = self._publish(save, written)
                 break
             except (OSError, ValueError, WorkerError):
-                if save.home is homes[-1]:
+                if save.home is self._homes.stores[-1]:
                     raise
             finally:
                 if save.folder.name:
@@ -279,40 +273,31 @@ class Saver:
         """Nothing is under way any more: what the ranks have not written whole is removed."""
         self.abandon()
         self._publisher.shutdown()
-        if self._uploads is not None and self._rescued:  # what is rescued may have no other home tomorrow
-            self._uploads.wait(_UPLOAD_SECONDS)
         if self._uploads is not None:
+            if self._rescued:  # what is rescued may have no other home tomorrow
+                self._uploads.wait(_UPLOAD_SECONDS)
             self._uploads.close()
 
-    def _written(
-        self, group: WorkerGroup, save: _Save, written: Sequence[Written]
-    ) -> Iterator[CheckpointSaved | Incident]:
-        """All ranks are done: publish what they wrote, unless one could not."""
-        if failures := list(dict.fromkeys(part.failure for part in written if part.failure)):
-            yield from self._failed(group, save, "; ".join(failures))
-        else:
-            save.published = self._publisher.submit(self._publish, save, written)
-
     def _publish(self, save: _Save, written: Sequence[Written]) -> Path:
-        keeping = self._keeping
         files = {name: digest for part in written for name, digest in part.files.items()}
-        if save.home is self._homes.spare and self._homes.mirror is not None:
+        uploads = self._uploads if save.home is self._homes.store else None
+        if uploads is None and self._homes.mirror is not None:
             self._homes.mirror.begin()
-        path = save.home.publish(save.folder, files, step=save.step, run=self._homes.run, **save.facts)
-        in_home = save.home is self._homes.store
-        if self._uploads is not None and in_home:
-            self._uploads.add(save.step, save.generation, path)
+        run, keeping = self._homes.run, self._keeping
+        path = save.home.publish(save.folder, files, step=save.step, run=run, **save.facts)
+        if uploads is not None:
+            uploads.add(Upload(save.step, save.generation, path))
         save.home.collect(
             keeping.keep,
             keeping.keep_every,
             save.step,
-            run=self._homes.run,
+            run=run,
             generation=save.generation,
-            spared=self._uploads.in_use() if self._uploads is not None and in_home else (),
+            spared=uploads.in_use() if uploads is not None else (),
         )
         return path
 
-    def _told(self, save: _Save, path: Path) -> Iterator[CheckpointSaved | Incident]:
+    def _told(self, save: _Save, path: Path) -> Told:
         self.last_step, self.published = save.step, True
         self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
         seconds = time.perf_counter() - save.begun
@@ -321,26 +306,23 @@ class Saver:
         text = f"{path.name} in {seconds:.1f} s, of which training waited {save.stalled_s:.2f} s"
         if save.home is not self._homes.store:
             text += f"; in {save.home.directory}, as the run's own disk is full"
-        self._directory.note(
-            "saved", save.step, save.generation, text, seconds=seconds, stalled_seconds=save.stalled_s
-        )
-        yield CheckpointSaved(step=save.step, path=str(path), seconds=seconds, stalled_seconds=save.stalled_s)
+        step, stalled_s = save.step, save.stalled_s
+        self._directory.note("saved", step, save.generation, text, seconds=seconds, stalled_seconds=stalled_s)
+        yield CheckpointSaved(step=step, path=str(path), seconds=seconds, stalled_seconds=stalled_s)
 
-    def _failed(
-        self, group: WorkerGroup, save: _Save, error: Exception | str
-    ) -> Iterator[CheckpointSaved | Incident]:
+    def _failed(self, save: _Save, error: Exception | str) -> Told:
         """Try again, elsewhere if the disk is full; after so many tries training goes on without."""
         full = disk_is_full(save.home.directory, error)
         shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
-        spare, what = self._homes.spare, f"the checkpoint of step {save.step}"
-        if full and spare is not None and save.home is not spare:
+        spare, what = self._homes.stores[-1], f"the checkpoint of step {save.step}"
+        if full and save.home is not spare:
             save.home = spare
-            yield from self._write(group, save)
+            yield from self._write(save)
             return
         if not full and save.tries < _TRIES:
             text = f"{what} failed ({error}); it is tried again"
             yield self._directory.note("save-failed", save.step, save.generation, text)
-            yield from self._write(group, save)
+            yield from self._write(save)
             return
         self._save, self._failed_at = None, time.monotonic()
         self.why_not = "does not fit on the disk" if full else f"failed ({error})"
