@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -74,13 +74,6 @@ class Trial:
         return [x for x in results if isinstance(x, Tensor)]
 
 
-class Clock(Protocol):
-    """Times what is called."""
-
-    def ns(self, call: Callable[[], object]) -> int:
-        """Nanoseconds of one call."""
-
-
 _FLUSH_BYTES: Final = 1 << 28
 """More than any second-level cache holds."""
 _LEAD_CYCLES: Final = 2_000_000
@@ -116,7 +109,7 @@ class Laboratory:
 
     device: torch.device
     dtype: torch.dtype
-    clock: Clock
+    clock: DeviceClock
     rounds: int = 7
     """How often each implementation is timed; the median counts."""
 

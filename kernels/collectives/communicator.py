@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,42 +18,64 @@ from braid.kernels.collectives.primitives import (
     started,
 )
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
 
-class Group(Protocol):
-    """What a communicator asks of a library: NCCL through torch, or a model of it in tests.
+
+@dataclass(frozen=True)
+class TorchGroup:
+    """NCCL through torch: what a communicator asks of a library. Tests put models of it in its place.
 
     All calls return at once; the work runs on a stream of the group's own, after what the current stream was
-    given so far. Ranks are numbers in the group.
+    given so far. Ranks are numbers in the group. Single messages go in batches of one: outside a batch torch
+    makes a communicator for every pair of ranks when it is first used, and the host waits for the other rank
+    to do the same.
     """
+
+    own: dist.ProcessGroup
 
     def rank(self) -> int:
         """This rank's number."""
+        return self.own.rank()
 
     def size(self) -> int:
         """How many there are."""
+        return self.own.size()
 
     @property
     def device(self) -> torch.device:
         """Of all tensors that it is given."""
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
         """Into y: x of every rank, in rank order."""
+        return started(_gather(y, x, group=self.own, async_op=True))
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
         """Into y: this rank's part of the sum of x over the ranks."""
+        return started(_scatter(y, x, group=self.own, async_op=True))
 
     def all_reduce(self, x: Tensor) -> Work:
         """Into x: the sum of x over the ranks."""
+        return started(dist.all_reduce(x, group=self.own, async_op=True))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
         """Messages to and from single ranks, as one kernel; none if there are none."""
+        both = ((dist.irecv, receives), (dist.isend, sends))
+        batch = [
+            dist.P2POp(kind, x, group=self.own, group_peer=peer)
+            for kind, messages in both
+            for x, peer in messages
+        ]
+        return Works(dist.batch_isend_irecv(batch) if batch else ())
 
 
 @dataclass(frozen=True)
 class Communicator(Line):
     """A line of ranks on GPUs."""
 
-    group: Group
+    group: TorchGroup
 
     @property
     def rank(self) -> int:
@@ -166,47 +187,3 @@ class Pairs(Channel):
     def _other(self, peer: int) -> int:
         """A rank's number in its pair with this one."""
         return int(peer > self.rank)
-
-
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
-
-
-@dataclass(frozen=True)
-class TorchGroup:
-    """NCCL through torch (`Group`).
-
-    Single messages go in batches of one: outside a batch torch makes a communicator for every pair of ranks
-    when it is first used, and the host waits for the other rank to do the same.
-    """
-
-    own: dist.ProcessGroup
-
-    def rank(self) -> int:
-        return self.own.rank()
-
-    def size(self) -> int:
-        return self.own.size()
-
-    @property
-    def device(self) -> torch.device:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-    def all_gather(self, y: Tensor, x: Tensor) -> Work:
-        return started(_gather(y, x, group=self.own, async_op=True))
-
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
-        return started(_scatter(y, x, group=self.own, async_op=True))
-
-    def all_reduce(self, x: Tensor) -> Work:
-        return started(dist.all_reduce(x, group=self.own, async_op=True))
-
-    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        both = ((dist.irecv, receives), (dist.isend, sends))
-        batch = [
-            dist.P2POp(kind, x, group=self.own, group_peer=peer)
-            for kind, messages in both
-            for x, peer in messages
-        ]
-        return Works(dist.batch_isend_irecv(batch) if batch else ())

@@ -74,7 +74,7 @@ class Router(ComputeOperator):
         experts the first is chosen, on every run and device.
         """
         scores_tE = F.linear(*(x.to(wide(self.weight.dtype)) for x in (x_tD, self.weight)))
-        choice_tk = self._in_turn(scores_tE) if self.evenly else self._best(scores_tE)
+        choice_tk = self._chosen(scores_tE)
         return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
 
     def input_gradient(self, d_gates_tk: Tensor, scores_tE: Tensor, *more: Any) -> tuple[Tensor]:
@@ -107,19 +107,15 @@ class Router(ComputeOperator):
             sums_2[1] = scores_tE.logsumexp(-1).square().sum() * self.z_loss
         return sums_2
 
-    def _best(self, scores_tE: Tensor) -> Tensor:
-        order_tE = torch.sort(self._compared(scores_tE), dim=-1, descending=True, stable=True).indices
+    def _chosen(self, scores_tE: Tensor) -> Tensor:
+        if self.evenly:
+            visits = torch.arange(scores_tE.shape[0] * self.top_k, device=scores_tE.device)
+            return visits.remainder(self.experts).view(-1, self.top_k)
+        compared_tE = scores_tE  # probabilities have the order of logits, but may round to ties
+        if self.bias is not None:
+            compared_tE = self.bias + (scores_tE if self.softmax_after else scores_tE.softmax(-1))
+        order_tE = torch.sort(compared_tE, dim=-1, descending=True, stable=True).indices
         return order_tE[:, : self.top_k].contiguous()
-
-    def _in_turn(self, scores_tE: Tensor) -> Tensor:
-        visits = torch.arange(scores_tE.shape[0] * self.top_k, device=scores_tE.device)
-        return visits.remainder(self.experts).view(-1, self.top_k)
-
-    def _compared(self, scores_tE: Tensor) -> Tensor:
-        """What the choice is made by. Probabilities have the order of logits, but may round to ties."""
-        if self.bias is None:
-            return scores_tE
-        return self.bias + (scores_tE if self.softmax_after else scores_tE.softmax(-1))
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
         """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""

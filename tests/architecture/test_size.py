@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4080, "scheduling": 15480}
+PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4040, "scheduling": 15480}
 TESTS = {
     "actors": 8220,
     "architecture": 330,
