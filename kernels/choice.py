@@ -8,16 +8,18 @@ Ranks agree through one function, `Gather`, that every rank calls in the same or
 card measures; where cards differ, an implementation takes as long as on the slowest.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import torch
 
@@ -37,7 +39,7 @@ NEEDED_GAIN: Final = 0.02
 class Question:
     """What a choice is for; equal questions have equal answers."""
 
-    cards: tuple[str, ...]
+    cards: tuple[str, ...] = ()
     """All kinds of cards of the run, with the versions of what computes on them (`card`)."""
     dtype: str
     deterministic: bool
@@ -75,29 +77,29 @@ def card(device: torch.device) -> str:
 def choose(
     *,
     card: str,
-    asked: Callable[[tuple[str, ...]], Question],
+    question: Question,
     rank: int,
     gather: Gather,
-    measure: Callable[[str], Measured],
+    measure: Callable[[Question], Iterable[Measured]],
     kept: "KeptChoices",
 ) -> Choice:
-    """The choice of all ranks, who call this together. ``asked``: the question for so many kinds of cards.
+    """The choice of all ranks, who call this together; the question is asked of all their cards.
+
+    ``measure``: the question's operators, one after the other.
 
     The choice that a rank has already used is taken, so that a rank that joins changes nothing; else one that
     a rank has kept, the lowest one first; else it is measured, operator by operator, so that no rank waits
     long for another.
     """
     cards = list(gather(card))
-    question = asked(tuple(sorted(set(cards))))
+    question = replace(question, cards=tuple(sorted(set(cards))))
     answers = list(gather((kept.used(question), kept.read(question))))
     known = [used for used, _ in answers if used] + [read for _, read in answers if read]
     choice: dict[str, str] = known[0] if known else {}
     if not choice:
-        measures = cards.index(card) == rank
-        choice = {
-            operator: quickest(gather(measure(operator) if measures else None))
-            for operator in question.operators
-        }
+        trials = measure(question) if cards.index(card) == rank else repeat(None)
+        pairs = zip(trials, question.operators, strict=False)  # trials first, so that they come to their end
+        choice = {operator: quickest(gather(measured)) for measured, operator in pairs}
     kept.write(question, choice)
     return choice
 
@@ -106,10 +108,10 @@ def quickest(measured: Sequence[Measured | None]) -> str:
     """The implementation to take, from what some ranks have measured of one operator."""
     tables = [table for table in measured if table is not None]
     slowest: dict[str, int] = {}
-    for name in dict.fromkeys(name for table in tables for name in table):
-        times = [table.get(name, "not tried") for table in tables]
-        if all(isinstance(ns, int) for ns in times):
-            slowest[name] = max(ns for ns in times if isinstance(ns, int))
+    for name in tables[0]:
+        times = [ns for table in tables if isinstance(ns := table.get(name), int)]
+        if len(times) == len(tables):
+            slowest[name] = max(times)
     if BY_TORCH not in slowest:
         return BY_TORCH
     best = min(slowest, key=lambda name: (slowest[name], name))
@@ -159,11 +161,18 @@ class KeptChoices:
         self._used[question.digest] = dict(choice)
         if self.read(question) is not None:
             return
+        written = self.file(question).with_suffix(f".{uuid4().hex}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.file(question), {"for": question.as_json(), "kernels": dict(choice)})
+            with written.open("x", encoding="utf-8") as target:
+                json.dump({"for": question.as_json(), "kernels": dict(choice)}, target, indent=1)
+                target.flush()
+                os.fsync(target.fileno())
+            written.replace(self.file(question))  # as a whole or not at all
         except OSError as error:
             self._warn(question, f"cannot be written ({error}); the next run measures its kernels anew")
+            with contextlib.suppress(OSError):
+                written.unlink()
 
     def file(self, question: Question) -> Path:
         """Where a question's choice is kept."""
@@ -180,17 +189,3 @@ class KeptChoices:
 def _is_choice(choice: Any, operators: Sequence[str]) -> bool:
     """Whether it names a known implementation for every operator."""
     return set(choice) == set(operators) and all(choice[name] in names(name) for name in operators)
-
-
-def _replace(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file as a whole or not at all."""
-    number, written = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as target:
-            json.dump(content, target, indent=1)
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(written, file)
-    except BaseException:
-        Path(written).unlink(missing_ok=True)
-        raise

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -105,11 +105,15 @@ def _problem(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _triton() -> OperatorFamily:
-    from braid.kernels.triton import operators
+    from braid.kernels.triton import activation, cross_entropy, norm, permute, rotary
 
     return OperatorFamily(
-        **{
-            field.name: getattr(operators, f"Triton{getattr(TORCH, field.name).__name__}")
-            for field in fields(OperatorFamily)
-        }
+        rms_norm=norm.TritonRMSNorm,
+        layer_norm=norm.TritonLayerNorm,
+        swiglu=activation.TritonSwiGLU,
+        gelu=activation.TritonGELU,
+        permute=permute.TritonPermute,
+        unpermute=permute.TritonUnpermute,
+        attention=rotary.TritonAttention,
+        cross_entropy_statistics=cross_entropy.TritonCrossEntropyStatistics,
     )

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from time import perf_counter_ns
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from braid.kernels.clock import Clock
 from braid.kernels.family import BY_TORCH, Kind
-from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.operator import ComputeOperator, wide
 
 TOLERANCE: Final[Mapping[torch.dtype, float]] = {
     torch.bfloat16: 2e-2,
@@ -52,10 +52,55 @@ class Use:
 class Trial:
     """What is done with every implementation."""
 
-    run: Callable[[ComputeOperator], tuple[Tensor, ...]]
-    """Both passes; returns what must agree, gradients of parameters aside."""
+    inputs: tuple[Tensor, ...]
+    reads: Callable[..., tuple[Any, ...]]
+    """What gradients read, of the outputs."""
+    statistics: bool = False
+    """Whether the last output's columns are statistics of tokens, each to be compared by itself."""
     renew: Callable[[], object] = lambda: None
     """Restores operands that a run overwrites."""
+
+    def run(self, operator: ComputeOperator) -> list[Tensor]:
+        """All passes; returns what must agree, gradients of parameters aside."""
+        *outputs, last = operator(*self.inputs)
+        reads = self.reads(*outputs, last)
+        results = [
+            *outputs,
+            *(last.unbind(-1) if self.statistics else (last,)),
+            *operator.input_gradient(*reads),
+        ]
+        if operator.gradients:
+            operator.weight_gradient(*reads)
+        return [x for x in results if isinstance(x, Tensor)]
+
+
+_FLUSH_BYTES: Final = 1 << 28
+"""More than any second-level cache holds."""
+_LEAD_CYCLES: Final = 2_000_000
+"""About a millisecond, in which the host issues what is timed: its launches are no part of the time."""
+
+
+class DeviceClock:
+    """By events on a GPU, with cold caches and the host ahead; by the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
+
+    def ns(self, call: Callable[[], object]) -> int:
+        """Nanoseconds of one call."""
+        if self._flush is None:
+            begin = perf_counter_ns()
+            call()
+            return perf_counter_ns() - begin
+        self._flush.zero_()
+        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_LEAD_CYCLES)
+        begin_event.record()
+        call()
+        end_event.record()
+        end_event.synchronize()
+        return round(begin_event.elapsed_time(end_event) * 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +109,7 @@ class Laboratory:
 
     device: torch.device
     dtype: torch.dtype
-    clock: Clock
+    clock: DeviceClock
     rounds: int = 7
     """How often each implementation is timed; the median counts."""
 
@@ -114,14 +159,13 @@ class Laboratory:
 
     def _made(self, use: Use, kind: Kind, like: ComputeOperator | None = None) -> ComputeOperator:
         """An operator with random parameters, or those of another one, and empty sums of gradients."""
-        place = {"device": self.device, "dtype": self.dtype} if use.operator in _WITH_PARAMETERS else {}
-        operator = kind(**use.settings, **place)
+        home = {"device": self.device, "dtype": self.dtype} if _TRIALS[use.operator] is _norm else {}
+        operator = kind(**use.settings, **home)
         operands = _Operands(self.device, self.dtype)
         for name, parameter in operator.named_parameters():
             values = operands.random(*parameter.shape) if like is None else like.get_parameter(name)
             parameter.copy_(values)
-            wide = torch.promote_types(self.dtype, torch.float32)
-            operator.gradients[name] = torch.zeros_like(parameter, dtype=wide)
+            operator.gradients[name] = torch.zeros_like(parameter, dtype=wide(self.dtype))
         return operator
 
     def _disagreement(self, results: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -152,8 +196,7 @@ class _Operands:
 
     def routing(self, count: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:
         """Different experts that every token chooses, and their gates (wide)."""
-        wide = torch.promote_types(self._dtype, torch.float32)
-        best = self.random(count, experts).to(wide).topk(choices)
+        best = self.random(count, experts).to(wide(self._dtype)).topk(choices)
         return best.indices, best.values.softmax(-1)
 
 
@@ -172,44 +215,24 @@ def _told(error: Exception) -> str:
 
 def _norm(use: Use, operands: _Operands) -> Trial:
     x_TD, dy_TD, d_skip_TD = (operands.random(use.tokens, use.settings["hidden"]) for _ in range(3))
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        y_TD, statistics = operator(x_TD)
-        (dx_TD,) = operator.input_gradient(dy_TD, x_TD, statistics, d_skip_TD)
-        operator.weight_gradient(dy_TD, x_TD, statistics, d_skip_TD)
-        return y_TD, dx_TD, *statistics.unbind(-1)
-
-    return Trial(run)
+    return Trial((x_TD,), lambda _, statistics: (dy_TD, x_TD, statistics, d_skip_TD), statistics=True)
 
 
 def _activation(inputs: int, use: Use, operands: _Operands) -> Trial:
     h, da_TF = operands.random(use.tokens, inputs * use.width), operands.random(use.tokens, use.width)
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        return (*operator(h), *operator.input_gradient(da_TF, h))
-
-    return Trial(run)
+    return Trial((h,), lambda _: (da_TF, h))
 
 
 def _permute(use: Use, operands: _Operands) -> Trial:
     x_TD, d_rows_nD = operands.random(use.tokens, use.width), operands.random(_visited(use), use.width)
     choice_Tk, _ = operands.routing(use.tokens, use.settings["experts"], use.choices)
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        return (*operator(x_TD, choice_Tk), *operator.input_gradient(d_rows_nD, choice_Tk))
-
-    return Trial(run)
+    return Trial((x_TD, choice_Tk), lambda _: (d_rows_nD, choice_Tk))
 
 
 def _unpermute(use: Use, operands: _Operands) -> Trial:
     dy_TD, rows_nD = operands.random(use.tokens, use.width), operands.random(_visited(use), use.width)
     choice_Tk, gates_Tk = operands.routing(use.tokens, use.settings["experts"], use.choices)
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        (y_TD,) = operator(rows_nD, gates_Tk, choice_Tk)
-        return (y_TD, *operator.input_gradient(dy_TD, rows_nD, gates_Tk, choice_Tk))
-
-    return Trial(run)
+    return Trial((rows_nD, gates_Tk, choice_Tk), lambda _: (dy_TD, rows_nD, gates_Tk, choice_Tk))
 
 
 def _visited(use: Use) -> int:
@@ -222,25 +245,18 @@ def _attention(use: Use, operands: _Operands) -> Trial:
     heads, kv_heads, width = (use.settings[name] for name in ("heads", "kv_heads", "head_dim"))
     qkv = operands.random(use.tokens, (heads + 2 * kv_heads) * width)
     d_o = operands.random(use.tokens, heads * width)
-
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        o, graph = operator(qkv)
-        return (o, *operator.input_gradient(d_o, graph))
-
-    return Trial(run)
+    return Trial((qkv,), lambda _, graph: (d_o, graph))
 
 
 def _cross_entropy(use: Use, operands: _Operands) -> Trial:
     logits_TV = operands.random(use.tokens, use.settings["rows"])
     kept_TV, targets_T = logits_TV.clone(), operands.tokens(use.tokens, use.settings["vocabulary"])
 
-    def run(operator: ComputeOperator) -> tuple[Tensor, ...]:
-        (statistics_T3,) = operator(logits_TV, targets_T)
-        maximum_T, sum_T, target_T = statistics_T3.unbind(-1)
-        (d_logits_TV,) = operator.input_gradient(logits_TV, maximum_T + sum_T.log(), targets_T, 1.0)
-        return maximum_T, sum_T, target_T, d_logits_TV
+    def reads(statistics_T3: Tensor) -> tuple[Any, ...]:
+        maximum_T, sum_T, _ = statistics_T3.unbind(-1)
+        return logits_TV, maximum_T + sum_T.log(), targets_T, 1.0
 
-    return Trial(run, renew=partial(logits_TV.copy_, kept_TV))
+    return Trial((logits_TV, targets_T), reads, statistics=True, renew=partial(logits_TV.copy_, kept_TV))
 
 
 _TRIALS: Final[Mapping[str, Callable[[Use, _Operands], Trial]]] = {
@@ -253,4 +269,3 @@ _TRIALS: Final[Mapping[str, Callable[[Use, _Operands], Trial]]] = {
     "attention": _attention,
     "cross_entropy_statistics": _cross_entropy,
 }
-_WITH_PARAMETERS: Final = frozenset({"rms_norm", "layer_norm"})

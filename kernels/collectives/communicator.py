@@ -2,135 +2,121 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braid.kernels.collectives.primitives import Extents, Launch, Work, gathered, scattered, traded
+from braid.kernels.collectives.primitives import (
+    Channel,
+    Launch,
+    Line,
+    Work,
+    Works,
+    gathered,
+    scattered,
+    started,
+)
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
 
 
-class Group(Protocol):
-    """What a communicator asks of a library: NCCL through torch, or a model of it in tests.
+@dataclass(frozen=True)
+class TorchGroup:
+    """NCCL through torch: what a communicator asks of a library. Tests put models of it in its place.
 
     All calls return at once; the work runs on a stream of the group's own, after what the current stream was
-    given so far. Ranks are numbers in the group.
+    given so far. Ranks are numbers in the group. Single messages go in batches of one: outside a batch torch
+    makes a communicator for every pair of ranks when it is first used, and the host waits for the other rank
+    to do the same.
     """
+
+    own: dist.ProcessGroup
 
     def rank(self) -> int:
         """This rank's number."""
+        return self.own.rank()
 
     def size(self) -> int:
         """How many there are."""
+        return self.own.size()
 
     @property
     def device(self) -> torch.device:
         """Of all tensors that it is given."""
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
         """Into y: x of every rank, in rank order."""
+        return started(_gather(y, x, group=self.own, async_op=True))
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
         """Into y: this rank's part of the sum of x over the ranks."""
+        return started(_scatter(y, x, group=self.own, async_op=True))
 
     def all_reduce(self, x: Tensor) -> Work:
         """Into x: the sum of x over the ranks."""
+        return started(dist.all_reduce(x, group=self.own, async_op=True))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        """Messages to and from single ranks, as one kernel."""
+        """Messages to and from single ranks, as one kernel; none if there are none."""
+        both = ((dist.irecv, receives), (dist.isend, sends))
+        batch = [
+            dist.P2POp(kind, x, group=self.own, group_peer=peer)
+            for kind, messages in both
+            for x, peer in messages
+        ]
+        return Works(dist.batch_isend_irecv(batch) if batch else ())
 
 
 @dataclass(frozen=True)
-class Communicator:
-    """A line of ranks on GPUs (`Line`)."""
+class Communicator(Line):
+    """A line of ranks on GPUs."""
 
-    group: Group
+    group: TorchGroup
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return self.group.size()
 
     def all_gather(
         self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
     ) -> Launch:
-        """(t, ...) -> (t x ranks, ...)."""
-        x = x.contiguous()
-        y = into if into is not None else gathered(x, self.size, shares)
+        """As messages where ranks have not as many tokens: the library's parts are of one length."""
         if shares is not None:
-            parts = y.split(list(shares))
-            own = parts[self.rank]
-            return Launch(y, lambda: self._exchange([x] * self.size, parts), lambda: own.copy_(x))
+            return self._gather_rows(x, into, shares)
+        x = x.contiguous()
+        y = into if into is not None else gathered(x, self.size)
         return Launch(y, lambda: self.group.all_gather(y, x))
 
     def reduce_scatter(
         self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
     ) -> Launch:
-        """(T, ...) -> (T / ranks, ...)."""
-        x = x.contiguous()
         if shares is not None:
-            return self._scatter_rows(x, shares)
+            return self._scatter_rows(x, into, shares)
+        x = x.contiguous()
         y = into if into is not None else scattered(x, self.size)
         return Launch(y, lambda: self.group.reduce_scatter(y, x))
 
-    def _scatter_rows(self, x: Tensor, shares: Sequence[int]) -> Launch:
-        """A sum of messages, in rank order: the library's reduce-scatter has parts of one length."""
-        parts, own = x.split(list(shares)), self.rank
-        arrived = [torch.empty_like(parts[own]) for _ in range(self.size)]
-
-        def total() -> None:
-            arrived[own].copy_(parts[own])
-            for part in arrived[1:]:
-                arrived[0].add_(part)
-
-        return Launch(arrived[0], lambda: self._exchange(parts, arrived), total)
-
-    def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
-        """To every rank its tokens; all messages are one kernel."""
-        return traded(x, extents, self.rank, self._exchange)
-
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Messages to and from all other ranks that are not empty."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self.group.messages(
-            [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],
-            [(incoming[rank], rank) for rank in others if incoming[rank].numel()],
-        )
-
     def all_reduce(self, x: Tensor) -> Launch:
-        """In place."""
         return Launch(x, lambda: self.group.all_reduce(x))
 
     def send(self, x: Tensor, to: int, tag: int) -> Launch:
-        """To one rank; messages between two ranks arrive in order, so tags are not needed."""
+        """Messages between two ranks arrive in order, so tags are not needed."""
         x = x.contiguous()
         return Launch(x, lambda: self.group.messages([(x, to)], []))
 
     def receive(self, x: Tensor, source: int, tag: int) -> Launch:
-        """From one rank."""
         return Launch(x, lambda: self.group.messages([], [(x, source)]))
 
-    def swap(self, x: Tensor, peer: int) -> Launch:
-        """With one rank; both messages are one kernel, so neither side waits for the other to go first."""
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        return Launch(y, lambda: self.group.messages([(x, peer)], [(y, peer)]))
-
-    def shift(self, x: Tensor, by: int) -> Launch:
-        """Around the line; both messages are one kernel."""
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        return Launch(y, lambda: self.group.messages([(x, to)], [(y, source)]))
-
     def meet(self) -> None:
-        """With all ranks: a sum whose result the host reads."""
+        """With a sum whose result the host reads."""
         self._sum().item()
 
     def align(self) -> None:
@@ -148,13 +134,25 @@ class Communicator:
         x, y = (torch.zeros(1, device=self.group.device) for _ in range(2))
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            self.group.messages([(x, to)], [(y, source)]).wait()
+            self._trade(x, y, to, source).wait()
         y.item()
+
+    def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:
+        """Both messages are one kernel, so neither side waits for the other to go first."""
+        return self.group.messages([(x, to)], [(y, source)])
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
+        """All messages are one kernel."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self.group.messages(
+            [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],
+            [(incoming[rank], rank) for rank in others if incoming[rank].numel()],
+        )
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """A communicator for every two ranks that send each other messages (`Channel`).
+class Pairs(Channel):
+    """A communicator for every two ranks that send each other messages.
 
     On one for all, a rank that has asked for its next message could not send the one before on: the kernel
     that waits stands first. With it, validation over an interleaved pipeline comes to a standstill
@@ -166,15 +164,12 @@ class Pairs:
     """By the other rank."""
 
     def send(self, x: Tensor, to: int, tag: int) -> Launch:
-        """To one rank."""
         return self.pairs[to].send(x, self._other(to), tag)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Launch:
-        """From one rank."""
         return self.pairs[source].receive(x, self._other(source), tag)
 
     def swap(self, x: Tensor, peer: int) -> Launch:
-        """With one rank."""
         return self.pairs[peer].swap(x, self._other(peer))
 
     def warm_up(self) -> None:
@@ -192,75 +187,3 @@ class Pairs:
     def _other(self, peer: int) -> int:
         """A rank's number in its pair with this one."""
         return int(peer > self.rank)
-
-
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
-
-
-@dataclass(frozen=True)
-class TorchGroup:
-    """NCCL through torch.
-
-    Single messages go in batches of one: outside a batch torch makes a communicator for every pair of ranks
-    when it is first used, and the host waits for the other rank to do the same.
-    """
-
-    own: dist.ProcessGroup
-
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.own.rank()
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.own.size()
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's accelerator."""
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-    def all_gather(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return _started(_gather(y, x, group=self.own, async_op=True))
-
-    def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
-        """Into y."""
-        return _started(_scatter(y, x, group=self.own, async_op=True))
-
-    def all_reduce(self, x: Tensor) -> Work:
-        """In place."""
-        return _started(dist.all_reduce(x, group=self.own, async_op=True))
-
-    def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        """As one kernel."""
-        if not sends and not receives:
-            return _Last(())
-        both = ((dist.irecv, receives), (dist.isend, sends))
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(kind, x, group=self.own, group_peer=peer)
-                for kind, messages in both
-                for x, peer in messages
-            ]
-        )
-        return _Last(works)
-
-
-@dataclass(frozen=True)
-class _Last:
-    """A batch's works; NCCL has one for all."""
-
-    works: Sequence[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-def _started(work: dist.Work | None) -> Work:
-    """The work of an asynchronous call; torch returns none to ranks outside the group."""
-    assert work is not None, "this rank is not in the group it communicates in"
-    return work

@@ -32,12 +32,17 @@ def accumulate_sum(total_O: Tensor, dy_TO: Tensor) -> None:
         total_O.add_(dy_TO.sum(0, dtype=total_O.dtype))
 
 
+def prepare_to_accumulate(weight: Tensor) -> None:
+    """Find the way for a weight's gradient before training begins: in a step the trial would stall it."""
+    if weight.dtype.itemsize < torch.float32.itemsize:
+        way_to_accumulate(weight.device.type, weight.dtype, torch.float32)
+
+
 @lru_cache(maxsize=16)
 def way_to_accumulate(device_type: str, narrow: torch.dtype, wide: torch.dtype) -> Way:
     """The best way that torch offers on a kind of device; it is found by trying, once.
 
-    A trial waits for the device, so ask before training begins. On the CPU it is always the rounded product,
-    to which recorded losses are bound bit for bit.
+    On the CPU it is always the rounded product, to which recorded losses are bound bit for bit.
     """
     if device_type == "cpu":
         return rounded_first

@@ -10,7 +10,7 @@ dimension of a head, n heads.
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from braid.kernels.operators.autograd import AutogradGraph, record
-from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.operator import ComputeOperator, wide
 
 BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -61,23 +61,29 @@ def rotary_tables(
         frequencies = frequencies.new_tensor(scaling.frequencies(frequencies.tolist()))
     magnitude = 1.0 if scaling is None else scaling.magnitude
     angles = torch.outer(positions, frequencies).unsqueeze(1)
-    wide = torch.promote_types(dtype, torch.float32)
-    return (angles.cos() * magnitude).to(wide), (angles.sin() * magnitude).to(wide)
+    cos, sin = ((table * magnitude).to(wide(dtype)) for table in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
-def turn(x_bsnd: Tensor, cos_s1h: Tensor, sin_s1h: Tensor, out_bsnd: Tensor, *, back: bool = False) -> None:
-    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out`` (h = d/2).
+def turn(
+    x_bsnd: Tensor, tables: tuple[Tensor, Tensor] | None, out_bsnd: Tensor, *, back: bool = False
+) -> None:
+    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out``.
 
-    It is computed in the tables' dtype, and rounded once to that of ``out``.
+    It is computed in the dtype of the tables (`rotary_tables`), and rounded once to that of ``out``. Without
+    tables it is copied.
     """
-    sign = -1 if back else 1
+    if tables is None:
+        out_bsnd.copy_(x_bsnd)
+        return
+    (cos, sin), sign = tables, -1 if back else 1
     first, second = x_bsnd.chunk(2, dim=-1)
     out_first, out_second = out_bsnd.chunk(2, dim=-1)
     for one, other, weight, out in ((first, second, -sign, out_first), (second, first, sign, out_second)):
-        if out.dtype == cos_s1h.dtype:
-            torch.mul(one, cos_s1h, out=out).addcmul_(other, sin_s1h, value=weight)
+        if out.dtype == cos.dtype:
+            torch.mul(one, cos, out=out).addcmul_(other, sin, value=weight)
         else:
-            torch.addcmul(torch.mul(one, cos_s1h), other, sin_s1h, value=weight, out=out)
+            torch.addcmul(torch.mul(one, cos), other, sin, value=weight, out=out)
 
 
 def _grouped_kernel_exists(q: Tensor) -> bool:
@@ -89,11 +95,8 @@ def _grouped_kernel_exists(q: Tensor) -> bool:
     return q.device.type == "cpu" or q.dtype in (torch.bfloat16, torch.float16)
 
 
-class Attention(ComputeOperator):
-    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters.
-
-    ``backend``: the kernel of torch that computes it (`BACKENDS`); None: torch chooses.
-    """
+class Heads(ComputeOperator):
+    """What works on this rank's heads of queries, keys and values, turned by their positions."""
 
     def __init__(
         self,
@@ -104,21 +107,38 @@ class Attention(ComputeOperator):
         sequence: int,
         rotary_base: float | None,
         rotary_scaling: Scaling | None = None,
-        causal: bool = True,
-        backend: str | None = None,
     ) -> None:
         super().__init__()
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
-        if rotary_base is not None and head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} must be even for a rotary embedding")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.sequence, self.causal = sequence, causal
+        self.heads, self.kv_heads, self.head_dim, self.sequence = heads, kv_heads, head_dim, sequence
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
+
+    @property
+    def width(self) -> int:
+        """Columns q, k, v, each head by head: Q + 2K."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def _q_k_v(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=dim)
+
+    def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all positions."""
+        assert self.rotary_base is not None
+        where = like.device, like.dtype
+        return rotary_tables(self.sequence, self.head_dim, self.rotary_base, *where, self.rotary_scaling)
+
+
+class Attention(Heads):
+    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters.
+
+    ``backend``: the kernel of torch that computes it (`BACKENDS`); None: torch chooses.
+    """
+
+    def __init__(self, *, backend: str | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
         self.backend = None if backend is None else BACKENDS[backend]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, AutogradGraph]:
-        """Map qkv (T x (Q + 2K), columns q, k, v, each head by head) to o_TQ and what the backward needs.
+        """Map qkv (T x (Q + 2K)) to o_TQ and what the backward needs.
 
         Saved are the turned q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores and o, which
         shares the storage of o_TQ.
@@ -138,21 +158,18 @@ class Attention(ComputeOperator):
         turned_bsnd = torch.empty_like(qkv_bsnd)
         turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
         if turning:
-            cos, sin = self._tables(qkv_bsnd)
-            turn(qkv_bsnd[:, :, :turning], cos, sin, turned_bsnd[:, :, :turning])
+            turn(qkv_bsnd[:, :, :turning], self._tables(qkv_bsnd), turned_bsnd[:, :, :turning])
         turned_bsnd[:, :, turning:] = qkv_bsnd[:, :, turning:]
         return turned_bsnd
 
     def _turn_back(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> Tensor:
         """d_qkv (T x (Q + 2K)) from the gradients of the turned heads, each b x s x n x d."""
-        tokens = d_q.shape[0] * d_q.shape[1]
-        d_qkv = d_q.new_empty(tokens, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        targets = self._q_k_v(self._split_heads(d_qkv), dim=2)
-        for name, target_bsnd, d_bsnd in zip("qkv", targets, (d_q, d_k, d_v), strict=True):
-            if self.rotary_base is None or name == "v":
-                target_bsnd.copy_(d_bsnd)
-            else:
-                turn(d_bsnd, *self._tables(d_qkv), target_bsnd, back=True)
+        d_qkv = d_q.new_empty(d_q.shape[0] * d_q.shape[1], self.width)
+        to_q, to_k, to_v = self._q_k_v(self._split_heads(d_qkv), dim=2)
+        tables = None if self.rotary_base is None else self._tables(d_qkv)
+        turn(d_q, tables, to_q, back=True)
+        turn(d_k, tables, to_k, back=True)
+        to_v.copy_(d_v)
         return d_qkv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -161,24 +178,12 @@ class Attention(ComputeOperator):
             k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
             grouped = False
         with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     def _split_heads(self, qkv: Tensor) -> Tensor:
-        """View qkv as b x s x (q, k and v heads) x d; ValueError if that is not its shape."""
-        tokens, width = qkv.shape
-        heads = self.heads + 2 * self.kv_heads
-        if tokens % self.sequence:
-            raise ValueError(f"{tokens} tokens are not a multiple of sequence={self.sequence}")
-        if width != heads * self.head_dim:
+        """View qkv as b x s x (q, k and v heads) x d; ValueError for another number of columns."""
+        if qkv.shape[1] != self.width:
             raise ValueError(
-                f"qkv has {width} columns, not (heads + 2 kv_heads) head_dim = {heads} * {self.head_dim}"
+                f"qkv has {qkv.shape[1]} columns, not (heads + 2 kv_heads) head_dim = {self.width}"
             )
-        return qkv.view(-1, self.sequence, heads, self.head_dim)
-
-    def _q_k_v(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
-        return torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=dim)
-
-    def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.rotary_base is not None
-        place = like.device, like.dtype
-        return rotary_tables(self.sequence, self.head_dim, self.rotary_base, *place, self.rotary_scaling)
+        return qkv.view(-1, self.sequence, self.heads + 2 * self.kv_heads, self.head_dim)

@@ -6,9 +6,6 @@ have equal work, with the keys of every other rank too (zigzag: Llama 3, Grattaf
 3.3.2). Where tokens meet those of their own document only, pieces go to ranks by the work that there is in
 them.
 
-An `AttentionBlock` is what one call of a kernel computes: queries that meet all of some keys, or their
-own and earlier keys.
-
 Documents of a sample are the places of their first tokens, ascending, the first one 0 (also where the sample
 begins within a document).
 """
@@ -17,99 +14,97 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-Pieces = tuple[int, ...]
-"""Of one rank."""
-
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Rows of a sample's queries on this rank, and rows of the keys that it is given."""
+    """What one call of a kernel computes: rows of this rank's queries, and of the keys that it is given."""
 
-    queries: tuple[int, int]
-    """The first, and the one behind the last."""
-    keys: tuple[int, int]
+    queries: slice
+    keys: slice
     causal: bool
     """As many of both, of which a query meets those up to its own place; else it meets all."""
-    sample: int | None = None
-    """Its number in the micro-batch; None: of all."""
+    samples: slice
+    """Of the micro-batch."""
+
+
+Blocks = tuple[AttentionBlock, ...]
 
 
 @dataclass(frozen=True)
 class TokenOrder:
     """Which tokens of a sample, or of all alike, a rank has, and what they attend to."""
 
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[tuple[int, ...], ...]
     """Of every rank, as many."""
     rank: int
     length: int
     """Tokens of a piece."""
     documents: tuple[int, ...] = (0,)
     sample: int | None = None
+    """Its number in the micro-batch; None: all of them."""
 
     @property
     def own(self) -> list[int]:
         """Places of this rank's tokens in the sample."""
-        return [
-            place
-            for piece in self.pieces[self.rank]
-            for place in range(piece * self.length, (piece + 1) * self.length)
-        ]
+        begins = (piece * self.length for piece in self.pieces[self.rank])
+        return [place for begin in begins for place in range(begin, begin + self.length)]
+
+    @property
+    def samples(self) -> slice:
+        """Of the micro-batch, in this order."""
+        return slice(None) if self.sample is None else slice(self.sample, self.sample + 1)
 
     @cached_property
-    def gathered(self) -> tuple[AttentionBlock, ...]:
+    def gathered(self) -> Blocks:
         """What this rank's queries do with the keys of all ranks, in the order of the sample."""
         return tuple(self._blocks(range(sum(map(len, self.pieces)))))
 
-    def ring(self, step: int) -> tuple[AttentionBlock, ...]:
-        """With the keys of the rank that comes ``step`` before."""
-        return self._ring[step]
-
     @cached_property
-    def _ring(self) -> tuple[tuple[AttentionBlock, ...], ...]:
+    def ring(self) -> tuple[Blocks, ...]:
+        """With the keys of every rank: first its own, then the previous rank's, and so on around."""
         ranks = len(self.pieces)
         return tuple(tuple(self._blocks(self.pieces[(self.rank - n) % ranks])) for n in range(ranks))
 
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Where every piece of the sample stands among those of all ranks, rank after rank."""
-        there = [piece for own in self.pieces for piece in own]
-        return tuple(there.index(piece) for piece in range(len(there)))
+        there = list(chain.from_iterable(self.pieces))
+        return tuple(map(there.index, range(len(there))))
+
+    def begin_of(self, place: int) -> int:
+        """Of the document that a place is in."""
+        return self.documents[bisect_right(self.documents, place) - 1]
 
     def _blocks(self, keys: Sequence[int]) -> list[AttentionBlock]:
-        """What this rank's queries have to do with the keys of some pieces, which stand one by one."""
+        """What this rank's queries have to do with the keys of some pieces, which stand side by side."""
         found, length = [], self.length
-        for place, piece in enumerate(self.pieces[self.rank]):
-            for begin, end in self._runs(piece * length, (piece + 1) * length):
-                row = place * length + begin - piece * length
-                rows = row, row + end - begin
-                first = self.documents[bisect_right(self.documents, begin) - 1]
-                for low, high in _rows(keys, length, first, begin):
-                    found.append(AttentionBlock(rows, (low, high), causal=False, sample=self.sample))
-                for low, high in _rows(keys, length, begin, end):
-                    found.append(AttentionBlock(rows, (low, high), causal=True, sample=self.sample))
+        for number, piece in enumerate(self.pieces[self.rank]):
+            low, high = piece * length, (piece + 1) * length
+            inside = (first for first in self.documents if low < first < high)
+            for begin, end in pairwise([low, *inside, high]):
+                row = number * length + begin - low
+                for first, last, causal in ((self.begin_of(begin), begin, False), (begin, end, True)):
+                    queries = slice(row, row + end - begin)
+                    for rows in _rows(keys, length, first, last):
+                        found.append(AttentionBlock(queries, rows, causal, self.samples))
         return found
 
-    def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Places ``begin`` to ``end`` by document."""
-        inside = (first for first in self.documents if begin < first < end)
-        return list(pairwise([begin, *inside, end]))
 
-
-def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[tuple[int, int]]:
+def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[slice]:
     """Rows of the places ``begin`` to ``end`` of the sample among the keys of some pieces, as runs."""
-    found: list[tuple[int, int]] = []
-    for place, piece in enumerate(keys):
+    found: list[slice] = []
+    for number, piece in enumerate(keys):
         low, high = max(begin, piece * length), min(end, (piece + 1) * length)
         if low < high:
-            rows = (place * length + low - piece * length, place * length + high - piece * length)
-            if found and found[-1][1] == rows[0]:
-                rows = (found.pop()[0], rows[1])
-            found.append(rows)
+            first, behind = (number * length + place - piece * length for place in (low, high))
+            if found and found[-1].stop == first:
+                first = found.pop().start
+            found.append(slice(first, behind))
     return found
 
 
@@ -156,9 +151,15 @@ class Documents:
     """T: of this rank's tokens, for their embedding."""
 
     @cached_property
-    def gathered(self) -> tuple[AttentionBlock, ...]:
+    def gathered(self) -> Blocks:
         """As `TokenOrder.gathered`, of all samples."""
         return tuple(block for order in self.orders for block in order.gathered)
+
+    @cached_property
+    def ring(self) -> tuple[Blocks, ...]:
+        """As `TokenOrder.ring`, of all samples."""
+        steps = zip(*(order.ring for order in self.orders), strict=True)
+        return tuple(tuple(chain.from_iterable(step)) for step in steps)
 
     def on(self, device: torch.device) -> "Documents":
         """The same for a device."""
@@ -174,16 +175,9 @@ class Documents:
         )
         return Documents(tuple(orders), self.positions.chunk(parts)[number])
 
-    def ring(self, step: int) -> tuple[AttentionBlock, ...]:
-        """As `TokenOrder.ring`, of all samples."""
-        return tuple(block for order in self.orders for block in order.ring(step))
-
 
 def documents_of(orders: Sequence[TokenOrder], *, restart: bool) -> Documents:
     """``restart``: positions are counted from the begin of each document, else from that of the sample."""
-    found = []
-    for order in orders:
-        for place in order.own:
-            first = order.documents[bisect_right(order.documents, place) - 1] if restart else 0
-            found.append(place - first)
-    return Documents(tuple(orders), torch.tensor(found))
+    counted = ((order, place) for order in orders for place in order.own)
+    positions = [place - order.begin_of(place) if restart else place for order, place in counted]
+    return Documents(tuple(orders), torch.tensor(positions))

@@ -4,13 +4,14 @@ Legend: T all tokens of the micro-batch, t this rank's slice of them, D hidden.
 """
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid.kernels.operators.context_blocks import Documents
-from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+from braid.kernels.operators.operator import ComputeOperator, Home
 from braid.kernels.operators.vocabulary import VocabularyShard
 
 
@@ -33,18 +34,11 @@ class VocabularyEmbedding(ComputeOperator):
     """
 
     def __init__(
-        self,
-        *,
-        rows: int,
-        hidden: int,
-        first_row: int,
-        vocabulary: int,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        self, *, hidden: int, rows: int, first_row: int, vocabulary: int, **home: Unpack[Home]
     ) -> None:
         super().__init__()
         self.shard = VocabularyShard(rows=rows, first_row=first_row, vocabulary=vocabulary)
-        self.weight = empty_parameter(rows, hidden, device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(rows, hidden, **home))
 
     def forward(self, tokens_T: Tensor) -> tuple[Tensor]:
         """Return partial_TD for int64 tokens; ValueError for a token outside the vocabulary (CPU only)."""
@@ -75,13 +69,12 @@ class PositionEmbedding(ComputeOperator):
         hidden: int,
         token_offset: int,
         own: Sequence[int] | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        **home: Unpack[Home],
     ) -> None:
         super().__init__()
         self.sequence, self.token_offset = sequence, token_offset
         self.own = None if own is None or list(own) == list(range(sequence)) else tuple(own)
-        self.weight = empty_parameter(sequence, hidden, device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(sequence, hidden, **home))
 
     def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
         """Return y_tD."""

@@ -9,39 +9,29 @@ the two may be this rank's share).
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from braid.kernels.operators.accumulation import accumulate_product, way_to_accumulate
-from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+from braid.kernels.operators.accumulation import accumulate_product, prepare_to_accumulate
+from braid.kernels.operators.operator import ComputeOperator, Home
 
 
 class GroupedLinear(ComputeOperator):
     """y = x weight[e]ᵀ for the rows of expert e, with weight_EOI.
 
-    Every method is told ``sizes``: how many rows each expert has, on the host; ValueError if these are not
-    the rows that there are.
+    Every method is told ``sizes``: how many rows each expert has, on the host; ValueError if that is wrong.
     """
 
-    def __init__(
-        self,
-        *,
-        experts: int,
-        inputs: int,
-        outputs: int,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, *, experts: int, inputs: int, outputs: int, **home: Unpack[Home]) -> None:
         super().__init__()
         self.experts = experts
-        self.weight = empty_parameter(experts, outputs, inputs, device=device, dtype=dtype)
-        if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
-            way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
-
-    _told: tuple[list[int], Tensor] | None = None
-    """The last sizes and the rows' ends, on the host."""
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **home))
+        prepare_to_accumulate(self.weight)
+        self._told: tuple[list[int], Tensor] | None = None
+        """The last sizes and the rows' ends, on the host."""
 
     def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
         """Return y_nO."""
@@ -100,8 +90,6 @@ class GroupedLinear(ComputeOperator):
     def _checked(self, x: Tensor, sizes: Sequence[int] | Tensor) -> list[int]:
         """The sizes as numbers, which are those of x."""
         numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
-        if len(numbers) != self.experts or min(numbers) < 0:
-            raise ValueError(f"sizes={numbers} must be at least 0, for each of experts={self.experts}")
-        if sum(numbers) != x.shape[0]:
-            raise ValueError(f"sizes={numbers} add up to {sum(numbers)} rows, not {x.shape[0]}")
+        if len(numbers) != self.experts or min(numbers) < 0 or sum(numbers) != x.shape[0]:
+            raise ValueError(f"sizes={numbers} are not the {x.shape[0]} rows of experts={self.experts}")
         return numbers

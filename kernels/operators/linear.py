@@ -1,17 +1,19 @@
-"""The linear map: one GEMM forward, one for each gradient.
+"""The linear map: one GEMM forward, one for each gradient; and the residual connection.
 
-Legend: T tokens, I input features, O output features (either of them may be this rank's share).
+Column-parallel and row-parallel maps are `Linear` with fewer outputs or fewer inputs. The bias of a
+row-parallel map is added after the reduction, by `Residual`.
 
-Column-parallel and row-parallel maps are this operator with fewer outputs or fewer inputs. The bias of a
-row-parallel map is added after the reduction, by `braid.kernels.operators.residual.Residual`.
+Legend: T tokens, t this rank's, I input features, O output features (either may be a share), D hidden.
 """
+
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, way_to_accumulate
-from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, prepare_to_accumulate
+from braid.kernels.operators.operator import ComputeOperator, Home
 
 ALL = slice(None)
 """Columns, where it is not said which."""
@@ -20,22 +22,11 @@ ALL = slice(None)
 class Linear(ComputeOperator):
     """y = x weightᵀ (+ bias), with weight_OI and bias_O."""
 
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        *,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, *, inputs: int, outputs: int, bias: bool, **home: Unpack[Home]) -> None:
         super().__init__()
-        self.weight = empty_parameter(outputs, inputs, device=device, dtype=dtype)
-        self.bias = empty_parameter(outputs, device=device, dtype=dtype) if bias else None
-        if self.weight.dtype.itemsize < torch.float32.itemsize:  # asked now: in a step it would stall
-            way_to_accumulate(self.weight.device.type, self.weight.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **home))
+        self.bias = nn.Parameter(torch.empty(outputs, **home)) if bias else None
+        prepare_to_accumulate(self.weight)
 
     def forward(self, x_TI: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
         """Return y_TO. ``inputs``: of which x has the columns, so that y is a part of the sum; with the first
@@ -46,15 +37,12 @@ class Linear(ComputeOperator):
         return (F.linear(x_TI, self._weight(outputs, inputs), bias),)
 
     def input_gradient(self, dy_TO: Tensor, *, inputs: slice = ALL, outputs: slice = ALL) -> tuple[Tensor]:
-        """Return dx_TI; under column parallelism it is a partial sum over the ranks.
-
-        ``outputs``: of which dy has the columns, so that dx is a part of the sum. ``inputs``: of which dx has
-        the columns.
-        """
+        """Return dx_TI; under column parallelism it is a partial sum over the ranks, and a part of the sum
+        where dy has the columns of some ``outputs`` only. ``inputs``: of which dx has the columns."""
         return (dy_TO @ self._weight(outputs, inputs),)
 
     def _weight(self, outputs: slice, inputs: slice) -> Tensor:
-        """Of these; for all of both the weight itself, which costs no view."""
+        """Some of it, or itself, which costs no view."""
         return self.weight if outputs is ALL and inputs is ALL else self.weight[outputs, inputs]
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> None:
@@ -62,3 +50,25 @@ class Linear(ComputeOperator):
         accumulate_product(self.gradients["weight"], dy_TO, x_TI)
         if self.bias is not None:
             accumulate_sum(self.gradients["bias"], dy_TO)
+
+
+class Residual(ComputeOperator):
+    """y = x + branch (+ bias_D)."""
+
+    def __init__(self, *, hidden: int, bias: bool, **home: Unpack[Home]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(hidden, **home)) if bias else None
+
+    def forward(self, branch_tD: Tensor, x_tD: Tensor) -> tuple[Tensor]:
+        """Return y_tD."""
+        y_tD = x_tD + branch_tD
+        return (y_tD if self.bias is None else y_tD.add_(self.bias),)
+
+    def input_gradient(self, dy_tD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of branch and x: dy itself, twice, without a copy."""
+        return dy_tD, dy_tD
+
+    def weight_gradient(self, dy_tD: Tensor) -> None:
+        """Accumulate the bias's gradient; only an operator with a bias has one."""
+        assert self.bias is not None, "a residual connection without bias has no weight gradient"
+        accumulate_sum(self.gradients["bias"], dy_tD)

@@ -18,7 +18,7 @@ use for (``weight_gradient`` without parameters) is not in its graph, and raises
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ class Saved(ABC):
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
         """What it keeps alive, for accounts of memory."""
+
+
+class Home(TypedDict, total=False):
+    """Where parameters are made, and of which kind they are; torch's defaults where nothing is said."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
 
 
 class ComputeOperator(nn.Module):
@@ -54,6 +61,14 @@ class ComputeOperator(nn.Module):
         raise NotImplementedError
 
 
-def empty_parameter(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """An uninitialised parameter: initial values are the worker's business."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums and statistics are: fp32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def check_numbers(what: str, numbers: Tensor, end: int, of: str) -> None:
+    """ValueError for numbers outside [0, end), on the CPU only: elsewhere it would stall the device."""
+    if numbers.device.type == "cpu" and numbers.numel():
+        low, high = (int(bound) for bound in torch.aminmax(numbers))
+        if low < 0 or high >= end:
+            raise ValueError(f"{what} lie in [{low}, {high}], not in {of}")

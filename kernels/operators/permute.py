@@ -12,12 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from braid.kernels.operators.operator import ComputeOperator
+from braid.kernels.operators.operator import ComputeOperator, check_numbers, wide
 from braid.kernels.operators.router import count_visits
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +36,14 @@ class Places:
         rows_nD = x_tD.index_select(0, source_n // choices)
         if gates_tk is not None:
             gate_n1 = gates_tk.flatten().index_select(0, source_n).unsqueeze(-1)
-            rows_nD = rows_nD.to(_wide(x_tD.dtype)).mul_(gate_n1).to(x_tD.dtype)
+            rows_nD = rows_nD.to(wide(x_tD.dtype)).mul_(gate_n1).to(x_tD.dtype)
         return self._without_absent(rows_nD, self.sources_n)
 
     def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
         """Return y_tD: the sum of the rows of each token's visits, first choice first, times their gates."""
         self._check(rows_nD)
         tokens, choices = self.slots_tk.shape
-        y_tD = rows_nD.new_zeros(tokens, rows_nD.shape[1], dtype=_wide(rows_nD.dtype))
+        y_tD = rows_nD.new_zeros(tokens, rows_nD.shape[1], dtype=wide(rows_nD.dtype))
         for choice in range(choices):
             row_tD = self._visited(rows_nD, choice)
             if gates_tk is None:
@@ -59,10 +55,10 @@ class Places:
     def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
         """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row; 0 if it has none."""
         self._check(rows_nD)
-        wide_dy_tD = dy_tD.to(_wide(dy_tD.dtype))
-        d_gates_tk = wide_dy_tD.new_empty(self.slots_tk.shape)
+        dy_tD = dy_tD.to(wide(dy_tD.dtype))
+        d_gates_tk = dy_tD.new_empty(self.slots_tk.shape)
         for choice in range(self.slots_tk.shape[1]):
-            d_gates_tk[:, choice] = (self._visited(rows_nD, choice) * wide_dy_tD).sum(-1)
+            d_gates_tk[:, choice] = (self._visited(rows_nD, choice) * dy_tD).sum(-1)
         return d_gates_tk
 
     def _visited(self, rows_nD: Tensor, choice: int) -> Tensor:
@@ -89,8 +85,6 @@ class Dispatch(ComputeOperator):
 
     def __init__(self, experts: int, capacity: int | None) -> None:
         super().__init__()
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity={capacity} must be at least 1, or None: no visit is dropped")
         self.experts, self.capacity = experts, capacity
 
     def places(self, choice_tk: Tensor) -> Places:
@@ -114,11 +108,7 @@ class Dispatch(ComputeOperator):
         return Places(sources_n=sources[:rows], slots_tk=slots_tk, complete=False)
 
     def _check(self, choice_tk: Tensor) -> None:
-        if choice_tk.device.type != "cpu" or not choice_tk.numel():
-            return
-        low, high = (int(bound) for bound in torch.aminmax(choice_tk))
-        if low < 0 or high >= self.experts:
-            raise ValueError(f"choices lie in [{low}, {high}], not in [0, {self.experts}), the experts")
+        check_numbers("choices", choice_tk, self.experts, f"[0, {self.experts}), the experts")
 
 
 class Permute(Dispatch):
@@ -148,12 +138,6 @@ class Unpermute(Dispatch):
         return places.gather(dy_tD, gates_tk), places.gate_gradient(dy_tD, rows_nD)
 
 
-def dropped(choice_tk: Tensor, experts: int, capacity: int | None) -> Tensor:
-    """How many visits find no place (0-dim, int64)."""
-    counts_E = count_visits(choice_tk, experts)
-    return (counts_E - (choice_tk.numel() if capacity is None else capacity)).clamp_(min=0).sum()
-
-
 class Regroup(ComputeOperator):
     """Rows that come source by source, within a source by expert, put into the order expert by expert.
 
@@ -161,9 +145,9 @@ class Regroup(ComputeOperator):
     puts rows from the order expert by expert into that source by source, and the gradient the other way.
     """
 
-    def __init__(self, sources: int, experts: int, *, back: bool = False) -> None:
+    def __init__(self, *, back: bool = False) -> None:
         super().__init__()
-        self.sources, self.experts, self.back = sources, experts, back
+        self.back = back
 
     def forward(self, rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
         """Return the rows in the other order: the input itself if there is one source or one expert.
@@ -177,18 +161,9 @@ class Regroup(ComputeOperator):
         return (self._regrouped(d_rows_nD, sizes_SE, not self.back),)
 
     def _regrouped(self, rows_nD: Tensor, sizes_SE: Tensor, back: bool) -> Tensor:
-        self._check(rows_nD, sizes_SE)
         if 1 in sizes_SE.shape:
             return rows_nD
         sizes = sizes_SE.t() if back else sizes_SE
         outer, inner = sizes.shape
         segments = torch.split(rows_nD, sizes.flatten().tolist())
         return torch.cat([segments[i * inner + j] for j in range(inner) for i in range(outer)])
-
-    def _check(self, rows_nD: Tensor, sizes_SE: Tensor) -> None:
-        if sizes_SE.shape != (self.sources, self.experts):
-            raise ValueError(
-                f"sizes are {tuple(sizes_SE.shape)}, not sources={self.sources} x experts={self.experts}"
-            )
-        if (total := int(sizes_SE.sum())) != rows_nD.shape[0]:
-            raise ValueError(f"sizes add up to {total} rows, not {rows_nD.shape[0]}")

@@ -9,12 +9,14 @@ Legend: t this rank's tokens, D hidden, E experts, k experts that a token visits
 of its choices. Logits, softmax and gates are in the wide dtype: fp32, or float64 if the weight is.
 """
 
+from typing import Any, Unpack
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid.kernels.operators.accumulation import accumulate_product
-from braid.kernels.operators.operator import ComputeOperator, empty_parameter
+from braid.kernels.operators.operator import ComputeOperator, Home, wide
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
@@ -29,7 +31,7 @@ def count_visits(choice_tk: Tensor, experts: int) -> Tensor:
 class Router(ComputeOperator):
     """Scores x weightᵀ with weight_ED, and the k experts with the best ones.
 
-    ``softmax``: over all experts ``before`` the choice, or ``after`` it over those that were chosen.
+    ``softmax_after``: it is over those that were chosen, not before the choice over all experts.
     ``normalised``: the weights of the chosen are divided by their sum; after the choice they always sum to 1.
     ``balance_loss`` and ``z_loss``: what the auxiliary losses (`losses`) are multiplied with.
     ``bias_balanced``: a number for every expert (the parameter ``bias``, E) is added to what the choice
@@ -49,31 +51,21 @@ class Router(ComputeOperator):
         hidden: int,
         experts: int,
         top_k: int,
-        softmax: str = "before",
+        softmax_after: bool = False,
         normalised: bool,
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_balanced: bool = False,
         mixer_jitter: float = 0.0,
         evenly: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        **home: Unpack[Home],
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k={top_k} must be between 1 and experts={experts}")
-        if softmax not in ("before", "after"):
-            raise ValueError(f"softmax={softmax!r} must be 'before' or 'after' (the choice)")
-        for name, factor in (("balance_loss", balance_loss), ("z_loss", z_loss)):
-            if not factor >= 0:
-                raise ValueError(f"{name}={factor} must be at least 0")
-        self.experts, self.top_k, self.softmax = experts, top_k, softmax
-        self.normalised, self.evenly = normalised or softmax == "after", evenly
-        if mixer_jitter and (bias_balanced or softmax == "after"):
-            raise ValueError(f"mixer_jitter={mixer_jitter} goes with no bias and no softmax of another kind")
+        self.experts, self.top_k, self.softmax_after = experts, top_k, softmax_after
+        self.normalised, self.evenly = normalised or softmax_after, evenly
         self.balance_loss, self.z_loss, self.mixer_jitter = balance_loss, z_loss, mixer_jitter
-        self.weight = empty_parameter(experts, hidden, device=device, dtype=dtype)
-        self.bias = empty_parameter(experts, device=device, dtype=dtype) if bias_balanced else None
+        self.weight = nn.Parameter(torch.empty(experts, hidden, **home))
+        self.bias = nn.Parameter(torch.empty(experts, **home)) if bias_balanced else None
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return gates_tk (wide), choice_tk (int64, the best first), counts_E (int64) and scores_tE.
@@ -81,39 +73,20 @@ class Router(ComputeOperator):
         x has the weight's dtype. ``counts``: visits of every expert. ``scores``: the logits (wide). Of equal
         experts the first is chosen, on every run and device.
         """
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        scores_tE = F.linear(x_tD.to(wide), self.weight.to(wide))
-        choice_tk = self._in_turn(scores_tE) if self.evenly else self._best(scores_tE)
+        scores_tE = F.linear(*(x.to(wide(self.weight.dtype)) for x in (x_tD, self.weight)))
+        choice_tk = self._chosen(scores_tE)
         return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
 
-    def input_gradient(
-        self,
-        d_gates_tk: Tensor,
-        scores_tE: Tensor,
-        choice_tk: Tensor,
-        load_E: Tensor | None = None,
-        scale: Tensor | float | None = None,
-    ) -> tuple[Tensor]:
-        """Return dx_tD, of the sum of token losses and of the auxiliary losses.
-
-        ``load_E``: the share of the micro-batch's visits, over all ranks, that every expert got; it has no
-        gradient. ``scale``: the gradient of the sum of token losses, by which the auxiliary losses' is
-        multiplied too. Both may be None where there is no auxiliary loss.
-        """
-        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, load_E, scale)
+    def input_gradient(self, d_gates_tk: Tensor, scores_tE: Tensor, *more: Any) -> tuple[Tensor]:
+        """Return dx_tD, of the sums of token losses and auxiliary losses; reads what `_d_logits` does."""
+        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, *more)
         return ((d_logits_tE @ self.weight.to(d_logits_tE.dtype)).to(self.weight.dtype),)
 
     def weight_gradient(
-        self,
-        d_gates_tk: Tensor,
-        scores_tE: Tensor,
-        choice_tk: Tensor,
-        x_tD: Tensor,
-        load_E: Tensor | None = None,
-        scale: Tensor | float | None = None,
+        self, d_gates_tk: Tensor, scores_tE: Tensor, choice_tk: Tensor, x_tD: Tensor, *more: Any
     ) -> None:
-        """Accumulate the weight's gradient; takes what ``input_gradient`` takes, and x."""
-        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, load_E, scale)
+        """Accumulate the weight's gradient; reads what ``input_gradient`` reads, and x."""
+        d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, *more)
         accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
         if self.bias is not None:
             more_E = count_visits(choice_tk, self.experts) * self.experts - choice_tk.numel()
@@ -127,26 +100,22 @@ class Router(ComputeOperator):
         """
         sums_2 = scores_tE.new_zeros(2)
         if self.balance_loss:
-            assert load_E is not None, "the balance loss needs the load of the experts"
+            assert load_E is not None
             shares_t = scores_tE.softmax(-1) @ load_E.to(scores_tE.dtype)
             sums_2[0] = shares_t.sum() * (self.balance_loss * self.experts)
         if self.z_loss:
             sums_2[1] = scores_tE.logsumexp(-1).square().sum() * self.z_loss
         return sums_2
 
-    def _best(self, scores_tE: Tensor) -> Tensor:
-        order_tE = torch.sort(self._compared(scores_tE), dim=-1, descending=True, stable=True).indices
+    def _chosen(self, scores_tE: Tensor) -> Tensor:
+        if self.evenly:
+            visits = torch.arange(scores_tE.shape[0] * self.top_k, device=scores_tE.device)
+            return visits.remainder(self.experts).view(-1, self.top_k)
+        compared_tE = scores_tE  # probabilities have the order of logits, but may round to ties
+        if self.bias is not None:
+            compared_tE = self.bias + (scores_tE if self.softmax_after else scores_tE.softmax(-1))
+        order_tE = torch.sort(compared_tE, dim=-1, descending=True, stable=True).indices
         return order_tE[:, : self.top_k].contiguous()
-
-    def _in_turn(self, scores_tE: Tensor) -> Tensor:
-        visits = torch.arange(scores_tE.shape[0] * self.top_k, device=scores_tE.device)
-        return visits.remainder(self.experts).view(-1, self.top_k)
-
-    def _compared(self, scores_tE: Tensor) -> Tensor:
-        """What the choice is made by. Probabilities have the order of logits, but may round to ties."""
-        if self.bias is None:
-            return scores_tE
-        return self.bias + (scores_tE.softmax(-1) if self.softmax == "before" else scores_tE)
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
         """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""
@@ -172,10 +141,15 @@ class Router(ComputeOperator):
         d_gates_tk: Tensor,
         scores_tE: Tensor,
         choice_tk: Tensor,
-        load_E: Tensor | None,
-        scale: Tensor | float | None,
+        load_E: Tensor | None = None,
+        scale: Tensor | float | None = None,
     ) -> Tensor:
-        """The gradient of the logits (t x E)."""
+        """The gradient of the logits (t x E).
+
+        ``load_E``: the share of the micro-batch's visits, over all ranks, that every expert got; it has no
+        gradient. ``scale``: the gradient of the sum of token losses, by which the auxiliary losses' is
+        multiplied too. Neither is read where there is no auxiliary loss.
+        """
         nothing_tE = torch.zeros_like(scores_tE)
         d_gates_tk = d_gates_tk.to(scores_tE.dtype)
         if self.mixer_jitter:
@@ -191,7 +165,7 @@ class Router(ComputeOperator):
             d_probability_tE = nothing_tE.scatter_(1, choice_tk, d_gates_tk)
             d_logits_tE = _through_softmax(d_probability_tE, scores_tE.softmax(-1))
         if self.balance_loss or self.z_loss:
-            assert scale is not None, "the auxiliary losses need the scale of the token losses"
+            assert scale is not None
             d_logits_tE += self._d_losses(scores_tE, load_E).mul_(scale)
         return d_logits_tE
 
@@ -200,7 +174,7 @@ class Router(ComputeOperator):
         probability_tE = scores_tE.softmax(-1)
         d_logits_tE = torch.zeros_like(scores_tE)
         if self.balance_loss:
-            assert load_E is not None, "the balance loss needs the load of the experts"
+            assert load_E is not None
             d_probability_E = load_E.to(scores_tE.dtype) * (self.balance_loss * self.experts)
             d_logits_tE += _through_softmax(d_probability_E.expand_as(scores_tE), probability_tE)
         if self.z_loss:

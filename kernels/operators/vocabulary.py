@@ -5,22 +5,22 @@ Legend: T tokens.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from braid.kernels.operators.operator import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """Rows [first_row, first_row + rows) of a vocabulary; its size is None where it is not known."""
+    """Rows [first_row, first_row + rows) of a vocabulary."""
 
     rows: int
     first_row: int
-    vocabulary: int | None
+    vocabulary: int
 
     def __post_init__(self) -> None:
         last = self.first_row + self.rows
-        too_far = self.vocabulary is not None and last > self.vocabulary
-        if self.rows < 1 or self.first_row < 0 or too_far:
+        if self.rows < 1 or self.first_row < 0 or last > self.vocabulary:
             raise ValueError(
                 f"rows [{self.first_row}, {last}) of a vocabulary of {self.vocabulary}: "
                 "every tensor-parallel rank needs at least one row, and none outside the vocabulary"
@@ -30,13 +30,10 @@ class VocabularyShard:
         """Return each token's local row, and a mask of the tokens of other shards (None: there is no other).
 
         The local rows of tokens from other shards are valid but arbitrary, and spread out, so that
-        scattering zeros to them does not pile up on one row.
-
-        Raises ValueError for tokens outside [0, vocabulary), on the CPU only: elsewhere the check would
-        stall the device.
+        scattering zeros to them does not pile up on one row. ValueError for tokens outside the vocabulary,
+        on the CPU only.
         """
-        if tokens_T.device.type == "cpu":
-            self._check(tokens_T)
+        self._check(tokens_T)
         if self.rows == self.vocabulary:
             return tokens_T, None
         local_T = tokens_T - self.first_row
@@ -44,8 +41,4 @@ class VocabularyShard:
         return local_T.remainder_(self.rows), outside_T
 
     def _check(self, tokens_T: Tensor) -> None:
-        if tokens_T.numel() == 0:
-            return
-        low, high = (int(bound) for bound in torch.aminmax(tokens_T))
-        if low < 0 or (self.vocabulary is not None and high >= self.vocabulary):
-            raise ValueError(f"tokens lie in [{low}, {high}], not in a vocabulary of {self.vocabulary}")
+        check_numbers("tokens", tokens_T, self.vocabulary, f"a vocabulary of {self.vocabulary}")

@@ -1,10 +1,6 @@
-"""Vocabulary-parallel cross-entropy: statistics in one pass by online softmax, and the gradient in place.
+"""The kernels of `braid.kernels.operators.cross_entropy`: statistics in one pass, and the gradient in place.
 
-The same contract as `braid.kernels.operators.cross_entropy`: a rank's columns of the logits are reduced to
-maximum, sum of exp(logit - maximum), and the target's logit (0 if another rank holds it); no probabilities
-are stored. Online softmax: Milakov and Gimelshein 2018.
-
-Legend: T tokens, V local vocabulary rows, 3 statistics per token (fp32).
+Online softmax: Milakov and Gimelshein 2018. Legend: T tokens, V local vocabulary rows, 3 statistics (fp32).
 """
 
 from typing import Final
@@ -13,12 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
-from braid.kernels.triton.launch import ceil_div, check, check_indices, power_of_two
+from braid.kernels.operators.cross_entropy import CrossEntropyStatistics
+from braid.kernels.triton.launch import ceil_div, check, power_of_two
 
-_UNKNOWN: Final = (1 << 31) - 1
-"""Stands for the size of a vocabulary that is not known."""
 _WIDEST_TILE: Final = 4096
 
 
@@ -90,91 +84,37 @@ def tile_of(width: int) -> tuple[int, int]:
     return block, 8 if block >= _WIDEST_TILE else 4
 
 
-def _check(name: str, logits: Tensor, targets: Tensor, first_row: int, vocabulary: int | None) -> None:
-    check(name, "logits", logits, (None, None))
-    check(name, "targets", targets, (logits.shape[0],), like=logits, dtypes=(torch.int64,))
-    check_indices(name, "targets", targets, _UNKNOWN if vocabulary is None else vocabulary)
+class TritonCrossEntropyStatistics(CrossEntropyStatistics):
+    """`CrossEntropyStatistics` in one pass each way."""
 
+    def forward(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor]:
+        """Return statistics_T3. A target outside the vocabulary raises on the CPU and is NaN elsewhere."""
+        check("cross_entropy_statistics", logits=(logits_TV, "TV"), targets=(targets_T, "T"))
+        self.shard._check(targets_T)
+        tokens, width = logits_TV.shape
+        statistics_T3 = logits_TV.new_empty(tokens, 3, dtype=torch.float32)
+        if tokens:
+            block, warps = tile_of(width)
+            sizes = width, logits_TV.stride(0), self.shard.first_row, self.shard.vocabulary
+            statistics_kernel[(tokens,)](
+                logits_TV, targets_T, statistics_T3, *sizes, BLOCK=block, num_warps=warps
+            )
+        return (statistics_T3,)
 
-@custom_op("braid::cross_entropy_statistics", mutates_args=())
-def cross_entropy_statistics(
-    logits: Tensor, targets: Tensor, first_row: int, vocabulary: int | None
-) -> Tensor:
-    """Return statistics (T x 3, fp32) of columns ``first_row`` to ``first_row`` + V of the logits (T x V).
-
-    ``targets`` (T, int64) are rows of the whole vocabulary, whose size may be None: not known.
-    """
-    _check("cross_entropy_statistics", logits, targets, first_row, vocabulary)
-    tokens, width = logits.shape
-    statistics = logits.new_empty(tokens, 3, dtype=torch.float32)
-    if tokens:
-        block, warps = tile_of(width)
-        statistics_kernel[(tokens,)](
-            logits,
-            targets,
-            statistics,
-            width,
-            logits.stride(0),
-            first_row,
-            _UNKNOWN if vocabulary is None else vocabulary,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return statistics
-
-
-@cross_entropy_statistics.register_fake
-def _(logits: Tensor, targets: Tensor, first_row: int, vocabulary: int | None) -> Tensor:
-    _check("cross_entropy_statistics", logits, targets, first_row, vocabulary)
-    return logits.new_empty(logits.shape[0], 3, dtype=torch.float32)
-
-
-@custom_op("braid::cross_entropy_gradient", mutates_args=("logits",))
-def cross_entropy_gradient(
-    logits: Tensor,
-    log_partition: Tensor,
-    targets: Tensor,
-    scale: Tensor | None,
-    factor: float,
-    first_row: int,
-) -> None:
-    """Write factor * scale * (softmax - onehot) over the logits (T x V), as their last reader.
-
-    ``log_partition`` (T, fp32) is of the whole vocabulary; ``scale`` a 0-dim tensor (None: 1).
-    """
-    name = "cross_entropy_gradient"
-    _check(name, logits, targets, first_row, None)
-    size = (logits.shape[0],)
-    check(name, "log_partition", log_partition, size, like=logits, dtypes=(torch.float32,))
-    if scale is not None:
-        check(name, "scale", scale, (), like=logits)
-    tokens, width = logits.shape
-    if logits.numel():
-        block, warps = tile_of(width)
-        across = ceil_div(width, block)
-        gradient_kernel[(tokens * across,)](
-            logits,
-            log_partition,
-            targets,
-            logits if scale is None else scale,
-            width,
-            logits.stride(0),
-            first_row,
-            factor,
-            across,
-            SCALED=scale is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
-
-
-@cross_entropy_gradient.register_fake
-def _(
-    logits: Tensor,
-    log_partition: Tensor,
-    targets: Tensor,
-    scale: Tensor | None,
-    factor: float,
-    first_row: int,
-) -> None:
-    _check("cross_entropy_gradient", logits, targets, first_row, None)
+    def input_gradient(
+        self, logits_TV: Tensor, log_partition_T: Tensor, targets_T: Tensor, scale: Tensor | float
+    ) -> tuple[Tensor]:
+        """Return d_logits_TV, written over the logits."""
+        tensor, factor = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
+        shared = {"log_partition": (log_partition_T, "T"), "targets": (targets_T, "T"), "scale": (tensor, "")}
+        check("cross_entropy_gradient", logits=(logits_TV, "TV"), **shared)
+        tokens, width = logits_TV.shape
+        if logits_TV.numel():
+            block, warps = tile_of(width)
+            across = ceil_div(width, block)
+            tensors = logits_TV, log_partition_T, targets_T, logits_TV if tensor is None else tensor
+            sizes = width, logits_TV.stride(0), self.shard.first_row, factor, across
+            gradient_kernel[(tokens * across,)](
+                *tensors, *sizes, SCALED=tensor is not None, BLOCK=block, num_warps=warps
+            )
+        return (logits_TV,)

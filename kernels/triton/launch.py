@@ -1,21 +1,36 @@
 """What all launchers share: checks of arguments, block sizes, and where kernels can run."""
 
-import math
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
 from torch import Tensor
-
-from braid.kernels.triton import interpreter
+from triton.runtime import interpreter
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 INTERPRETING: Final[bool] = bool(triton.knobs.runtime.interpret)
 """Whether kernels are interpreted on the CPU. It multiplies no bf16, so tiles are widened there."""
 
+
+def _mend_interpreter() -> None:
+    """Let scalars of Triton 3.6's interpreter count loops beside NumPy 2.4.
+
+    It keeps them as arrays of one element and one dim, for which NumPy 2.4 refuses ``int(array)``.
+    """
+    original = getattr(interpreter, "_patch_lang_tensor", None)
+    if original is None:
+        return
+
+    def mended(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
+
+
 if INTERPRETING:
-    interpreter.mend()
+    _mend_interpreter()
 
 
 def fail(operator: str, argument: str, problem: str) -> None:
@@ -23,57 +38,44 @@ def fail(operator: str, argument: str, problem: str) -> None:
     raise ValueError(f"{operator}: {argument} {problem}")
 
 
-def check(
-    operator: str,
-    argument: str,
-    tensor: Tensor,
-    shape: tuple[int | None, ...],
-    *,
-    like: Tensor | None = None,
-    dtypes: tuple[torch.dtype, ...] = FLOATS,
-    contiguous: bool = False,
-) -> None:
-    """ValueError unless a tensor has a shape (None: any size), one of the dtypes, and unit stride at its end.
+def check(operator: str, **arguments: tuple[Tensor | None, str]) -> None:
+    """ValueError for tensors that a kernel would read wrongly: it sees addresses and strides alone.
 
-    With ``like``, it must also be on that tensor's device. Rows may have any stride unless ``contiguous``.
+    ``arguments``: each tensor (None: it is not given), and a letter for each of its dims; equal letters stand
+    for equal sizes. All are on one device, and the elements of their last dims lie side by side; with a blank
+    behind the letters all elements do. The first tensor's dtype is one of `FLOATS`.
     """
-    if tensor.dim() != len(shape) or any(
-        wanted is not None and size != wanted for size, wanted in zip(tensor.shape, shape, strict=True)
-    ):
-        wanted_text = " x ".join("any" if size is None else str(size) for size in shape) or "0-dim"
-        fail(operator, argument, f"has shape {tuple(tensor.shape)}, not {wanted_text}")
-    if tensor.dtype not in dtypes:
-        fail(operator, argument, f"has dtype {tensor.dtype}, not one of {', '.join(map(str, dtypes))}")
-    if like is not None and tensor.device != like.device:
-        fail(operator, argument, f"is on {tensor.device}, not on {like.device}")
-    if tensor.device.type == "cpu" and not INTERPRETING:
-        fail(operator, argument, "is on the CPU, where Triton runs only with TRITON_INTERPRET=1")
-    if contiguous and not tensor.is_contiguous():
-        fail(operator, argument, f"has strides {tensor.stride()}, but must be contiguous")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        fail(operator, argument, f"has strides {tensor.stride()}, but its last dim must be contiguous")
-
-
-def check_indices(operator: str, argument: str, index: Tensor, limit: int) -> None:
-    """ValueError for an index outside [0, limit), on the CPU only: elsewhere the check would stall.
-
-    There, the operators neither read nor write out of bounds for such an index, and the result that it
-    belongs to is NaN.
-    """
-    if index.device.type != "cpu" or index.numel() == 0 or is_fake(index):
-        return
-    low, high = (int(bound) for bound in torch.aminmax(index))
-    if low < 0 or high >= limit:
-        fail(operator, argument, f"holds indices in [{low}, {high}], outside [0, {limit})")
-
-
-def is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    sizes: dict[str, int] = {}
+    device = None
+    for argument, (tensor, dims) in arguments.items():
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+            if tensor.dtype not in FLOATS:
+                fail(
+                    operator, argument, f"has dtype {tensor.dtype}, not one of {', '.join(map(str, FLOATS))}"
+                )
+            if device.type == "cpu" and not INTERPRETING:
+                fail(operator, argument, "is on the CPU, where Triton runs only with TRITON_INTERPRET=1")
+        letters, blank, _ = dims.partition(" ")
+        shape = tuple(tensor.shape)
+        if len(shape) != len(letters) or any(
+            sizes.setdefault(letter, size) != size for letter, size in zip(letters, shape, strict=True)
+        ):
+            wanted = " x ".join(str(sizes.get(letter, "any")) for letter in letters) or "0-dim"
+            fail(operator, argument, f"has shape {shape}, not {wanted}")
+        if tensor.device != device:
+            fail(operator, argument, f"is on {tensor.device}, not on {device}")
+        if blank and not tensor.is_contiguous():
+            fail(operator, argument, f"has strides {tensor.stride()}, but must be contiguous")
+        if shape and shape[-1] > 1 and tensor.stride(-1) != 1:
+            fail(operator, argument, f"has strides {tensor.stride()}, but its last dim must be contiguous")
 
 
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is at least ``size`` and ``least``."""
-    return 1 << max(math.ceil(math.log2(max(size, 1))), math.ceil(math.log2(least)))
+    return 1 << (max(size, least) - 1).bit_length()
 
 
 def ceil_div(size: int, by: int) -> int:

@@ -1,12 +1,10 @@
-"""LayerNorm and RMSNorm with their gradients, each in one pass over the memory.
-
-    y = (x - mean) / sqrt(var + eps) * weight + shift         LayerNorm; RMSNorm has no mean and no shift
+"""The kernels of `braid.kernels.operators.norm`, each one pass over the memory.
 
 Gradients of parameters are the same bits on every run and on any number of multiprocessors: each program
 leaves the sum of its share of the tokens, and one kernel adds these sums in a fixed order.
 
-Legend: t tokens, D hidden, P partial sums. ``statistics`` are fp32, one row per statistic: rstd (1 x t) of an
-RMSNorm, mean and rstd (2 x t) of a LayerNorm. Arithmetic is in fp32.
+Legend: t tokens, D hidden, S statistics of a token (fp32): rstd of an RMSNorm, mean and rstd of a LayerNorm.
+Arithmetic is in fp32.
 """
 
 from typing import Final
@@ -15,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
+from braid.kernels.operators.norm import LayerNorm, Norm, RMSNorm
 from braid.kernels.triton.launch import ceil_div, check, fail, power_of_two, warps_for
 
 WIDEST: Final = 1 << 15
@@ -178,148 +176,76 @@ def tile_of(width: int) -> tuple[int, int, int]:
     return rows, block, warps_for(rows * block)
 
 
-# -- operators ---------------------------------------------------------------------------------------------
-
-
-def _check_forward(x: Tensor, weight: Tensor, shift: Tensor | None) -> None:
-    check("norm", "x", x, (None, None))
-    if not 1 <= x.shape[1] <= WIDEST:
-        fail("norm", "x", f"has {x.shape[1]} columns, not 1 to {WIDEST}")
-    check("norm", "weight", weight, (x.shape[1],), like=x)
-    if shift is not None:
-        check("norm", "shift", shift, (x.shape[1],), like=x)
-
-
-@custom_op("braid::norm", mutates_args=())
-def norm(x: Tensor, weight: Tensor, shift: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise x (t x D): LayerNorm with a ``shift``, RMSNorm without; return y and statistics."""
-    _check_forward(x, weight, shift)
-    rows, width = x.shape
-    y = x.new_empty(x.shape)
-    statistics = x.new_empty(1 + (shift is not None), rows, dtype=torch.float32)
-    if rows:
-        tile_rows, block, warps = tile_of(width)
-        forward_kernel[(ceil_div(rows, tile_rows),)](
-            x,
-            weight,
-            x if shift is None else shift,
-            y,
-            statistics,
-            rows,
-            width,
-            x.stride(0),
-            eps,
-            CENTRED=shift is not None,
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return y, statistics
-
-
-@norm.register_fake
-def _(x: Tensor, weight: Tensor, shift: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    _check_forward(x, weight, shift)
-    return x.new_empty(x.shape), x.new_empty(1 + (shift is not None), x.shape[0], dtype=torch.float32)
-
-
-def _check_gradient(name: str, dy: Tensor, x: Tensor, statistics: Tensor, **others: Tensor | None) -> None:
-    """``others``: vectors (D), and ``skip`` (t x D)."""
-    check(name, "dy", dy, (None, None))
-    if not 1 <= dy.shape[1] <= WIDEST:
-        fail(name, "dy", f"has {dy.shape[1]} columns, not 1 to {WIDEST}")
-    check(name, "x", x, tuple(dy.shape), like=dy, dtypes=(dy.dtype,))
-    size = (None, dy.shape[0])
-    check(name, "statistics", statistics, size, like=dy, dtypes=(torch.float32,), contiguous=True)
-    for argument, tensor in others.items():
-        if tensor is None:
-            continue
-        if argument == "skip":
-            check(name, argument, tensor, tuple(dy.shape), like=dy, dtypes=(dy.dtype,))
-        else:
-            check(name, argument, tensor, (dy.shape[1],), like=dy)
-
-
-@custom_op("braid::norm_input_gradient", mutates_args=())
-def norm_input_gradient(
-    dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, skip: Tensor | None
-) -> Tensor:
-    """Return dx (t x D), plus ``skip`` if given: the gradient that goes round the norm."""
-    _check_gradient("norm_input_gradient", dy, x, statistics, weight=weight, skip=skip)
-    rows, width = dy.shape
-    dx = dy.new_empty(dy.shape)
-    if rows:
-        tile_rows, block, warps = tile_of(width)
-        input_gradient_kernel[(ceil_div(rows, tile_rows),)](
-            dy,
-            x,
-            weight,
-            statistics,
-            dy if skip is None else skip,
-            dx,
-            rows,
-            width,
-            dy.stride(0),
-            x.stride(0),
-            0 if skip is None else skip.stride(0),
-            CENTRED=statistics.shape[0] == 2,
-            SKIP=skip is not None,
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return dx
-
-
-@norm_input_gradient.register_fake
-def _(dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor, skip: Tensor | None) -> Tensor:
-    _check_gradient("norm_input_gradient", dy, x, statistics, weight=weight, skip=skip)
-    return dy.new_empty(dy.shape)
-
-
-@custom_op("braid::norm_weight_gradient", mutates_args=("d_weight", "d_shift"))
-def norm_weight_gradient(
-    dy: Tensor, x: Tensor, statistics: Tensor, d_weight: Tensor, d_shift: Tensor | None
-) -> None:
-    """Add the parameters' gradients to ``d_weight`` and ``d_shift`` (each D)."""
-    _check_gradient("norm_weight_gradient", dy, x, statistics, d_weight=d_weight, d_shift=d_shift)
-    rows, width = dy.shape
-    if not rows:
-        return
+def _tiled(rows: int, width: int) -> tuple[int, dict[str, int]]:
+    """How many tiles there are, and what a kernel is told of one."""
     tile_rows, block, warps = tile_of(width)
-    tiles = ceil_div(rows, tile_rows)
-    each = ceil_div(tiles, PARTIAL_SUMS)
-    programs = ceil_div(tiles, each)
-    partials = dy.new_empty((programs, 2, width), dtype=torch.float32)
-    weight_gradient_kernel[(programs,)](
-        dy,
-        x,
-        statistics,
-        partials,
-        rows,
-        width,
-        dy.stride(0),
-        x.stride(0),
-        each,
-        CENTRED=statistics.shape[0] == 2,
-        ROWS=tile_rows,
-        BLOCK=block,
-        num_warps=warps,
-    )
-    for place, total in enumerate((d_weight, d_shift)):
-        if total is not None:
+    return ceil_div(rows, tile_rows), {"ROWS": tile_rows, "BLOCK": block, "num_warps": warps}
+
+
+class _TritonNorm(Norm):
+    def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor]:
+        check("norm", x=(x_tD, "tD"), weight=(self.weight, "D"), bias=(self.bias, "D"))
+        rows, width = x_tD.shape
+        if width > WIDEST:
+            fail("norm", "x", f"has {width} columns, more than {WIDEST}")
+        y_tD = x_tD.new_empty(x_tD.shape)
+        statistics_St = x_tD.new_empty(1 + self.centred, rows, dtype=torch.float32)
+        if rows:
+            tiles, tile = _tiled(rows, width)
+            parameters = self.weight, x_tD if self.bias is None else self.bias
+            sizes = rows, width, x_tD.stride(0), self.eps
+            forward_kernel[(tiles,)](
+                x_tD, *parameters, y_tD, statistics_St, *sizes, CENTRED=self.centred, **tile
+            )
+        return y_tD, statistics_St.t() if self.centred else statistics_St.view(-1, 1)
+
+    def input_gradient(
+        self, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, d_skip_tD: Tensor | None = None
+    ) -> tuple[Tensor]:
+        statistics_St = _checked("norm_input_gradient", dy_tD, x_tD, statistics_tS, d_skip_tD)
+        rows, width = dy_tD.shape
+        dx_tD = dy_tD.new_empty(dy_tD.shape)
+        if rows:
+            tiles, tile = _tiled(rows, width)
+            skip, flags = d_skip_tD, {"CENTRED": self.centred, "SKIP": d_skip_tD is not None}
+            tensors = dy_tD, x_tD, self.weight, statistics_St, dy_tD if skip is None else skip, dx_tD
+            strides = dy_tD.stride(0), x_tD.stride(0), 0 if skip is None else skip.stride(0)
+            input_gradient_kernel[(tiles,)](*tensors, rows, width, *strides, **flags, **tile)
+        return (dx_tD,)
+
+    def weight_gradient(
+        self, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, d_skip_tD: Tensor | None = None
+    ) -> None:
+        statistics_St = _checked("norm_weight_gradient", dy_tD, x_tD, statistics_tS, d_skip_tD)
+        rows, width = dy_tD.shape
+        if not rows:
+            return
+        tiles, tile = _tiled(rows, width)
+        each = ceil_div(tiles, PARTIAL_SUMS)
+        programs = ceil_div(tiles, each)
+        partials = dy_tD.new_empty((programs, 2, width), dtype=torch.float32)
+        tensors, strides = (dy_tD, x_tD, statistics_St, partials), (dy_tD.stride(0), x_tD.stride(0))
+        weight_gradient_kernel[(programs,)](
+            *tensors, rows, width, *strides, each, CENTRED=self.centred, **tile
+        )
+        sums = {"ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS, "num_warps": 4}
+        for number, name in enumerate(("weight", "bias") if self.centred else ("weight",)):
+            sizes = programs, width, partials.stride(0)
             add_columns_kernel[(ceil_div(width, SUM_COLUMNS),)](
-                partials[:, place],
-                total,
-                programs,
-                width,
-                partials.stride(0),
-                ROWS=SUM_ROWS,
-                COLUMNS=SUM_COLUMNS,
-                num_warps=4,
+                partials[:, number], self.gradients[name], *sizes, **sums
             )
 
 
-@norm_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, statistics: Tensor, d_weight: Tensor, d_shift: Tensor | None) -> None:
-    _check_gradient("norm_weight_gradient", dy, x, statistics, d_weight=d_weight, d_shift=d_shift)
+def _checked(name: str, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, skip_tD: Tensor | None) -> Tensor:
+    """The statistics as the kernels read them, S x t."""
+    statistics_St = statistics_tS.t().contiguous()
+    check(name, dy=(dy_tD, "tD"), x=(x_tD, "tD"), statistics=(statistics_St, "St"), skip=(skip_tD, "tD"))
+    return statistics_St
+
+
+class TritonRMSNorm(_TritonNorm, RMSNorm):
+    """`RMSNorm`."""
+
+
+class TritonLayerNorm(_TritonNorm, LayerNorm):
+    """`LayerNorm`."""

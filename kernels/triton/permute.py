@@ -1,15 +1,7 @@
 """Moving tokens to their experts' places and back; every move is a gather, so no sum depends on chance.
 
 `braid.kernels.operators.permute` says which choice lies in which place (``sources``), and the other way round
-(``slots``).
-
-    permute        out[s] = x[token of s]                           `gather_rows`
-    its gradient   dx[t] = sum over choices of d_out[slot]          `combine_rows` without weights
-    unpermute      y[t] = sum over choices of weight * out[slot]    `combine_rows`
-    its gradient   d_out[s] = weight of s * dy[token of s]          `gather_rows` with weights
-                   d_weight[t, choice] = dy[t] . out[slot]          `combine_weight_gradient`
-
-Legend: T tokens, k choices of each, S places, D hidden. Sums are in fp32.
+(``slots``), and shares its legend. Sums are in fp32.
 """
 
 from typing import Final
@@ -18,12 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
-from braid.kernels.triton.launch import ceil_div, check, fail, is_fake, power_of_two
+from braid.kernels.operators.permute import Dispatch, Permute, Places, Unpermute
+from braid.kernels.triton.launch import ceil_div, check, power_of_two
 
 _COLUMNS: Final = 1024
-_INT32: Final = (torch.int32,)
 
 
 @triton.jit
@@ -114,132 +105,67 @@ def combine_weight_gradient_kernel(
     tl.store(d_weights_ptr + index, total)
 
 
-def _check_places(name: str, argument: str, index: Tensor, limit: int) -> None:
-    """Indices from -1 on; their values are checked on the CPU only."""
-    if index.device.type == "cpu" and index.numel() and not is_fake(index):
-        low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < -1 or high >= limit:
-            fail(name, argument, f"holds places in [{low}, {high}], outside [-1, {limit})")
+def _tiles(width: int) -> tuple[int, dict[str, int]]:
+    """How many tiles cover ``width`` columns, and what a kernel is told of one."""
+    block = power_of_two(min(width, _COLUMNS), 16)
+    return ceil_div(width, block), {"BLOCK": block, "num_warps": 4}
 
 
-def _check_gather(x: Tensor, sources: Tensor, choices: int, weights: Tensor | None) -> None:
-    name = "gather_rows"
-    check(name, "x", x, (None, None))
-    check(name, "sources", sources, (None,), like=x, dtypes=_INT32)
-    if choices < 1:
-        fail(name, "choices", f"is {choices}, not at least 1")
-    if weights is not None:
-        check(name, "weights", weights, (x.shape[0], choices), like=x, contiguous=True)
-    _check_places(name, "sources", sources, x.shape[0] * choices)
+class _TritonPlaces(Places):
+    """`Places` that move rows in one pass; the numbers are int32, which the kernels read."""
+
+    def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        gates_tk = None if gates_tk is None else gates_tk.contiguous()
+        check("gather_rows", x=(x_tD, "tD"), slots=(self.slots_tk, "tk"), gates=(gates_tk, "tk"))
+        (tokens, choices), width = self.slots_tk.shape, x_tD.shape[1]
+        rows_nD = x_tD.new_empty(self.sources_n.shape[0], width)
+        if rows_nD.numel():
+            across, tile = _tiles(width)
+            tensors = x_tD, self.sources_n, x_tD if gates_tk is None else gates_tk, rows_nD
+            sizes = width, x_tD.stride(0), choices, tokens * choices, across
+            grid = (rows_nD.shape[0] * across,)
+            gather_kernel[grid](*tensors, *sizes, WEIGHTED=gates_tk is not None, **tile)
+        return rows_nD
+
+    def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
+        gates_tk = None if gates_tk is None else gates_tk.contiguous()
+        self._check(rows_nD)
+        check("combine_rows", rows=(rows_nD, "nD"), slots=(self.slots_tk, "tk "), gates=(gates_tk, "tk"))
+        (tokens, choices), (places, width) = self.slots_tk.shape, rows_nD.shape
+        y_tD = rows_nD.new_empty(tokens, width)
+        if y_tD.numel():
+            across, tile = _tiles(width)
+            tensors = rows_nD, self.slots_tk, rows_nD if gates_tk is None else gates_tk, y_tD
+            flags = {"CHOICES": choices, "WEIGHTED": gates_tk is not None}
+            sizes = width, rows_nD.stride(0), places, across
+            combine_kernel[(tokens * across,)](*tensors, *sizes, **flags, **tile)
+        return y_tD
+
+    def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
+        self._check(rows_nD)
+        tensors = {"rows": (rows_nD, "nD"), "slots": (self.slots_tk, "tk "), "dy": (dy_tD, "tD")}
+        check("gate_gradient", **tensors)
+        d_gates_tk = dy_tD.new_empty(self.slots_tk.shape, dtype=torch.float32)
+        if d_gates_tk.numel():
+            places, width = rows_nD.shape
+            sizes = width, dy_tD.stride(0), rows_nD.stride(0), places, self.slots_tk.shape[1]
+            combine_weight_gradient_kernel[(self.slots_tk.numel(),)](
+                dy_tD, rows_nD, self.slots_tk, d_gates_tk, *sizes, **_tiles(width)[1]
+            )
+        return d_gates_tk
 
 
-@custom_op("braid::gather_rows", mutates_args=())
-def gather_rows(x: Tensor, sources: Tensor, choices: int, weights: Tensor | None) -> Tensor:
-    """Return S x D: for every place the row of x (T x D) of its token, times its weight (T x k) if given.
-
-    ``sources`` (S, int32) are token * choices + choice, or -1: zeros.
-    """
-    _check_gather(x, sources, choices, weights)
-    tokens, width = x.shape
-    out = x.new_empty(sources.shape[0], width)
-    if out.numel():
-        block = power_of_two(min(width, _COLUMNS), 16)
-        across = ceil_div(width, block)
-        gather_kernel[(out.shape[0] * across,)](
-            x,
-            sources,
-            x if weights is None else weights,
-            out,
-            width,
-            x.stride(0),
-            choices,
-            tokens * choices,
-            across,
-            WEIGHTED=weights is not None,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return out
+class _TritonDispatch(Dispatch):
+    def places(self, choice_tk: Tensor) -> Places:
+        """Those of `Dispatch`: sorting stays PyTorch's."""
+        places = super().places(choice_tk)
+        sources_n, slots_tk = places.sources_n.int(), places.slots_tk.int()
+        return _TritonPlaces(sources_n=sources_n, slots_tk=slots_tk, complete=places.complete)
 
 
-@gather_rows.register_fake
-def _(x: Tensor, sources: Tensor, choices: int, weights: Tensor | None) -> Tensor:
-    _check_gather(x, sources, choices, weights)
-    return x.new_empty(sources.shape[0], x.shape[1])
+class TritonPermute(_TritonDispatch, Permute):
+    """`Permute` in one pass each way."""
 
 
-def _check_combine(name: str, x: Tensor, slots: Tensor, weights: Tensor | None) -> None:
-    check(name, "x", x, (None, None))
-    check(name, "slots", slots, (None, None), like=x, dtypes=_INT32, contiguous=True)
-    if weights is not None:
-        check(name, "weights", weights, tuple(slots.shape), like=x, contiguous=True)
-    _check_places(name, "slots", slots, x.shape[0])
-
-
-@custom_op("braid::combine_rows", mutates_args=())
-def combine_rows(x: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
-    """Return T x D: for every token the sum of the rows of x (S x D) at its slots (T x k, int32; -1: none).
-
-    With ``weights`` (T x k) the rows are multiplied by them first.
-    """
-    _check_combine("combine_rows", x, slots, weights)
-    (tokens, choices), width = slots.shape, x.shape[1]
-    out = x.new_empty(tokens, width)
-    if out.numel():
-        block = power_of_two(min(width, _COLUMNS), 16)
-        across = ceil_div(width, block)
-        combine_kernel[(tokens * across,)](
-            x,
-            slots,
-            x if weights is None else weights,
-            out,
-            width,
-            x.stride(0),
-            x.shape[0],
-            across,
-            CHOICES=choices,
-            WEIGHTED=weights is not None,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return out
-
-
-@combine_rows.register_fake
-def _(x: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
-    _check_combine("combine_rows", x, slots, weights)
-    return x.new_empty(slots.shape[0], x.shape[1])
-
-
-def _check_weight_gradient(dy: Tensor, x: Tensor, slots: Tensor) -> None:
-    name = "combine_weight_gradient"
-    _check_combine(name, x, slots, None)
-    check(name, "dy", dy, (slots.shape[0], x.shape[1]), like=x)
-
-
-@custom_op("braid::combine_weight_gradient", mutates_args=())
-def combine_weight_gradient(dy: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-    """Return the gradient of `combine_rows`'s weights (T x k, fp32); 0 for a choice that was dropped."""
-    _check_weight_gradient(dy, x, slots)
-    d_weights = dy.new_empty(slots.shape, dtype=torch.float32)
-    if d_weights.numel():
-        combine_weight_gradient_kernel[(slots.numel(),)](
-            dy,
-            x,
-            slots,
-            d_weights,
-            x.shape[1],
-            dy.stride(0),
-            x.stride(0),
-            x.shape[0],
-            slots.shape[1],
-            BLOCK=power_of_two(min(x.shape[1], _COLUMNS), 16),
-            num_warps=4,
-        )
-    return d_weights
-
-
-@combine_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-    _check_weight_gradient(dy, x, slots)
-    return dy.new_empty(slots.shape, dtype=torch.float32)
+class TritonUnpermute(_TritonDispatch, Unpermute):
+    """`Unpermute` in one pass, its two gradients in one each."""

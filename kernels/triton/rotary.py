@@ -1,18 +1,18 @@
-"""Rotary embedding (Su et al. 2021) of queries and keys in one pass, packed for attention.
+"""Rotary embedding of queries and keys in one pass, packed for attention.
 
-Dimension i turns with i + d/2, as in Hugging Face's Llama. One kernel reads queries, keys and values wherever
+Dimension i turns with i + d/2. One kernel reads queries, keys and values wherever
 they lie and writes them side by side: forward it splits what one GEMM made, backward (``back``) it gathers
 what attention's gradient left, so that neither needs another copy.
 
-Legend: b samples, s tokens of each, n query heads, k key (and value) heads, d the dimension of a head.
+Legend: b samples, s tokens of each, n query heads, k key and value heads, d a head's dimension, h = d/2.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
-from braid.kernels.triton.launch import check, fail, power_of_two, warps_for
+from braid.kernels.operators.attention import Attention
+from braid.kernels.triton.launch import check, power_of_two, warps_for
 
 
 @triton.jit
@@ -81,54 +81,45 @@ def rotary_kernel(
     tl.store(out_ptr + head * (2 * HALF) + wide, value, mask=mask)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> None:
-    check("rotary", "q", q, (None, None, None, None))
-    samples, tokens, _, width = q.shape
-    check("rotary", "k", k, (samples, tokens, None, width), like=q, dtypes=(q.dtype,))
-    check("rotary", "v", v, tuple(k.shape), like=q, dtypes=(q.dtype,))
-    if width % 2:
-        fail("rotary", "q", f"has heads of dimension {width}, which is odd")
-    for argument, table in (("cos", cos), ("sin", sin)):
-        check("rotary", argument, table, (tokens, width // 2), like=q, contiguous=True)
-
-
-@custom_op("braid::rotary", mutates_args=())
-def rotary(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def rotary(q: Tensor, k: Tensor, v: Tensor, cos_sh: Tensor, sin_sh: Tensor, *, back: bool) -> Tensor:
     """Return q and k (b x s x heads x d, any strides but the last), turned (``back``: the other way), and v.
 
-    The result is (b*s) x ((n + 2k) * d), columns q, k, v, each head by head. ``cos`` and ``sin`` are s x d/2.
+    The result is (b*s) x ((n + 2k) * d), columns q, k, v, each head by head.
     """
-    _check(q, k, v, cos, sin)
+    tables = {"cos": (cos_sh, "sh "), "sin": (sin_sh, "sh ")}
+    check("rotary", q=(q, "bsnd"), k=(k, "bskd"), v=(v, "bskd"), **tables)
     samples, tokens, heads, width = q.shape
-    kv_heads, half = k.shape[2], width // 2
+    kv_heads, half = k.shape[2], cos_sh.shape[1]
     out = q.new_empty(samples * tokens, (heads + 2 * kv_heads) * width)
     if out.numel():
-        block = power_of_two(half, 8)
+        block, room = (
+            power_of_two(half, 8),
+            {"HEADS": power_of_two(heads), "KV_HEADS": power_of_two(kv_heads)},
+        )
+        strides = (stride for x in (q, k, v) for stride in x.stride()[:3])
+        flags = {"HALF": half, **room, "BLOCK": block, "BACK": back}
+        warps = warps_for(2 * room["HEADS"] * block)
         rotary_kernel[(samples * tokens,)](
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            out,
-            tokens,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            heads,
-            kv_heads,
-            HALF=half,
-            HEADS=power_of_two(heads),
-            KV_HEADS=power_of_two(kv_heads),
-            BLOCK=block,
-            BACK=back,
-            num_warps=warps_for(2 * power_of_two(heads) * block),
+            q, k, v, cos_sh, sin_sh, out, tokens, *strides, heads, kv_heads, **flags, num_warps=warps
         )
     return out
 
 
-@rotary.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    _check(q, k, v, cos, sin)
-    samples, tokens, heads, width = q.shape
-    return q.new_empty(samples * tokens, (heads + 2 * k.shape[2]) * width)
+class TritonAttention(Attention):
+    """`Attention` with one kernel that turns queries and keys and packs them with the values."""
+
+    def _turn_heads(self, qkv_bsnd: Tensor) -> Tensor:
+        if self.rotary_base is None:
+            return super()._turn_heads(qkv_bsnd)
+        q, k, v = self._q_k_v(qkv_bsnd, dim=2)
+        return rotary(q, k, v, *self._flat_tables(qkv_bsnd), back=False).view(qkv_bsnd.shape)
+
+    def _turn_back(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> Tensor:
+        if self.rotary_base is None:
+            return super()._turn_back(d_q, d_k, d_v)
+        d_q, d_k, d_v = (d if d.stride(-1) == 1 else d.contiguous() for d in (d_q, d_k, d_v))
+        return rotary(d_q, d_k, d_v, *self._flat_tables(d_q), back=True)
+
+    def _flat_tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        cos_s1h, sin_s1h = self._tables(like)
+        return cos_s1h.squeeze(1), sin_s1h.squeeze(1)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from braid.actors.stage.measure.step_records import StepRecorder
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank import clocks
 from braid.actors.stage.rank.clocks import Difference, ask, clock_ahead_ns
@@ -78,7 +77,7 @@ def test_a_difference_is_told_where_it_is_sure() -> None:
 
 def test_spans_are_told_by_the_clock_of_rank_0() -> None:
     streams: Any = HostStreams()
-    recorder = StepRecorder(streams)
+    recorder = Recorder(streams)
     recorder.compute(Label(operator="x", stream=Stream.COMPUTE), None, 1_000, 2_000)
     (plain,) = recorder.records()["start_ns"]
     recorder.set_clock(10**12)

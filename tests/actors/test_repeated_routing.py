@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.model.repeated_routing import RepeatedRouting
+from braid.actors.stage.model.routing import RepeatedRouting
 from braid.kernels.operators.router import Router
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import built_in_parts

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.stage.measure.step_records import StepRecorder
+from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.run.gloo_streams import HostStreams
 from braid.actors.stage.run.streams import Transfer
 from braid.scheduling.mesh.cluster import Stream
@@ -46,7 +46,7 @@ def a_program(random: Random) -> list[tuple[Label | None, Pass | None, bool]]:
     ]
 
 
-def record(recorder: StepRecorder, ran: Ran) -> None:
+def record(recorder: Recorder, ran: Ran) -> None:
     recorder.clear()
     for label, block, paired, begin, end in ran:
         if label is None:
@@ -66,7 +66,7 @@ def sort_of(label: Label | None) -> int:
 def test_records_say_what_ran(seed: int) -> None:
     random = Random(seed)
     streams = HostStreams()
-    recorder = StepRecorder(streams, {label.key: n for n, label in enumerate(LABELS)})
+    recorder = Recorder(streams, {label.key: n for n, label in enumerate(LABELS)})
     program = a_program(random)
     for _ in range(6):
         if random.random() < 0.3:  # another one: a validation, a discarded step, a step of other batches
@@ -106,7 +106,7 @@ def test_records_say_what_ran(seed: int) -> None:
 
 
 def test_nothing_is_recorded_unless_asked() -> None:
-    recorder = StepRecorder(HostStreams(), recording=False)
+    recorder = Recorder(HostStreams(), recording=False)
     record(recorder, a_step(Random(1), [(LABELS[0], None, False), (None, PASSES[0], True)]))
     assert not len(recorder.records())
     assert recorder.numbers(recorder.records()).communication_ns == 0
@@ -115,7 +115,7 @@ def test_nothing_is_recorded_unless_asked() -> None:
 class _Members:
     """Ranks of one axis that meet: each gives its array and gets everyone's, by number."""
 
-    def __init__(self, recorders: list[StepRecorder]) -> None:
+    def __init__(self, recorders: list[Recorder]) -> None:
         self._recorders = recorders
 
     def exchange(self, axis: str, own: IntArray) -> IntArray:
@@ -127,17 +127,17 @@ class _Members:
         return np.stack(rows)
 
 
-def recorders_of(ranks: int) -> list[StepRecorder]:
+def recorders_of(ranks: int) -> list[Recorder]:
     """Of ranks with one clock."""
     streams = HostStreams()
     streams.epoch_ns = lambda: 0  # type: ignore[method-assign]
-    recorders = [StepRecorder(streams) for _ in range(ranks)]
+    recorders = [Recorder(streams) for _ in range(ranks)]
     for recorder in recorders:
         recorder.clear()
     return recorders
 
 
-def met(recorders: list[StepRecorder]) -> list[OverlapNumbers]:
+def met(recorders: list[Recorder]) -> list[OverlapNumbers]:
     """What each says when all have met, as ranks 5, 6, ..."""
     for rank, recorder in enumerate(recorders, start=5):
         recorder.meet(rank, _Members(recorders).exchange)

@@ -37,7 +37,7 @@ class Work:
 
 
 class Collectives(ABC):
-    """Those of a group (`braid.kernels.collectives.communicator.Group`), by their kind."""
+    """Those of a group (`braid.kernels.collectives.communicator.TorchGroup`), by their kind."""
 
     own: int
     """This rank's number."""

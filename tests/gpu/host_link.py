@@ -21,7 +21,7 @@ COPIED = SimpleNamespace(wait=lambda: None)
 
 @dataclass
 class HostGroup:
-    """A group of ranks (`braid.kernels.collectives.communicator.Group`) of which only this one exists.
+    """A group of ranks (`braid.kernels.collectives.communicator.TorchGroup`) of which only this one exists.
 
     All transfers of one size share their buffers, which are made on first use; that must not be while a CUDA
     graph is captured. Messages between stages take no time and hold zeros.

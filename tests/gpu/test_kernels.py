@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.measure.kernel_choice import uses
-from braid.kernels.clock import DeviceClock
 from braid.kernels.family import Kind, OperatorFamily, candidates
-from braid.kernels.trials import _TRIALS, Laboratory, Use, _Operands, _results
+from braid.kernels.trials import _TRIALS, DeviceClock, Laboratory, Use, _Operands, _results
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import part_sizes

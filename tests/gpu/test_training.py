@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer, load_named
-from braid.kernels.clock import DeviceClock
+from braid.kernels.trials import DeviceClock
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.schedule.memory import model_flops, rank_memory
 from tests.gpu.conftest import Finding, Lab

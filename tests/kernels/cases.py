@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from braid.kernels.operators.activation import GELU, SwiGLU
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
-from braid.kernels.operators.head_norm import HeadNorm
-from braid.kernels.operators.linear import Linear
-from braid.kernels.operators.norm import LayerNorm, RMSNorm
+from braid.kernels.operators.linear import Linear, Residual
+from braid.kernels.operators.norm import HeadNorm, LayerNorm, RMSNorm
 from braid.kernels.operators.operator import ComputeOperator
-from braid.kernels.operators.residual import Residual
 
 Values = Sequence[Tensor]
 Reads = Callable[[Tensor, Values, Values], Values]

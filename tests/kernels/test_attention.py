@@ -24,9 +24,7 @@ def rotated(x_bsnd: Tensor, base: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def explicit_attention(
-    qkv: Tensor, heads: int, kv_heads: int, sequence: int, base: float | None, causal: bool
-) -> Tensor:
+def explicit_attention(qkv: Tensor, heads: int, kv_heads: int, sequence: int, base: float | None) -> Tensor:
     """Attention with all scores, head by head."""
     heads_bsnd = qkv.view(-1, sequence, heads + 2 * kv_heads, qkv.shape[1] // (heads + 2 * kv_heads))
     q, k, v = torch.split(heads_bsnd, [heads, kv_heads, kv_heads], dim=2)
@@ -36,21 +34,17 @@ def explicit_attention(
     for head in range(heads):
         group = head // (heads // kv_heads)
         scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / q.shape[-1] ** 0.5
-        if causal:
-            future = torch.ones(sequence, sequence).triu(1).bool()
-            scores = scores.masked_fill(future, -torch.inf)
+        scores = scores.masked_fill(torch.ones(sequence, sequence).triu(1).bool(), -torch.inf)
         outputs.append(scores.softmax(-1) @ v[:, :, group])
     return torch.cat(outputs, dim=-1).reshape(qkv.shape[0], -1)
 
 
 def check(operator: Attention, batch: int, dtype: torch.dtype) -> None:
     """Compare output and input gradient with the explicit softmax in float64."""
-    width = (operator.heads + 2 * operator.kv_heads) * operator.head_dim
-    qkv = normal(batch * operator.sequence, width, dtype=dtype)
+    qkv = normal(batch * operator.sequence, operator.width, dtype=dtype)
     leaf, kept = wide_leaf(qkv), qkv.clone()
-    expected = explicit_attention(
-        leaf, operator.heads, operator.kv_heads, operator.sequence, operator.rotary_base, operator.causal
-    )
+    names = ("heads", "kv_heads", "sequence", "rotary_base")
+    expected = explicit_attention(leaf, *(getattr(operator, name) for name in names))
     d_o = normal(*expected.shape, dtype=dtype)
     (d_expected,) = torch.autograd.grad(expected, leaf, d_o.double())
     with torch.no_grad():
@@ -73,13 +67,12 @@ def check(operator: Attention, batch: int, dtype: torch.dtype) -> None:
     group=st.integers(1, 3),
     half=st.integers(1, 5),
     base=st.sampled_from([None, 100.0, 10_000.0]),
-    causal=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_equals_explicit_softmax(seed, batch, sequence, kv_heads, group, half, base, causal):
+def test_equals_explicit_softmax(seed, batch, sequence, kv_heads, group, half, base):
     torch.manual_seed(seed)
     heads = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 2 * half}
-    check(Attention(**heads, sequence=sequence, rotary_base=base, causal=causal), batch, torch.float64)
+    check(Attention(**heads, sequence=sequence, rotary_base=base), batch, torch.float64)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["one", "grouped", "all"])
@@ -112,14 +105,14 @@ def test_rotation_in_16_bits_is_rounded_once(dtype):
     tables = attention.rotary_tables(sequence, d, base, x.device, dtype)
     assert {table.dtype for table in tables} == {torch.float32}
     turned = torch.empty_like(x)
-    attention.turn(x, *tables, turned)
+    attention.turn(x, tables, turned)
     half_a_step = torch.finfo(dtype).eps / 2
     errors, before = (turned.double() - exact).abs(), (with_narrow_tables(x, *tables).double() - exact).abs()
     assert bool((errors <= 1.001 * half_a_step * exact.abs() + 1e-6).all())
     assert errors.max() < 0.7 * before.max()
     assert errors.mean() < 0.7 * before.mean()
     back = torch.empty_like(x)
-    attention.turn(turned, *tables, back, back=True)
+    attention.turn(turned, tables, back, back=True)
     assert_close(back, x, 4 * half_a_step)
 
 
@@ -147,13 +140,7 @@ def test_keeps_and_allocates_nothing_of_the_size_of_the_scores(kv_heads, dtype):
     assert sum(storages.values()) <= qkv.nbytes + o.nbytes + log_sum_exp_bytes
 
 
-def test_wrong_shapes_are_refused():
-    with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):
-        Attention(heads=4, kv_heads=3, head_dim=2, sequence=4, rotary_base=None)
-    with pytest.raises(ValueError, match="head_dim=3 must be even"):
-        Attention(heads=4, kv_heads=2, head_dim=3, sequence=4, rotary_base=1e4)
+def test_wrong_widths_are_refused():
     operator = Attention(heads=4, kv_heads=2, head_dim=2, sequence=4, rotary_base=None)
-    with pytest.raises(ValueError, match="6 tokens are not a multiple of sequence=4"):
-        operator(torch.zeros(6, 16))
     with pytest.raises(ValueError, match="15 columns"):
         operator(torch.zeros(8, 15))

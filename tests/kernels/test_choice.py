@@ -3,7 +3,7 @@
 import json
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,14 @@ def chosen(
             barrier.wait()
             return found
 
-        def measure(operator: str) -> Measured:
-            measured.append((rank, operator))
-            return times[cards[rank]][operator]
+        def measure(asked: Question) -> Iterator[Measured]:
+            for operator in asked.operators:
+                measured.append((rank, operator))
+                yield times[cards[rank]][operator]
 
         return choose(
             card=cards[rank],
-            asked=lambda kinds: question(*kinds),
+            question=question(),
             rank=rank,
             gather=gather,
             measure=measure,

@@ -103,18 +103,14 @@ def test_small_gradients_are_not_lost_in_a_large_sum():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((2, 2), r"sizes=\[2, 2\] add up to 4 rows, not 5"),
-        (torch.tensor([2, 4]), r"sizes=\[2, 4\] add up to 6 rows, not 5"),
-        ((5,), r"sizes=\[5\] must be at least 0, for each of experts=2"),
-        ((6, -1), r"sizes=\[6, -1\] must be at least 0"),
-    ],
+    "sizes",
+    [(2, 2), torch.tensor([2, 4]), (5,), (6, -1)],
+    ids=str,
 )
 @torch.no_grad()
-def test_sizes_that_are_not_the_rows_are_refused(sizes, message):
+def test_sizes_that_are_not_the_rows_are_refused(sizes):
     operator = GroupedLinear(experts=2, inputs=3, outputs=3)
     x = torch.zeros(5, 3)
     for call in (operator.forward, operator.input_gradient, lambda x, n: operator.weight_gradient(x, x, n)):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"sizes=\[.*\] are not the 5 rows of experts=2"):
             call(x, sizes)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braid.kernels.operators.embedding import VocabularyEmbedding
+from braid.kernels.operators.linear import Residual
 from braid.kernels.operators.norm import LayerNorm, RMSNorm
-from braid.kernels.operators.residual import Residual
 from tests.kernels.cases import CASES, EPSILON, assert_close, check, layer_norm, normal, prepare, rms_norm
 
 seeds = st.integers(0, 2**32 - 1)

@@ -6,7 +6,6 @@ M micro-batches, T tokens of a micro-batch.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -40,15 +39,9 @@ Batches = list[MicroBatch | None]
 """One for each micro-batch; None on a rank that has no part of the model that sees tokens."""
 
 
-@dataclass(frozen=True)
-class _Own:
-    """What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
-    micro-batch, where tokens attend to those of their own only."""
-
-    tokens: torch.Tensor
-    documents: list[Documents]
-
-
+_Own = tuple[torch.Tensor, list[Documents]] | None
+"""What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
+micro-batch, where tokens attend to those of their own only; None on a rank that sees no tokens."""
 _Tokens = TypeVar("_Tokens")
 
 
@@ -89,8 +82,7 @@ class ReplicaSamples:
 
         `ValueError` as `TokenShards.open`.
         """
-        self._config, self._layout, self._device = config, layout, device
-        self._place = place
+        self._config, self._layout, self._device, self._place = config, layout, device, place
         self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
         index = read_index(directory)
         self._train = TokenShards.open(directory, TRAIN, sequence, index)
@@ -150,13 +142,12 @@ class ReplicaSamples:
         turns = ids.reshape(-1, self._layout.sample_ranks, self._config.train.micro_batch)
         return turns[:, self._replica].flatten()
 
-    def _read(self, step: int) -> tuple[np.ndarray, _Own | None]:
-        train = self._config.train
-        batch = train.global_batch
-        ids = self._mine(sample_ids(train.seed, self._train.samples, step * batch, batch))
+    def _read(self, step: int) -> tuple[np.ndarray, _Own]:
+        seed, batch = self._config.train.seed, self._config.train.global_batch
+        ids = self._mine(sample_ids(seed, self._train.samples, step * batch, batch))
         return ids, self._tokens(self._train, ids)
 
-    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own | None:
+    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own:
         """On the host, in memory that a GPU can copy from by itself."""
         if not self._sees_tokens:
             return None
@@ -166,12 +157,10 @@ class ReplicaSamples:
         tokens_2Ns = torch.stack([windows_NS.gather(1, own_Ns), windows_NS.gather(1, own_Ns + 1)])
         if self._device.type == "cuda":
             tokens_2Ns = tokens_2Ns.pin_memory()
-        if not self._config.data.document_mask:
-            return _Own(tokens_2Ns, [])
-        restart = self._config.data.restart_positions
-        each = self._config.train.micro_batch
-        batches = (orders[begin : begin + each] for begin in range(0, len(orders), each))
-        return _Own(tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches])
+        restart, each = self._config.data.restart_positions, self._config.train.micro_batch
+        masked = orders if self._config.data.document_mask else []
+        batches = (masked[begin : begin + each] for begin in range(0, len(masked), each))
+        return tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches]
 
     def _orders(self, inputs_Ns: torch.Tensor, end: int) -> list[TokenOrder]:
         """Which tokens of every sample are this rank's. ``end``: the token that ends a document."""
@@ -185,19 +174,18 @@ class ReplicaSamples:
             orders.append(document_order(ranks, self._context, sequence, documents, place))
         return orders
 
-    def _batches(self, ids: np.ndarray, own: _Own | None, counted: np.ndarray | None = None) -> Batches:
+    def _batches(self, ids: np.ndarray, own: _Own, counted: np.ndarray | None = None) -> Batches:
         """``counted``: which samples do, where not all of them."""
         count = len(ids) // self._config.train.micro_batch
         if own is None:
             return [None] * count
-        tokens_2Ns = own.tokens.to(self._device, non_blocking=True)
-        inputs_MT, targets_MT = (tokens_Ns.reshape(count, -1) for tokens_Ns in tokens_2Ns)
-        documents = [
-            _by_degree(one.on(self._device), self._layout, self._place) for one in own.documents
-        ] or [{}] * count
+        tokens_2Ns, of_documents = own
+        inputs_MT, targets_MT = tokens_2Ns.to(self._device, non_blocking=True).reshape(2, count, -1)
+        documents = [_by_degree(one.on(self._device), self._layout, self._place) for one in of_documents]
+        documents = documents or [{}] * count
         counted_MT: Sequence[torch.Tensor | None] = [None] * count
         if counted is not None:
-            counted_Ns = torch.from_numpy(counted)[:, None].expand(own.tokens.shape[1:]).to(self._device)
+            counted_Ns = torch.from_numpy(counted)[:, None].expand(tokens_2Ns.shape[1:]).to(self._device)
             counted_MT = counted_Ns.reshape(count, -1).unbind()
         return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
 

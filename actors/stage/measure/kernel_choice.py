@@ -10,9 +10,8 @@ import torch
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.rank.log import HEADER
 from braid.kernels.choice import Choice, KeptChoices, Question, card, choices_folder, choose
-from braid.kernels.clock import DeviceClock
 from braid.kernels.family import OperatorFamily, candidates, operator_family
-from braid.kernels.trials import Laboratory, Measured, Use
+from braid.kernels.trials import DeviceClock, Laboratory, Measured, Use
 from braid.scheduling.model.sizes import PartSizes
 
 
@@ -36,51 +35,31 @@ class KernelChoice:
 
     def _choose(self, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Choice:
         assert mesh.groups is not None
-        used = tuple(uses(sizes))
-        asked = partial(
-            Question,
-            dtype=str(dtype),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            uses=used,
-        )
-        trials = _Trials(used, device, dtype)
+        deterministic = torch.are_deterministic_algorithms_enabled()
         choice = choose(
             card=card(device),
-            asked=lambda cards: asked(cards=cards),
+            question=Question(dtype=str(dtype), deterministic=deterministic, uses=tuple(uses(sizes))),
             rank=mesh.rank,
             gather=mesh.groups.gather,
-            measure=trials.measure,
+            measure=partial(_measured, device=device, dtype=dtype),
             kept=self._kept,
         )
-        trials.end()
         self.told = "kernels: " + ", ".join(f"{operator} by {name}" for operator, name in choice.items())
         if mesh.rank == 0:
             print(f"{HEADER} {self.told}")
         return choice
 
 
-class _Trials:
-    """Measures on this rank's device; its clock holds memory only while it does."""
-
-    def __init__(self, used: tuple[Use, ...], device: torch.device, dtype: torch.dtype) -> None:
-        self._used, self._device, self._dtype = used, device, dtype
-        self._laboratory: Laboratory | None = None
-
-    def measure(self, operator: str) -> Measured:
-        """One operator in all its places; the rank's log tells the times."""
-        self._laboratory = self._laboratory or Laboratory(
-            device=self._device, dtype=self._dtype, clock=DeviceClock(self._device)
-        )
-        kinds = candidates(operator, self._device, self._dtype)
-        measured = self._laboratory.measure([use for use in self._used if use.operator == operator], kinds)
+def _measured(question: Question, device: torch.device, dtype: torch.dtype) -> Iterator[Measured]:
+    """Every operator in all its places, on this rank's device; the rank's log tells the times."""
+    laboratory = Laboratory(device=device, dtype=dtype, clock=DeviceClock(device))
+    for operator in question.operators:
+        used = [use for use in question.uses if use.operator == operator]
+        measured = laboratory.measure(used, candidates(operator, device, dtype))
         print(f"{HEADER} {operator}: {', '.join(f'{name} {_told(one)}' for name, one in measured.items())}")
-        return measured
-
-    def end(self) -> None:
-        """Give memory back to the device."""
-        if self._laboratory is not None:
-            self._laboratory = None
-            torch.cuda.empty_cache()
+        yield measured
+    del laboratory  # its clock holds memory
+    torch.cuda.empty_cache()
 
 
 def _told(measured: int | str) -> str:

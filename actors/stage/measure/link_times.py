@@ -34,7 +34,6 @@ class LinkTimes:
         self._shape = context.sizes.local_tokens, model.shape.hidden
         self._like = torch.empty(0, device=context.device, dtype=context.dtype)
         self._factors = [str(factor) for factor in mesh.topology.factors()]
-        self._group = mesh.lines.get("tp")
         self._beyond = [beyond(degree) for degree in mesh.layout.own_degrees if degree > 1]
         # As many gradients as a message has elements: a layer's would take the time of many operators.
         elements = self._shape[0] * self._shape[1]
@@ -44,16 +43,11 @@ class LinkTimes:
             for name, axis in axes.items()
             if axis in mesh.lines
         }
-        # A message each way between two neighbouring stages; the last of an odd number has no partner.
-        self._message: tuple[Tensor, int] | None = None
-        stage, stages = mesh.position["pp"], mesh.layout.pp
-        if stages > 1 and stages % 2 == 0:
-            self._message = self._like.new_zeros(self._shape), stage ^ 1
-
-    @property
-    def names(self) -> list[str]:
+        # A message goes each way between two neighbouring stages; the last of an odd number has no partner.
+        paired = mesh.layout.pp > 1 and mesh.layout.pp % 2 == 0
+        self._message = self._like.new_zeros(self._shape if paired else 0)
+        self.names = [*self._sums, *([MESSAGE] if paired else [])]
         """Transfers that can be started at any time, `start`: sums, and a message."""
-        return [*self._sums, *([MESSAGE] if self._message is not None else [])]
 
     @property
     def axes(self) -> list[str]:
@@ -63,9 +57,8 @@ class LinkTimes:
     def start(self, name: str) -> Transfer:
         """Start one of `names`."""
         if name == MESSAGE:
-            assert self._message is not None
-            x, peer = self._message
-            launch, stream = self._mesh.neighbours.swap(x, peer), self._mesh.stream_to(peer)
+            peer = self._mesh.position["pp"] ^ 1
+            launch, stream = self._mesh.neighbours.swap(self._message, peer), self._mesh.stream_to(peer)
             return self._streams.start(stream, launch, awaited_next=False, lane="profile")
         axis, gradients = self._sums[name]
         launch = self._mesh.lines[axis].all_reduce(gradients)

@@ -27,7 +27,7 @@ from torch import Tensor
 from braid.actors.stage.measure.link_times import LinkTimes
 from braid.actors.stage.measure.products import Products
 from braid.actors.stage.model.model import PartInstance, StageModel
-from braid.actors.stage.model.repeated_routing import RepeatedRouting
+from braid.actors.stage.model.routing import RepeatedRouting
 from braid.actors.stage.rank.devices import hardware
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.rank.messages import COMPUTE, Samples, Together
@@ -110,6 +110,8 @@ class Profiler:
                     self._random.seed(f"{self.seed} {turn} {name} {beside}")
                     self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
         self._spares_alone(rounds)
+        place, rows = self.mesh.place, self._routing.rows
+        with_experts = place.mesh.members(place.position, place.mesh.factors_of("ep")) if rows else ()
         parameters = sum(parameter.shape.numel() for parameter in self.model.parameters)
         norms, updates = (
             [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
@@ -125,8 +127,8 @@ class Profiler:
             norm_ns_per_parameter=norms,
             optimizer_ns_per_parameter=updates,
             copy_ns_per_byte=self._copies(rounds),
-            expert_rows=self._routing.rows,
-            experts_with=self._experts_with() if self._routing.rows else (),
+            expert_rows=rows,
+            experts_with=tuple(with_experts),
             transfers_alone=self.streams.asynchronous,
             hardware=hardware(self.model.context.device),
         )
@@ -171,22 +173,19 @@ class Profiler:
         for operator in graph.operators:
             key = operator.key
             if operator.kind.communicates:
-                ns = self._communicate(part, operator, values, key, meets=beside)
+                ns = self._communicate(part, operator, values, meets=beside)
                 if counts and not beside:
                     self._solo[key].append(ns)
                 continue
             call, arguments = method_of(operator, instance), [values[name] for name in operator.reads]
-            choices: list[str] = []
             if beside:
                 known = self._spares.items()
                 own = (name for name, spare in known if is_layer(spare.part) or spare.part == part.name)
-                choices = [*sorted(own), COMPUTE]
-            if beside and is_layer(part.name):
-                choices += self._links.names
-            choice = self._random.choice(choices) if choices else None
-            if beside:
+                links = self._links.names if is_layer(part.name) else []
+                choice = self._random.choice([*sorted(own), COMPUTE, *links])
                 self._links.meet()
             else:
+                choice = None
                 self.streams.lead()
             if choice is None:
                 begin = self.streams.mark()
@@ -216,15 +215,16 @@ class Profiler:
         Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
         self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
 
-    def _communicate(self, part: Part, operator: Operator, values: Values, key: str, *, meets: bool) -> int:
+    def _communicate(self, part: Part, operator: Operator, values: Values, *, meets: bool) -> int:
         (source, *more), (target,) = operator.reads, operator.writes
         x: Tensor = values[source]
         extents = [values[name] for name in more]
-        name = _class_of(operator, part.values[source].bytes(self.model.context.dtype.itemsize))
-        self._spare_of[key] = name
+        size = part.values[source].bytes(self.model.context.dtype.itemsize)
+        # Collectives of one class take the same time, of rows of experts with as many on average.
+        self._spare_of[operator.key] = name = f"{operator.axis}/{operator.kind.value} {size}"
         if name not in self._spares:
             spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
-            self._spares[name] = _Spare(operator, spare, extents, key.partition("/")[0])
+            self._spares[name] = _Spare(operator, spare, extents, operator.key.partition("/")[0])
         if meets or self.streams.asynchronous:
             self._links.meet()
         begin = self.streams.mark()
@@ -335,10 +335,6 @@ class Profiler:
 
     # -- helpers -------------------------------------------------------------------------------------------
 
-    def _experts_with(self) -> tuple[int, ...]:
-        place = self.mesh.place
-        return tuple(place.mesh.members(place.position, place.mesh.factors_of("ep")))
-
     def _copies(self, rounds: int) -> list[float]:
         """Of rows from one place to another, every other row of twice as many."""
         context = self.model.context
@@ -355,8 +351,3 @@ class Profiler:
 
     def _between(self, begin: Any, end: Any) -> int:
         return self.streams.nanoseconds(end) - self.streams.nanoseconds(begin)
-
-
-def _class_of(operator: Operator, size: int) -> str:
-    """Collectives of one class take the same time, of rows of experts with as many on average."""
-    return f"{operator.axis}/{operator.kind.value} {size}"

@@ -52,31 +52,24 @@ class SpanStream:
         self._closing = False
         self._broken = False
         self._told = Labels()
-        self._sequence = self._dropped = self._in_hand = 0
-        self._every = 1
+        self._sequence = self._in_hand = 0
+        self.dropped = 0
+        """Spans that were not sent and will not be."""
+        self.every = 1
+        """Spans of every so many steps are streamed."""
         self._interval_s, self._budget = interval_s, budget
         self._spent_ns = 0
         self._thread = threading.Thread(target=self._run, name="span stream", daemon=True)
         self._thread.start()
 
-    @property
-    def dropped(self) -> int:
-        """Spans that were not sent and will not be."""
-        return self._dropped
-
-    @property
-    def every(self) -> int:
-        """Spans of every so many steps are streamed."""
-        return self._every
-
     def put(self, labels: Labels, records: Records, step: int) -> None:
         """Hand over a step's records, and the labels that they name."""
-        if step % self._every or not len(records):
+        if step % self.every or not len(records):
             return
         begin = time.thread_time_ns()
         with self._lock:
             if self._broken or self._count >= self._capacity:
-                self._dropped += len(records)
+                self.dropped += len(records)
             else:
                 self._waiting.append((step, labels, records))
                 self._count += len(records)
@@ -119,16 +112,16 @@ class SpanStream:
         except Exception:  # whatever it is, it is not worth a training run
             with self._lock:  # nobody listens: all that comes is dropped, and counted
                 self._broken = True
-                self._dropped += self._count + self._in_hand
+                self.dropped += self._count + self._in_hand
                 self._count = 0
                 self._waiting.clear()
             return False
 
     def _adapt(self, share: float) -> None:
         if share > self._budget:
-            self._every = min(MOST_SKIPPED, self._every * 2)
-        elif share < self._budget / 4 and self._every > 1:
-            self._every //= 2
+            self.every = min(MOST_SKIPPED, self.every * 2)
+        elif share < self._budget / 4 and self.every > 1:
+            self.every //= 2
 
     def _next(self) -> bytes | None:
         """The oldest step as a batch; None if there is none."""
@@ -138,14 +131,14 @@ class SpanStream:
             step, labels, records = self._waiting.popleft()
             self._in_hand = len(records)
             self._count -= self._in_hand
-            dropped = self._dropped
+            dropped = self.dropped
         batch = Batch(
             rank=self._rank,
             step=step,
             generation=self._generation,
             sequence=self._sequence,
             dropped=dropped,
-            every=self._every,
+            every=self.every,
             labels=labels,
             records=records,
         )

@@ -1,5 +1,6 @@
 """What definitions of layers are written with: sizes of a part on this rank, and builders of its modules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from braid.actors.stage.state.parameters import (
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.context_attention import context_attention
 from braid.kernels.operators.context_blocks import TokenOrder, causal_order
-from braid.kernels.operators.head_norm import HeadNorm
-from braid.kernels.operators.linear import Linear
-from braid.kernels.operators.residual import Residual
+from braid.kernels.operators.linear import Linear, Residual
+from braid.kernels.operators.norm import HeadNorm
+from braid.kernels.operators.operator import ComputeOperator, Home
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import PartSizes
 
@@ -43,36 +44,32 @@ class ModuleContext:
         """The factors that matrices are cut over."""
         return self.place.mesh.factors_of(self.sizes.tensor_axis)
 
+    @property
+    def home(self) -> Home:
+        """Where parameters are made, and their dtype."""
+        return {"device": self.device, "dtype": self.dtype}
+
     # The builders below are what layer definitions are written with.
 
     def norm(self, name: str) -> OperatorModule:
         """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
-        hidden = self.shape.hidden
-        weight = whole(GlobalParameter(name=f"{name}.weight", shape=(hidden,), constant=1.0))
-        centers = self.shape.norms_center
-        kind = self.operators.layer_norm if centers else self.operators.rms_norm
-        module = kind(hidden=hidden, eps=self.shape.norm_eps, device=self.device, dtype=self.dtype)
-        if not centers:
-            return OperatorModule(module=module, slices={"weight": weight})
-        bias = whole(GlobalParameter(name=f"{name}.bias", shape=(hidden,)))
-        return OperatorModule(module=module, slices={"weight": weight, "bias": bias})
+        size = (self.shape.hidden,)
+        slices = {"weight": whole(GlobalParameter(name=f"{name}.weight", shape=size, constant=1.0))}
+        kind: Callable[..., ComputeOperator] = self.operators.rms_norm
+        if self.shape.norms_center:
+            kind = self.operators.layer_norm
+            slices["bias"] = whole(GlobalParameter(name=f"{name}.bias", shape=size))
+        module = kind(hidden=self.shape.hidden, eps=self.shape.norm_eps, **self.home)
+        return OperatorModule(module=module, slices=slices)
 
     def head_norm(self, q_name: str, k_name: str) -> OperatorModule:
         """RMSNorm over every head of queries and keys, whose weights are replicated over ``tp``."""
-        shape, tp = self.shape, self.sizes.tensor
+        sizes = {**self._heads, "eps": self.shape.norm_eps}
         weights = {
-            key: whole(GlobalParameter(name=f"{name}.weight", shape=(shape.head_dim,), constant=1.0))
+            key: whole(GlobalParameter(name=f"{name}.weight", shape=(self.shape.head_dim,), constant=1.0))
             for key, name in (("q_weight", q_name), ("k_weight", k_name))
         }
-        module = HeadNorm(
-            heads=shape.heads // tp,
-            kv_heads=shape.kv_heads // tp,
-            head_dim=shape.head_dim,
-            eps=shape.norm_eps,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        return OperatorModule(module=module, slices=weights)
+        return OperatorModule(module=HeadNorm(**sizes, **self.home), slices=weights)
 
     def columns(self, names: dict[str, int], inputs: int, *, bias: bool = False) -> OperatorModule:
         """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
@@ -85,35 +82,33 @@ class ModuleContext:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = cut(biases, self.place, {0: self.tensor})
         outputs = sum(piece.sizes[0] for piece in slices["weight"])
-        module = Linear(inputs=inputs, outputs=outputs, bias=bias, device=self.device, dtype=self.dtype)
-        return OperatorModule(module=module, slices=slices)
+        return OperatorModule(
+            module=Linear(inputs=inputs, outputs=outputs, bias=bias, **self.home), slices=slices
+        )
 
     def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
         """A weight whose inputs are split over ``tp``; it feeds the residual stream, so it begins smaller."""
-        deviation = INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
-        weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=deviation)
+        weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
         slices = cut([weight], self.place, {1: self.tensor})
-        module = Linear(
-            inputs=slices[0].sizes[1], outputs=outputs, bias=False, device=self.device, dtype=self.dtype
-        )
+        module = Linear(inputs=slices[0].sizes[1], outputs=outputs, bias=False, **self.home)
         return OperatorModule(module=module, slices={"weight": slices})
+
+    @property
+    def smaller(self) -> float:
+        """The deviation of initial weights that feed the residual stream."""
+        return INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
 
     def residual(self, bias_name: str = "") -> OperatorModule:
         """An addition; with the bias of the row-parallel weight before it, if that has one of a name."""
         hidden, bias = self.shape.hidden, bool(bias_name)
-        module = Residual(hidden=hidden, bias=bias, device=self.device, dtype=self.dtype)
-        if not bias:
-            return OperatorModule(module=module)
-        slices = whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))
-        return OperatorModule(module=module, slices={"bias": slices})
+        slices = {"bias": whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))} if bias else {}
+        return OperatorModule(module=Residual(hidden=hidden, bias=bias, **self.home), slices=slices)
 
     def attention(self) -> OperatorModule:
         """This rank's heads, and with context parallelism its tokens."""
         shape, sizes = self.shape, self.sizes
-        settings: dict[str, Any] = {
-            "heads": shape.heads // sizes.tensor,
-            "kv_heads": shape.kv_heads // sizes.tensor,
-            "head_dim": shape.head_dim,
+        settings = {
+            **self._heads,
             "sequence": shape.sequence,
             "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
             "rotary_scaling": shape.rotary_scaling,
@@ -122,6 +117,12 @@ class ModuleContext:
             return OperatorModule(module=self.operators.attention(**settings))
         parts = context_attention(**settings, order=self.order, ring=sizes.context == "ring")
         return OperatorModule(module=parts.pop(""), parts=parts)
+
+    @property
+    def _heads(self) -> dict[str, Any]:
+        """This rank's."""
+        shape, tp = self.shape, self.sizes.tensor
+        return {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp, "head_dim": shape.head_dim}
 
     @property
     def order(self) -> TokenOrder:

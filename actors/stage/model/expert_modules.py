@@ -19,58 +19,57 @@ from braid.kernels.operators.router import Router
 
 def expert_modules(context: ModuleContext, name: str) -> dict[str, OperatorModule]:
     """Router, permutations and matrices of a mixture of experts, by operator. ``name``: the layer's."""
-    shape, sizes, place, operators = context.shape, context.sizes, context.place, context.operators
+    shape, sizes, operators = context.shape, context.sizes, context.operators
+    capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
+    rows = ExpertRows(
+        experts=shape.experts,
+        tp=sizes.tensor,
+        tp_rank=context.place.on(sizes.tensor_axis),
+        ep=sizes.ep,
+        ep_rank=context.place.on("ep"),
+        capacity=capacity,
+    )
+    visits = sizes.micro_batch * shape.sequence * shape.top_k
+    places = {"experts": shape.experts, "capacity": capacity}
+    width, hidden = shape.expert_width, shape.hidden
+    into = {f"{name}.experts.{part}.weight": (width, hidden) for part in ("gate", "up")}
+    out_of = {f"{name}.experts.down.weight": (hidden, width)}
+    return {
+        "router": _router(context, f"{name}.router"),
+        "router_load": OperatorModule(module=ExpertLoad(visits, context.dtype)),
+        "router_rows": OperatorModule(module=rows),
+        "permute": OperatorModule(module=operators.permute(**places)),
+        "expert_order": OperatorModule(module=Regroup()),
+        "expert_in": _grouped(context, into, {1: context.tensor}, INITIAL_DEVIATION),
+        "activation": context.activation(),
+        "expert_out": _grouped(context, out_of, {2: context.tensor}, context.smaller),
+        "expert_return": OperatorModule(module=Regroup(back=True)),
+        "unpermute": OperatorModule(module=operators.unpermute(**places)),
+    }
+
+
+def _router(context: ModuleContext, name: str) -> OperatorModule:
+    shape = context.shape
     router = Router(
         hidden=shape.hidden,
         experts=shape.experts,
         top_k=shape.top_k,
-        softmax="after" if shape.softmax_after else "before",
+        softmax_after=shape.softmax_after,
         normalised=shape.normalised,
         balance_loss=shape.balance_loss,
         z_loss=shape.z_loss,
         bias_balanced=shape.balance_rate > 0,
         mixer_jitter=shape.mixer_jitter,
         evenly=shape.route_evenly,
-        device=context.device,
-        dtype=context.dtype,
+        **context.home,
     )
-    scores = GlobalParameter(
-        name=f"{name}.router.weight", shape=(shape.experts, shape.hidden), deviation=INITIAL_DEVIATION
-    )
-    of_router = {"weight": whole(scores)}
+    size = (shape.experts, shape.hidden)
+    weight = GlobalParameter(name=f"{name}.weight", shape=size, deviation=INITIAL_DEVIATION)
+    slices = {"weight": whole(weight)}
     if shape.balance_rate:
-        bias = GlobalParameter(
-            name=f"{name}.router.bias", shape=(shape.experts,), sign_rate=shape.balance_rate
-        )
-        of_router["bias"] = whole(bias)
-    capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
-    rows = ExpertRows(
-        experts=shape.experts,
-        tp=sizes.tensor,
-        tp_rank=place.on(sizes.tensor_axis),
-        ep=sizes.ep,
-        ep_rank=place.on("ep"),
-        capacity=capacity,
-    )
-    visits = sizes.micro_batch * shape.sequence * shape.top_k
-    sources, held = sizes.tensor * sizes.ep, shape.experts // sizes.ep
-    width, hidden = shape.expert_width, shape.hidden
-    deviation = INITIAL_DEVIATION / (2 * shape.layers) ** 0.5
-    into = {f"{name}.experts.{part}.weight": (width, hidden) for part in ("gate", "up")}
-    return {
-        "router": OperatorModule(module=router, slices=of_router),
-        "router_load": OperatorModule(module=ExpertLoad(visits, context.dtype)),
-        "router_rows": OperatorModule(module=rows),
-        "permute": OperatorModule(module=operators.permute(experts=shape.experts, capacity=capacity)),
-        "expert_order": OperatorModule(module=Regroup(sources, held)),
-        "expert_in": _grouped(context, into, {1: context.tensor}, INITIAL_DEVIATION),
-        "activation": context.activation(),
-        "expert_out": _grouped(
-            context, {f"{name}.experts.down.weight": (hidden, width)}, {2: context.tensor}, deviation
-        ),
-        "expert_return": OperatorModule(module=Regroup(sources, held, back=True)),
-        "unpermute": OperatorModule(module=operators.unpermute(experts=shape.experts, capacity=capacity)),
-    }
+        bias = GlobalParameter(name=f"{name}.bias", shape=(shape.experts,), sign_rate=shape.balance_rate)
+        slices["bias"] = whole(bias)
+    return OperatorModule(module=router, slices=slices)
 
 
 def _grouped(
@@ -92,7 +91,5 @@ def _grouped(
     held = experts // context.sizes.ep
     inputs = slices[0].sizes[2]
     outputs = sum(prod(piece.sizes) for piece in slices) // (held * inputs)
-    module = GroupedLinear(
-        experts=held, inputs=inputs, outputs=outputs, device=context.device, dtype=context.dtype
-    )
+    module = GroupedLinear(experts=held, inputs=inputs, outputs=outputs, **context.home)
     return OperatorModule(module=module, slices={"weight": slices})

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.model.expert_modules import expert_modules
@@ -19,15 +19,14 @@ from braid.actors.stage.state.parameters import (
     INITIAL_DEVIATION,
     GlobalParameter,
     OperatorModule,
+    ParameterSlice,
     cut,
     whole,
 )
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
-from braid.kernels.operators.linear import Linear
 from braid.scheduling.model.builder import LayerBuilder
 from braid.scheduling.model.layers import transformer_layer
-from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.text.pattern import DENSE, UNIFORM
 
 
@@ -51,7 +50,8 @@ class TransformerLayer:
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
         """Modules of the operators but for the collectives."""
         shape, prefix = context.shape, f"layers.{index}"
-        qkv = {f"{prefix}.qkv.{part}": width for part, width in _qkv_widths(shape).items()}
+        widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+        qkv = {f"{prefix}.qkv.{part}": width for part, width in widths.items()}
         experts = shape.experts and shape.kinds[index] != DENSE
         inside = self._experts(context, prefix) if experts else self._mlp(context, prefix, shape.ffn)
         heads = {"head_norm": context.head_norm(f"{prefix}.q_norm", f"{prefix}.k_norm")}
@@ -87,10 +87,6 @@ class TransformerLayer:
             found |= self._mlp(context, prefix, width, "shared_")
             found["expert_sum"] = context.residual()
         return found
-
-
-def _qkv_widths(shape: ModelShape) -> dict[str, int]:
-    return {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
 
 
 def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
@@ -135,68 +131,45 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def embedding_weight(shape: ModelShape) -> GlobalParameter:
-    """The table of token embeddings."""
-    size = (shape.vocabulary, shape.hidden)
-    return GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
-
-
-def head_weight(shape: ModelShape) -> GlobalParameter:
-    """The output matrix: the embedding's own table where the head is tied."""
-    if shape.tied_head:
-        return embedding_weight(shape)
-    size = (shape.vocabulary, shape.hidden)
-    return GlobalParameter(name="head.weight", shape=size, deviation=INITIAL_DEVIATION)
-
-
 def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Modules of the embedding part."""
-    shape, sizes = context.shape, context.sizes
-    (piece,) = cut([embedding_weight(shape)], context.place, {0: context.tensor})
-    module = VocabularyEmbedding(
-        rows=piece.sizes[0],
-        hidden=shape.hidden,
-        first_row=piece.offsets[0],
-        vocabulary=shape.vocabulary,
-        device=context.device,
-        dtype=context.dtype,
-    )
-    modules = {"embedding": OperatorModule(module=module, slices={"weight": (piece,)})}
+    shape = context.shape
+    size = (shape.vocabulary, shape.hidden)
+    table = GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
+    (piece,) = cut([table], context.place, {0: context.tensor})
+    embedding = VocabularyEmbedding(hidden=shape.hidden, **_rows(context, piece), **context.home)
+    modules = {"embedding": OperatorModule(module=embedding, slices={"weight": (piece,)})}
     if shape.family == "gpt":
         positions = PositionEmbedding(
             sequence=shape.sequence,
             own=context.order.own,
             hidden=shape.hidden,
-            token_offset=context.place.on("tp") * sizes.local_tokens,
-            device=context.device,
-            dtype=context.dtype,
+            token_offset=context.place.on("tp") * context.sizes.local_tokens,
+            **context.home,
         )
-        table = GlobalParameter(
-            name="positions.weight", shape=(shape.sequence, shape.hidden), deviation=INITIAL_DEVIATION
-        )
+        size = (shape.sequence, shape.hidden)
+        table = GlobalParameter(name="positions.weight", shape=size, deviation=INITIAL_DEVIATION)
         modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
     return modules
 
 
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
-    """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy."""
+    """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy.
+
+    The output matrix is the embedding's own table where the head is tied.
+    """
     shape = context.shape
-    of_head = {"weight": cut([head_weight(shape)], context.place, {0: context.tensor})}
-    (piece,) = of_head["weight"]
-    rows, offset = piece.sizes[0], piece.offsets[0]
-    linear = Linear(
-        inputs=shape.hidden, outputs=rows, bias=shape.head_bias, device=context.device, dtype=context.dtype
-    )
-    if shape.head_bias:
-        bias = GlobalParameter(name="head.bias", shape=(shape.vocabulary,))
-        of_head["bias"] = cut([bias], context.place, {0: context.tensor})
+    name = "embedding" if shape.tied_head else "head"
+    head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias)
+    statistics = context.operators.cross_entropy_statistics(**_rows(context, head.slices["weight"][0]))
     return {
         "final_norm": context.norm("final_norm"),
-        "head": OperatorModule(module=linear, slices=of_head),
-        "loss_statistics": OperatorModule(
-            module=context.operators.cross_entropy_statistics(
-                rows=rows, first_row=offset, vocabulary=shape.vocabulary
-            )
-        ),
+        "head": head,
+        "loss_statistics": OperatorModule(module=statistics),
         "loss": OperatorModule(module=CrossEntropyLoss(groups=context.sizes.tensor)),
     }
+
+
+def _rows(context: ModuleContext, piece: ParameterSlice) -> dict[str, Any]:
+    """Of the vocabulary, which a rank has of a table."""
+    return {"rows": piece.sizes[0], "first_row": piece.offsets[0], "vocabulary": context.shape.vocabulary}

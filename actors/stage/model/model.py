@@ -1,6 +1,6 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,11 +63,9 @@ class StageModel:
         members = {chunk: [graphs[name] for name, _ in own] for chunk, own in parts.items()}
         self._buckets = Buckets(members, layout)
         for chunk, own in parts.items():
-            self.chunks[chunk] = tuple(self._build_chunk(chunk, own))
-
-    def _build_chunk(self, chunk: int, parts: Sequence[tuple[str, int]]) -> Iterator[PartInstance]:
-        for part, (name, index) in enumerate(parts):
-            yield self._instance(name, index, self._modules(name, index), chunk, part)
+            self.chunks[chunk] = tuple(
+                self._instance(name, index, chunk, part) for part, (name, index) in enumerate(own)
+            )
 
     def _modules(self, name: str, index: int) -> dict[str, OperatorModule]:
         context = replace(self.context, sizes=self.context.sizes.of_kind(name))
@@ -84,9 +82,8 @@ class StageModel:
         """Whether no other rank has the same losses, of those that say them."""
         return self.context.place.on("tp") == 0
 
-    def _instance(
-        self, name: str, index: int, modules: dict[str, OperatorModule], chunk: int, part: int
-    ) -> PartInstance:
+    def _instance(self, name: str, index: int, chunk: int, part: int) -> PartInstance:
+        modules = self._modules(name, index)
         for key, entry in modules.items():
             for attribute, slices in entry.slices.items():
                 parameter = entry.module.get_parameter(attribute)

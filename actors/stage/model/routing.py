@@ -1,11 +1,12 @@
-"""What routers did in the training passes of a step, added up on the device and read once at its end.
+"""What routers did in the training passes of a step: sums for records, and choices that profiles repeat.
 
 Every rank routes tokens of its own: a step's are cut over dp, cp and tp. So sums over ranks count each once.
 
-Legend: L layers of this rank that have a router, E experts.
+Legend: t this rank's tokens, k experts that a token visits, E experts, L layers of this rank with a router.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from torch import Tensor
 
 from braid.actors.stage.model.model import PartInstance, StageModel
 from braid.actors.stage.rank.messages import RoutingSums
-from braid.kernels.operators.router import Router
+from braid.kernels.operators.router import Router, count_visits
 from braid.scheduling.model.operators import Kind, Operator, Phase
+
+_KEPT = 64
+"""Choices, as many as a profile of some rounds asks for."""
 
 
 class Routing:
-    """Sums of one rank. `watched` is asked when training code is bound, and for no other code: validation and
-    profiling count nothing, and what is recomputed has another phase than what was computed first.
+    """Sums of one rank, on its device, read once at a step's end.
+
+    `watched` is asked when training code is bound, and for no other code: validation and profiling count
+    nothing, and what is recomputed has another phase than what was computed first.
     """
 
     def __init__(self, model: StageModel) -> None:
@@ -96,3 +102,53 @@ def _adding_losses(call: Callable[..., Any], module: Router, losses_2: Tensor) -
         return call(d_gates_tk, scores_tE, choice_tk, load_E, scale)
 
     return input_gradient
+
+
+class ChoicesMade(Routing):
+    """Keeps which experts routers chose in the forward passes of a step, layer by layer as they ran."""
+
+    def __init__(self, model: StageModel) -> None:
+        super().__init__(model)
+        self.choices: list[Tensor] = []
+        """Each (t, k)."""
+        self.wanted = exchanges_rows(model)
+
+    def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A router's forward method that also keeps its choice; else itself."""
+        if op.phase is not Phase.FORWARD or not isinstance(instance.modules.get(op.module), Router):
+            return call
+
+        def forward(x_tD: Tensor) -> Any:
+            results = call(x_tD)
+            if len(self.choices) < _KEPT:
+                self.choices.append(results[1].clone())
+            return results
+
+        return forward
+
+
+def exchanges_rows(model: StageModel) -> bool:
+    """Whether ranks send each other as many rows of tokens as their routers choose."""
+    return model.layout.ep > 1 and not model.shape.capacity_factor
+
+
+class RepeatedRouting:
+    """``choices``: of a run, each (t, k). By turns they stand in the place of what routers choose."""
+
+    def __init__(self, model: StageModel, choices: Sequence[Tensor]) -> None:
+        self._exchanges = exchanges_rows(model)
+        self._choices = cycle(choices) if choices else None
+        self.rows: list[int] = []
+        """That came to this rank's experts, pass by pass."""
+
+    def of(self, operator: Operator, results: Sequence[Any]) -> Sequence[Any]:
+        """An operator's results; a router's with the next choices of the run."""
+        if not self._exchanges or operator.kind is not Kind.ROUTER or operator.phase is not Phase.FORWARD:
+            return results
+        match results:
+            case _, _, _, _, sizes:  # of `ExpertRows`, which follow from all ranks' choices
+                self.rows.append(sum(sizes))
+            case gates_tk, _, _, scores_tE if self._choices is not None:  # of `Router`
+                choice_tk = next(self._choices)
+                return gates_tk, choice_tk, count_visits(choice_tk, scores_tE.shape[1]), scores_tE
+        return results

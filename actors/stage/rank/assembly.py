@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from braid.actors.stage.measure.kernel_choice import KernelChoice
-from braid.actors.stage.measure.step_records import StepRecorder
+from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.model.layers import LayerDefinition, load_layers
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.model.routing import routing_of
@@ -49,7 +49,7 @@ class Assembly:
     """Makes this run's model for a ``place`` in the mesh, on a ``device``."""
     model: StageModel
     streams: Streams
-    recorder: StepRecorder
+    recorder: Recorder
     buckets: RankBuckets
     optimizer: Optimizer
     executor: Executor
@@ -152,7 +152,7 @@ def put_together(
     model = model_of(place=mesh.place, device=device)
     model.initialise(seed)
     streams = streams_on(accelerator)
-    recorder = StepRecorder(streams, solo_ns, recording=spans)
+    recorder = Recorder(streams, solo_ns, recording=spans)
     buckets = RankBuckets(
         *(model.parameters, mesh, streams, recorder), deterministic=deterministic, reduce_dtype=reduce_dtype
     )

@@ -19,7 +19,7 @@ from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
-from braid.actors.stage.model.repeated_routing import ChoicesMade
+from braid.actors.stage.model.routing import ChoicesMade
 from braid.actors.stage.rank.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.rank.assembly import Assembly, assemble, join
 from braid.actors.stage.rank.clocks import clock_ahead_ns

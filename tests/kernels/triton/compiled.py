@@ -54,8 +54,10 @@ def compilations() -> Iterator[Compilation]:
     tile = {"ROWS": norm.SUM_ROWS, "COLUMNS": norm.SUM_COLUMNS}
     yield Compilation("add_columns", norm.add_columns_kernel, tile, element="fp32")
     rows, block = activation.tile_of(14336)
-    for kind in ("swiglu", "swiglu_gradient", "gelu", "gelu_gradient"):
-        yield Compilation(kind, getattr(activation, f"{kind}_kernel"), {"ROWS": rows, "BLOCK": block})
+    for kind in ("swiglu", "gelu"):
+        tile = {"GATED": kind == "swiglu", "ROWS": rows, "BLOCK": block}
+        yield Compilation(kind, activation.forward_kernel, tile)
+        yield Compilation(f"{kind}_gradient", activation.gradient_kernel, tile)
     heads, kv_heads, half = 32, 8, 64
     sizes = {"HALF": half, "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK": half, "BACK": True}
     tables, warps = {"cos_ptr": "fp32", "sin_ptr": "fp32"}, warps_for(2 * power_of_two(heads) * half)
