@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10740, "kernels": 4910, "scheduling": 15480}
+PRODUCT = {"actors": 16400, "dashboards": 2110, "jobs": 10450, "kernels": 4910, "scheduling": 15480}
 TESTS = {
     "actors": 8220,
     "architecture": 330,
@@ -14,7 +14,7 @@ TESTS = {
     "dashboards": 3160,
     "end_to_end": 3920,
     "gpu": 1200,
-    "jobs": 5120,
+    "jobs": 5100,
     "kernels": 2740,
     "measure": 640,
     "papers": 2840,
