@@ -11,11 +11,13 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import braid
 from braid.actors.config import Config
 from braid.actors.controller.planning import build_schedule, in_memory, model_graphs, plan_run, setting_of
 from braid.actors.controller.profiling import measure
@@ -23,23 +25,26 @@ from braid.actors.controller.ranks.group import Launcher
 from braid.actors.controller.ranks.processes import ProcessLauncher, enter_namespace
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan
-from braid.jobs.bench.cases import Progress, Spread, by_turns, prepare_text
 from braid.jobs.bench.overlap_case import (
     EXCHANGE,
     FILLED,
     MIXED,
     PEERS,
+    PLANNED,
+    RECOMPUTING,
+    SCHEDULES,
     OverlapCase,
-    WithoutTier,
-    compared,
 )
-from braid.jobs.bench.overlap_rows import Contender, OverlapResult, Ranks, row_of
-from braid.jobs.bench.peer_rank import PeerRank
-from braid.jobs.bench.peers import PeerPlan
+from braid.jobs.bench.overlap_rows import Contender, OverlapResult, row_of
+from braid.jobs.bench.peers import PeerPlan, PeerRank
+from braid.jobs.bench.rounds import Progress, Spread, by_turns, prepare_text
+from braid.jobs.cluster.session import environment, ray_session
 from braid.jobs.drill.hosts import PACED, Hosts, HostsError, Paced, ray_cluster, two_hosts_or_paced
 from braid.jobs.training.layouts import layers_chosen
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.lower import Choices
+from braid.scheduling.generate.named import ScheduleKind
+from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.plan.decide import (
     Outcome,
@@ -67,10 +72,56 @@ def planned(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
     return plan_run(config, shape, profile).taken
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithoutTier(Setting):
+    """A setting whose schedule leaves out one of Centauri's tiers."""
+
+    tier: str
+    """partitions, reorders or early_sums (`ScheduleKind`): Centauri's operation, layer and model tier."""
+
+    @property
+    def kind(self) -> ScheduleKind:
+        off: dict[str, Any] = {self.tier: False}
+        return replace(super().kind, **off)
+
+
+def without_tier(tier: str) -> Decide:
+    """Without one of Centauri's tiers; ``overlap.memory_slack`` does not count."""
+
+    def decided(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
+        setting = WithoutTier(**vars(setting_of(config, shape)), tier=tier)
+        return decide([setting], _costed(config, shape, profile), in_memory(config))[0]
+
+    return decided
+
+
+def compared(case: OverlapCase) -> tuple[str, ...]:
+    """The schedules of a case, where none are named."""
+    if case.layout in MIXED:
+        ours = "oases" if case.recompute == "full" else "braid:sub_batches"
+        alike = [f"{ours} {case.layers}*{degree}" for degree in degrees_within(case.axes["tp"])]
+        return ("megatron", *alike, f"{ours} {PLANNED}")
+    return SCHEDULES[case.layout] if case.recompute == "none" else RECOMPUTING
+
+
+def drawn(schedule: str, case: OverlapCase, count: int) -> tuple[str, ...]:
+    """So many schedules with degrees that are drawn for every layer, all of them different.
+
+    How many layers have which is drawn first, so that few of one and many of another are as likely as equal
+    numbers.
+    """
+    assignments, draw = set[str](), random.Random(case.seed)
+    degrees = degrees_within(case.axes["tp"])
+    while len(assignments) < min(count, len(degrees) ** case.layers):
+        weights = [draw.expovariate(1) for _ in degrees]
+        assignments.add(" ".join(map(str, draw.choices(degrees, weights, k=case.layers))))
+    return tuple(f"{schedule} {degrees}" for degrees in sorted(assignments))
+
+
 def run(
     case: OverlapCase,
     *,
-    schedules: Sequence[str] | None = None,
+    schedules: Sequence[str] = (),
     peers: bool = True,
     rounds: int = 7,
     starts: int = 1,
@@ -95,49 +146,48 @@ def run(
     names = list(schedules or compared(case))
     if "megatron" not in names:
         names.insert(0, "megatron")
+    if without:
+        others = {**others, f"braid, without {without}": without_tier(without)}
     load = os.getloadavg()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-")))
         data = str(prepare_text(folder))
         bench = _StartedCase(case, stack.enter_context(link_made), data, stack, progress)
         mbit = bench.set_rate()
-        profile = bench.profile()
-        launcher_of = stack.enter_context(bench.ray_launchers()) if ray else bench.processes
-        sides = [bench.start(name, profile, launcher_of) for name in names]
-        bare = None
+        bench.costs = bench.profile()
+        if ray:
+            bench.launcher_of = stack.enter_context(bench.ray_launchers())
+        named = [bench.start(name) for name in names]
+        sides = list(named)
         if spans_cost:  # the same ranks: others would differ by some percent for reasons of their own
-            recorded = sides[-1]
-            recorded.records = True
-            bare = Contender(f"{names[-1]}, no spans", recorded.ranks, records=False)
-            sides.append(bare)
-        if without:
-            others = {**others, f"braid, without {without}": _without(without)}
-        sides += [bench.start(name, profile, launcher_of, decide) for name, decide in others.items()]
+            last, name = named[-1], f"{names[-1]}, no spans"
+            last.records = True
+            sides.append(Contender(name, last.launcher, last.plan, shares=last, records=False))
+            sides[-1].start()
+        sides += [bench.start(name, way) for name, way in others.items()]
         if peers and not ray and case.recompute == "none":  # they keep all activations
             sides += [bench.start_peer(name) for name in PEERS.get(case.layout, ())]
         each = math.ceil(rounds / starts)
         draw = random.Random(case.seed)
-        ranks_of_sides = list(dict.fromkeys(side.ranks for side in sides))
         for start in range(starts):
             if start:
                 progress(f"starting all ranks again ({start + 1} of {starts})")
-                for ranks in ranks_of_sides:
-                    ranks.start()
+                for side in sides:
+                    side.start()
             results = by_turns({side: side.two_steps for side in sides}, each, 2, draw, progress)
             for side in sides:
                 side.results += results[side]
             if start == 0 and case.layout not in MIXED:  # with many ranks it takes minutes
-                for side in sides:
-                    if side.name in names:
-                        held = side.ranks.group.call_all(Rank.activation_bytes, 2 * each + 2)
-                        side.activation_bytes = max(held)
-            for ranks in ranks_of_sides:  # beside idle ranks operators were measured a fifth too slow
-                ranks.shutdown()
+                for side in named:
+                    held = side.group.call_all(Rank.activation_bytes, 2 * each + 2)
+                    side.activation_bytes = max(held)
+            for side in sides:  # beside idle ranks operators were measured a fifth too slow
+                side.group.shutdown()
             again = bench.profile()
             for side in sides:
                 if side.predict is not None:
                     side.beside.append(side.predict(again))
-    serial = next(side for side in sides if side.name == "megatron")
+    serial = next(side for side in named if side.name == "megatron")
     return OverlapResult(
         model=case.name,
         link_mbit=mbit,
@@ -148,13 +198,16 @@ def run(
         rows=tuple(row_of(side, serial, case.step_tokens, mbit) for side in sides),
         seed=case.seed,
         load_before=load,
-        exact_seconds=bench.exact_seconds(profile),
-        spans_price=None if bare is None else Spread.of_ratios(sides[len(names) - 1].seconds, bare.seconds),
+        exact_seconds=bench.exact_seconds(),
+        spans_price=Spread.of_ratios(named[-1].seconds, sides[len(named)].seconds) if spans_cost else None,
     )
 
 
 class _StartedCase:
     """Starts what a case compares; ``stack`` ends it."""
+
+    costs: Profile
+    """Measured before anything ran."""
 
     def __init__(
         self,
@@ -168,6 +221,7 @@ class _StartedCase:
         self.shape = case.shape()
         ranks = self._config("megatron").layout().ranks
         self._places = link.places(ranks, filled=case.layout in FILLED)
+        self.launcher_of: Callable[[Config], Launcher] = self._processes
 
     def _config(self, schedule: str, **cluster: Any) -> Config:
         return self._case.config(schedule, **self._link.cluster, **cluster)
@@ -176,20 +230,17 @@ class _StartedCase:
         """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
         case = self._case
         mbit = case.mbit or FIRST_GUESS_MBIT
-        self._link.shape(mbit, case.message_bytes, case.inside_mbit)
-        if case.alpha is None:
-            return mbit
         for turn in range(3):
+            self._link.shape(mbit, case.message_bytes, case.inside_mbit)
+            if case.alpha is None:
+                break
             self._progress(f"measuring alpha at {mbit:.0f} Mbit/s")
             numbers = planned(self._config("megatron"), self.shape, self._measure()).numbers
-            communication = numbers.communication_seconds
-            alpha = communication / numbers.step_seconds
-            if abs(alpha - case.alpha) < 0.01 or turn == 2:
+            communication, step = numbers.communication_seconds, numbers.step_seconds
+            if turn == 2 or abs(communication / step - case.alpha) < 0.01:
                 break
-            compute = numbers.step_seconds - communication
-            wanted = compute * case.alpha / (1 - case.alpha)
+            wanted = (step - communication) * case.alpha / (1 - case.alpha)
             mbit = round(mbit * communication / wanted, 1)
-            self._link.shape(mbit, case.message_bytes, case.inside_mbit)
         return mbit
 
     def profile(self) -> Profile:
@@ -204,12 +255,12 @@ class _StartedCase:
             config = self._config(f"megatron {' '.join(map(str, every))}")
         schedule = write(build_schedule(config, self.shape))
         plan = RunPlan(config=config, shape=self.shape, schedule=schedule, data=self._data)
-        return measure(plan, self.processes(config), model_graphs(config, self.shape), rounds)
+        return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
 
-    def exact_seconds(self, profile: Profile) -> float | None:
+    def exact_seconds(self) -> float | None:
         """The simulated step of ``braid:w`` with the best order of a layer's two passes that exists."""
         config = self._config("braid:w")
-        bench = _costed(config, self.shape, profile)(setting_of(config, self.shape))
+        bench = _costed(config, self.shape, self.costs)(setting_of(config, self.shape))
         ((choices, _),) = decisions(bench)
         try:
             sides, order, _ = exact_pairing(layer_pair(bench))
@@ -219,26 +270,23 @@ class _StartedCase:
         exact = Choices(orders={**alone, sides: order})
         return outcome_of(bench, exact, None, anything).numbers.step_seconds
 
-    def processes(self, config: Config) -> Launcher:
-        """Starts ranks as processes."""
+    def _processes(self, config: Config) -> Launcher:
         return ProcessLauncher(config, self._places)
 
     @contextlib.contextmanager
     def ray_launchers(self) -> Iterator[Callable[[Config], Launcher]]:
         """What starts ranks as actors of a Ray cluster over the two hosts."""
-        import braid
-
         root = str(Path(next(iter(braid.__path__))).resolve().parent)
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(paths)}
-        os.environ["RAY_AUTH_MODE"] = "disabled"
+        env |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": paths}
         home = os.open("/proc/self/ns/net", os.O_RDONLY)
-        with ray_cluster(self._link.hosts, env, cpus=len(self._places)) as address:
+        with (
+            environment({"RAY_AUTH_MODE": "disabled"}),
+            ray_cluster(self._link.hosts, env, cpus=len(self._places)) as address,
+        ):
             enter_namespace(self._link.hosts[0].namespace)
             try:
-                from braid.jobs.cluster.session import ray_session
-
                 with ray_session(self._config("megatron", address=address, allow_unauthenticated=True)):
                     from braid.actors.controller.ranks.placement import RayLauncher
 
@@ -250,36 +298,36 @@ class _StartedCase:
             finally:
                 enter_namespace(home)
 
-    def start(
-        self,
-        name: str,
-        profile: Profile,
-        launcher_of: Callable[[Config], Launcher],
-        decided_by: Decide = planned,
-    ) -> Contender:
+    def start(self, name: str, decided_by: Decide = planned) -> Contender:
         """The ranks of a schedule, ready to train; what follows a comma in its name only describes it."""
         self._progress(f"starting {name}")
-        config, shown = self._config(name.partition(",")[0]), name
+        config = self._config(name.partition(",")[0])
         if config.chooses_layers:
-            config, found = layers_chosen(config, self.shape, profile)
-            shown += f": {found[0].layout}"
-            self._progress("\n".join(f"{one.layout}: {one.seconds:.3f} s {one.trouble}" for one in found))
-        decided = decided_by(config, self.shape, profile)
+            config, choices = layers_chosen(config, self.shape, self.costs)
+            name += f": {choices[0].layout}"
+            for choice in choices:
+                self._progress(f"{choice.layout}: {choice.seconds:.3f} s {choice.trouble}")
+        decided = decided_by(config, self.shape, self.costs)
         setting, schedule = decided.setting, decided.code.schedule
-        self._progress(f"{shown}: pipeline {', '.join([setting.pipeline, *map(str, setting.partitions)])}")
-        solo_ns = _costed(config, self.shape, profile)(setting).profile.solo_ns
-        text = write(schedule)
-        plan = RunPlan(config=config, shape=self.shape, schedule=text, data=self._data, solo_ns=solo_ns)
-        launcher = launcher_of(config)
-        files = Path(self._data).parent / "spans" / shown
+        self._progress(f"{name}: pipeline {', '.join([setting.pipeline, *map(str, setting.partitions)])}")
+        plan = RunPlan(
+            config=config,
+            shape=self.shape,
+            schedule=write(schedule),
+            data=self._data,
+            solo_ns=_costed(config, self.shape, self.costs)(setting).profile.solo_ns,
+        )
+        launcher = self.launcher_of(config)
+        files = Path(self._data).parent / "spans" / name
         collector = self._stack.enter_context(launcher.collector(files, _SPAN_BYTES))
 
         def predict(profile: Profile) -> float:
             bench = _costed(config, self.shape, profile)(setting)
             return outcome_of_schedule(schedule, bench, anything).numbers.step_seconds
 
-        ranks = self._started(Ranks(launcher, plan, collector.target))
-        return Contender(shown, ranks, predict=predict, predicted=predict(profile))
+        return self._started(
+            Contender(name, launcher, plan, collector.target, predict=predict, predicted=predict(self.costs))
+        )
 
     def start_peer(self, name: str) -> Contender:
         """The ranks of a peer, ready to train."""
@@ -288,23 +336,13 @@ class _StartedCase:
         kind, _, exchange = name.partition(", ")
         messages = exchange == EXCHANGE
         plan = PeerPlan(kind=kind, messages=messages, config=config, shape=self.shape, data=self._data)
-        return Contender(name, self._started(Ranks(ProcessLauncher(config, self._places, PeerRank), plan)))
+        return self._started(Contender(name, ProcessLauncher(config, self._places, PeerRank), plan))
 
-    def _started(self, ranks: Ranks) -> Ranks:
-        ranks.start()
-        self._stack.callback(ranks.shutdown)
-        return ranks
+    def _started(self, side: Contender) -> Contender:
+        side.start()
+        self._stack.callback(lambda: side.group.shutdown())
+        return side
 
 
 def _costed(config: Config, shape: ModelShape, profile: Profile) -> BenchOf:
     return measured(model_graphs(config, shape, profile.streams), profile)
-
-
-def _without(tier: str) -> Decide:
-    """Without one of Centauri's tiers; ``overlap.memory_slack`` does not count."""
-
-    def found(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
-        setting = WithoutTier(**vars(setting_of(config, shape)), tier=tier)
-        return decide([setting], _costed(config, shape, profile), in_memory(config))[0]
-
-    return found

@@ -1,16 +1,15 @@
 """What `braid bench overlap` compares: layouts with their schedules and peers, and the model of a case."""
 
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from braid.actors.config import Config, parse_config
-from braid.jobs.data.tokenizer import tokenizer_of
-from braid.scheduling.generate.named import ScheduleKind
-from braid.scheduling.generate.setting import Setting
+from typer import Option
+
+from braid.actors.config import Config, ConfigError, parse_config
+from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.layer_choices import degrees_within
+from braid.scheduling.text.suggestions import must_be_one_of
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "tp2": {"tp": 2},
@@ -34,7 +33,7 @@ PLANNED = "planned"
 """The degrees that `braid.scheduling.plan.layer_choices` takes within ``memory_gb``."""
 OURS = ("braid:w", "braid:eager_w", "braid:v")
 ANY_OF_OURS = "braid"
-"""Takes the one of ours that is simulated to be the fastest; compared where it is asked for."""
+"""Takes the pipeline of ours that is simulated to be the fastest."""
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"),
     "pp2": ("megatron", "megatron:eager_1f1b", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
@@ -45,10 +44,10 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(MIXED, ("megatron",)),
     **dict.fromkeys(("ep2", "ep2tp2"), ("megatron", "expert_overlap", "wavelet", "dhelix", ANY_OF_OURS)),
 }
-"""Those that are compared in a layout. Left out is what is the same as another one there, the folded pipeline
-without overlap, and with both kinds of parallelism `zbv` and `dualpipev`."""
+"""Schedules that are compared in a layout. Left out are those that equal another schedule there, the folded
+pipeline without overlap, and with both kinds of parallelism `zbv` and `dualpipev`."""
 RECOMPUTING = ("megatron", "merak", "oases", ANY_OF_OURS)
-"""Those that are compared by default where activations are recomputed."""
+"""Schedules that are compared by default where activations are recomputed."""
 NO_COLLECTIVE_AGAIN = ("oases", "braid")
 """Schedules that repeat no collective (``fine``) where others recompute whole layers (``full``): Oases,
 section IV-B."""
@@ -75,72 +74,65 @@ a plan for routers, experts and gathered keys, and gradients that `DistributedDa
 """
 
 
-def compared(case: "OverlapCase") -> tuple[str, ...]:
-    """The schedules of a case, where none are named."""
-    if case.layout in MIXED:
-        tp = LAYOUTS[case.layout]["tp"]
-        ours = "oases" if case.recompute == "full" else "braid:sub_batches"
-        alike = [f"{ours} {case.layers}*{degree}" for degree in degrees_within(tp)]
-        return ("megatron", *alike, f"{ours} {PLANNED}")
-    return SCHEDULES[case.layout] if case.recompute == "none" else RECOMPUTING
-
-
-def drawn(schedule: str, case: "OverlapCase", count: int) -> tuple[str, ...]:
-    """So many schedules with degrees that are drawn for every layer, all of them different.
-
-    How many layers have which is drawn first, so that few of one and many of another are as likely as equal
-    numbers.
-    """
-    found, draw = set[str](), random.Random(case.seed)
-    degrees = degrees_within(LAYOUTS[case.layout]["tp"])
-    count = min(count, len(degrees) ** case.layers)
-    while len(found) < count:
-        weights = [draw.expovariate(1) for _ in degrees]
-        found.add(" ".join(map(str, draw.choices(degrees, weights, k=case.layers))))
-    return tuple(f"{schedule} {degrees}" for degrees in sorted(found))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithoutTier(Setting):
-    """A setting whose schedule leaves out one of Centauri's tiers."""
-
-    tier: str
-    """partitions, reorders or early_sums (`ScheduleKind`): Centauri's operation, layer and model tier."""
-
-    @property
-    def kind(self) -> ScheduleKind:
-        off: dict[str, Any] = {self.tier: False}
-        return replace(super().kind, **off)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
-    """What is trained, and over which link; ``zero`` to ``ffn`` are the configuration's keys."""
+    """What is trained, and over which link: fields that have a help text are options of the command."""
 
-    layout: str = "tp2"
-    hidden: int = 1024
-    layers: int = 2
-    tokens: int = 512
-    """Of a micro-batch: one sample, or `samples` of them."""
-    micro_batches: int = 16
-    """Of a step, in each replica."""
-    mbit: float | None = None
-    inside_mbit: float | None = None
-    """Rate of the links inside hosts, of layouts that fill these (`FILLED`); by default what memory gives."""
-    alpha: float | None = None
-    """Instead of a rate: the share of communication in the serial step that the rate is set for."""
-    zero: int = 0
-    shards: int = 0
-    context: str = "all_gather"
-    recompute: str = "none"
-    """Schedules of `NO_COLLECTIVE_AGAIN` make ``fine`` of ``full``."""
-    memory_slack: float | None = None
-    memory_gb: float | None = None
-    """Within which degrees are planned."""
-    ffn: int | None = None
-    route_evenly: bool = False
-    """Whether tokens visit experts in turn, in layouts with experts."""
+    layout: Annotated[str, Option(help=", ".join(LAYOUTS))] = "tp2"
+    zero: Annotated[int, Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0
+    shards: Annotated[int, Option(help="parallel.shards of the schedules.", min=0)] = 0
+    context: Annotated[Literal["all_gather", "ring"], Option(help="parallel.context of the schedules.")] = (
+        "all_gather"
+    )
+    recompute: Annotated[
+        Literal["none", "selective", "full", "fine"],
+        Option(help="train.recompute; of full, oases and braid make fine, as Oases does."),
+    ] = "none"
+    hidden: Annotated[int, Option(help="Width of the model.", min=64)] = 1024
+    layers: Annotated[int, Option(help="Layers of the model.", min=1)] = 2
+    tokens: Annotated[int, Option(help="Tokens of a micro-batch.", min=16)] = 512
+    micro_batches: Annotated[int, Option(help="Micro-batches of a step, in each replica.", min=1)] = 16
+    mbit: Annotated[float | None, Option("--link-mbit", help="Rate of the link.", min=1)] = None
+    inside_mbit: Annotated[
+        float | None, Option(help=f"Rate of links inside hosts, of {', '.join(FILLED)}.", min=1)
+    ] = None
+    alpha: Annotated[
+        float | None, Option(help="Set the rate so that communication has this share.", min=0.02, max=0.95)
+    ] = None
+    route_evenly: Annotated[
+        bool,
+        Option("--route-evenly", help="Tokens visit experts in turn: a balanced load, for the peers too."),
+    ] = False
+    memory_slack: Annotated[float | None, Option(help="overlap.memory_slack of the schedules.", min=0.0)] = (
+        None
+    )
+    memory_gb: Annotated[
+        float | None, Option(help="cluster.memory_gb, within which degrees of layers are planned.")
+    ] = None
+    ffn: Annotated[int | None, Option(help="model.ffn (default: the family's).", min=1)] = None
     seed: int = 1
+
+    def check(self, schedules: Sequence[str] = ()) -> None:
+        """`ConfigError` for what does not go together, or is no schedule."""
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"--layout {self.layout!r} {must_be_one_of(self.layout, tuple(LAYOUTS))}")
+        if self.mbit is not None and self.alpha is not None:
+            raise ConfigError("--link-mbit and --alpha exclude each other: alpha is set by the rate")
+        if self.inside_mbit is not None and self.layout not in FILLED:
+            raise ConfigError(
+                f"--inside-mbit needs a layout with several ranks on a host ({', '.join(FILLED)}), "
+                f"not {self.layout}"
+            )
+        if self.route_evenly and "ep" not in self.axes:
+            raise ConfigError(
+                f"--route-evenly needs a layout with experts, such as --layout ep2, not {self.layout}"
+            )
+        for text in (name.partition(" ")[0] for name in schedules):
+            if text not in ZERO or "dp" not in self.axes:
+                try:
+                    ScheduleName.parse(text)
+                except ValueError as error:
+                    raise ConfigError(f"--schedules: {error}") from None
 
     def config(self, schedule: str, **cluster: Any) -> Config:
         """The run's configuration under a schedule, perhaps with degrees (`MIXED`), or a baseline (`ZERO`).
@@ -151,65 +143,66 @@ class OverlapCase:
         zero = ZERO.get(schedule, self.zero)
         schedule, _, pipeline = ("ddp" if schedule in ZERO else schedule).partition(":")
         fine = self.recompute == "full" and schedule in NO_COLLECTIVE_AGAIN
-        return parse_config(
-            {
-                "model": {
-                    "hidden": self.hidden,
-                    "layers": self.layers,
-                    "heads": max(2, self.hidden // 64),
-                    "sequence": self.tokens // self.samples,
-                    **({"ffn": self.ffn} if self.ffn else {}),
-                    **(MIXTURE if "ep" in LAYOUTS[self.layout] else {}),
-                },
-                "train": {
-                    "global_batch": self.micro_batches * self.samples * self.replicas,
-                    "micro_batch": self.samples,
-                    "steps": 100_000,
-                    "warmup_steps": 100,
-                    "seed": self.seed,
-                    "recompute": "fine" if fine else self.recompute,
-                },
-                "parallel": {
-                    **LAYOUTS[self.layout],
-                    "zero": zero,
-                    "shards": self.shards,
-                    "context": self.context,
-                    **({"tensor_degrees": "auto" if degrees == PLANNED else degrees} if degrees else {}),
-                },
-                "overlap": {
-                    "schedule": schedule,
-                    "pipeline": pipeline or None,
-                    "memory_slack": self.memory_slack,
-                },
-                "cluster": {
-                    "device": "cpu",
-                    "cpus_per_rank": 0.05,
-                    "group_timeout_s": 120,
-                    "memory_gb": self.memory_gb,
-                    **cluster,
-                },
-            }
-        )
+        content: dict[str, dict[str, Any]] = {
+            "model": {
+                "hidden": self.hidden,
+                "layers": self.layers,
+                "heads": max(2, self.hidden // 64),
+                "sequence": self.tokens // self.samples,
+                "ffn": self.ffn,
+                **(MIXTURE if "ep" in self.axes else {}),
+            },
+            "train": {
+                "global_batch": self.micro_batches * self.samples * self.axes.get("dp", 1),
+                "micro_batch": self.samples,
+                "steps": 100_000,
+                "warmup_steps": 100,
+                "seed": self.seed,
+                "recompute": "fine" if fine else self.recompute,
+            },
+            "parallel": {
+                **self.axes,
+                "zero": zero,
+                "shards": self.shards,
+                "context": self.context,
+                "tensor_degrees": ("auto" if degrees == PLANNED else degrees) or None,
+            },
+            "overlap": {
+                "schedule": schedule,
+                "pipeline": pipeline or None,
+                "memory_slack": self.memory_slack,
+            },
+            "cluster": {
+                "device": "cpu",
+                "cpus_per_rank": 0.05,
+                "group_timeout_s": 120,
+                "memory_gb": self.memory_gb,
+                **cluster,
+            },
+        }
+        return parse_config(content)
 
     def shape(self) -> ModelShape:
         """The model's sizes, and whether tokens are routed evenly, which no configuration can say."""
+        from braid.jobs.data.tokenizer import tokenizer_of
+
         config = self.config("megatron")
         return replace(config.check(tokenizer_of(config).vocabulary), route_evenly=self.route_evenly)
 
     @property
-    def samples(self) -> int:
-        """Of a micro-batch: so many that every rank can have some of its own."""
-        return LAYOUTS[self.layout]["tp"] if self.layout in MIXED else 1
+    def axes(self) -> Mapping[str, int]:
+        """Degrees of the layout."""
+        return LAYOUTS[self.layout]
 
     @property
-    def replicas(self) -> int:
-        """Data-parallel ranks."""
-        return LAYOUTS[self.layout].get("dp", 1)
+    def samples(self) -> int:
+        """Of a micro-batch: so many that every rank can have some of its own."""
+        return self.axes["tp"] if self.layout in MIXED else 1
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, of all replicas."""
-        return self.tokens * self.micro_batches * self.replicas
+        return self.tokens * self.micro_batches * self.axes.get("dp", 1)
 
     @property
     def message_bytes(self) -> int:
@@ -220,18 +213,17 @@ class OverlapCase:
         share a host a quarter of that again: stages between hosts are measured too. Keys and values of ranks
         of cp are as wide as two hidden states.
         """
-        parts = 8 if self.replicas > 1 else LAYOUTS[self.layout].get("tp", 1)
+        parts = 8 if "dp" in self.axes else self.axes.get("tp", 1)
         parts = 32 if self.layout in FILLED else parts
         return self.tokens * self.hidden * 4 // parts
 
     @property
     def name(self) -> str:
         """The model in one line."""
-        axes = LAYOUTS[self.layout]
         facts = [
-            f"{'moe' if 'ep' in axes else 'llama'} hidden {self.hidden} x {self.layers} layers",
-            f"{self.tokens} tokens x {self.micro_batches} micro-batches{' a replica' * (self.replicas > 1)}",
-            self.layout + (f" {self.context}" if "cp" in axes else ""),
+            f"{'moe' if 'ep' in self.axes else 'llama'} hidden {self.hidden} x {self.layers} layers",
+            f"{self.tokens} tokens x {self.micro_batches} micro-batches{' a replica' * ('dp' in self.axes)}",
+            self.layout + (f" {self.context}" if "cp" in self.axes else ""),
         ]
         if self.zero:
             facts.append(f"ZeRO {self.zero}" + (f" over {self.shards}" if self.shards else ""))

@@ -14,9 +14,8 @@ from scipy.stats import pearsonr, rankdata
 from braid.actors.controller.ranks.group import Launcher, WorkerGroup, rendezvous
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan, SerialStep, StepResult
-from braid.jobs.bench.cases import Spread
-from braid.jobs.bench.peer_rank import PeerRank
-from braid.jobs.bench.peers import PeerPlan
+from braid.jobs.bench.peers import PeerPlan, PeerRank
+from braid.jobs.bench.rounds import Spread
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.trace import figures
 
@@ -90,14 +89,14 @@ def rank_correlation(steps: Sequence[StepTimes]) -> float | None:
     """
     simulated = rankdata([step.simulated for step in steps])
     measured = rankdata([step.measured for step in steps])
-    places = sorted(range(len(steps)), key=lambda place: steps[place].measured)
-    while places:
-        alike = [place for place in places if steps[place].ties(steps[places[0]])]
+    left = sorted(range(len(steps)), key=lambda index: steps[index].measured)
+    while left:
+        alike = [index for index in left if steps[index].ties(steps[left[0]])]
         if len(alike) == len(steps):
             return None
         for ranks in (simulated, measured):
             ranks[alike] = ranks[alike].mean()
-        places = places[len(alike) :]
+        left = left[len(alike) :]
     return 0.0 if np.ptp(simulated) == 0 else float(pearsonr(simulated, measured).statistic)
 
 
@@ -144,17 +143,36 @@ class OverlapResult:
 
 
 @dataclass(eq=False)
-class Ranks:
-    """The ranks of a side, to be started anew: equal ones may differ by some percent as long as they live."""
+class Contender:
+    """The ranks of a schedule or a peer, and what was measured of them.
 
+    They may be started anew: equal ones may differ by some percent as long as they live.
+    """
+
+    name: str
     launcher: Launcher
     plan: RunPlan | PeerPlan
     target: Any = None
     """Where Braid's ranks stream their spans, as in a run."""
+    predict: Callable[[Profile], float] | None = None
+    """Seconds of its step by a profile."""
+    predicted: float | None = None
+    shares: "Contender | None" = None
+    """The side whose ranks these are, too."""
+    results: list[list[StepResult]] = field(default_factory=list)
+    """Of the rounds, of every rank."""
+    beside: list[float] = field(default_factory=list)
+    """Predicted by the profiles that were measured after the rounds, one of each start."""
+    activation_bytes: int | None = None
+    records: bool | None = None
+    """Whether its steps record spans, where another side of the same ranks does otherwise."""
     group: WorkerGroup = field(init=False)
 
     def start(self) -> None:
         """Start ranks, in the place of those that were shut down, and let them meet."""
+        if self.shares is not None:
+            self.group = self.shares.group
+            return
         config = self.plan.config
         setup: Any = PeerRank.setup if isinstance(self.plan, PeerPlan) else Rank.setup
         self.group = self.launcher.start(config.layout().ranks)
@@ -162,39 +180,21 @@ class Ranks:
         if self.target is not None:
             self.group.call_all(Rank.stream_spans, self.target, 1)
 
-    def shutdown(self) -> None:
-        self.group.shutdown()
-
-
-@dataclass(eq=False)
-class Contender:
-    """A schedule's or a peer's ranks and what was measured of them."""
-
-    name: str
-    ranks: Ranks
-    results: list[list[StepResult]] = field(default_factory=list)
-    """Of the rounds, of every rank."""
-    predict: Callable[[Profile], float] | None = None
-    """Seconds of its step by a profile."""
-    predicted: float | None = None
-    beside: list[float] = field(default_factory=list)
-    """Predicted by the profiles that were measured after the rounds, one of each start."""
-    activation_bytes: int | None = None
-    records: bool | None = None
-    """Whether its steps record spans, where another side of the same ranks does otherwise."""
-
     def two_steps(self, steps: range) -> list[StepResult]:
         """The second step of two, of every rank. The first step may leave work under way for it (gathers,
         ZeRO 1), which must not end while other sides run."""
-        group = self.ranks.group
         if self.records is not None:
-            group.call_all(Rank.record_spans, self.records)
-        return [group.call_all(Rank.train_step, step) for step in steps][-1]
+            self.group.call_all(Rank.record_spans, self.records)
+        return [self.group.call_all(Rank.train_step, step) for step in steps][-1]
 
     @property
     def seconds(self) -> list[float]:
         """Of the rounds, of the slowest rank."""
         return [max(result.seconds for result in step) for step in self.results]
+
+    def mean_seconds(self, name: str) -> list[float]:
+        """Of the rounds, mean over the ranks of a time of `OverlapNumbers`, without its unit."""
+        return [mean(getattr(result.overlap, f"{name}_ns") for result in step) / 1e9 for step in self.results]
 
 
 def row_of(side: Contender, serial: Contender, tokens: int, link_mbit: float) -> OverlapRow:
@@ -209,108 +209,94 @@ def row_of(side: Contender, serial: Contender, tokens: int, link_mbit: float) ->
         peak_bytes=max(result.peak_bytes for result in side.results[-1]),
         loss=sum(result.loss_sum for result in side.results[-1]) / tokens,
     )
-    if not any(result.overlap.communication_ns for step in side.results for result in step):
+    communication = side.mean_seconds("communication")
+    if not any(communication):
         return row  # a peer, or spans were not recorded
-    numbers = [[result.overlap for result in step] for step in side.results]
-
-    def share(name: str) -> float | None:
-        """Median over the rounds of a time's share of the step, mean over the ranks."""
-        values = [[getattr(rank, name) for rank in step] for step in numbers]
-        if any(value is None for step in values for value in step):
-            return None
-        return median(mean(step) / 1e9 / s for step, s in zip(values, side.seconds, strict=True))
-
-    names = ("slowdown", "links_together", "launch_gap", "bubble", "waiting")
-    shares: dict[str, Any] = {f"{name}_fraction": share(f"{name}_ns") for name in names}
-    communication = [mean(rank.communication_ns for rank in step) for step in numbers]
-    hidden = [mean(rank.hidden_ns for rank in step) for step in numbers]
-    in_serial = [mean(r.overlap.communication_ns for r in step) / 1e9 for step in serial.results]
-    step = SerialStep(
-        seconds=median(serial.seconds),
-        alpha=median(c / s for c, s in zip(in_serial, serial.seconds, strict=True)),
-    )
+    hidden = side.mean_seconds("hidden")
+    names = ["links_together", "launch_gap", "bubble", "waiting"]
+    if all(result.overlap.slowdown_ns is not None for results in side.results for result in results):
+        names.append("slowdown")
+    shares: dict[str, Any] = {
+        f"{name}_fraction": _median_ratio(side.mean_seconds(name), side.seconds) for name in names
+    }
+    alpha = _median_ratio(serial.mean_seconds("communication"), serial.seconds)
+    step = SerialStep(seconds=median(serial.seconds), alpha=alpha)
+    fullest = [max(result.overlap.fullest_bytes for result in results) for results in side.results]
     return replace(
         row,
-        alpha=step.alpha,
+        alpha=alpha,
         limit_speedup=step.limit_speedup,
         recovered=None if side is serial else step.recovered(seconds.median),
         hidden_fraction=median(h / c if c else 1.0 for h, c in zip(hidden, communication, strict=True)),
         **shares,
-        communication_seconds=median(communication) / 1e9,
-        link_seconds=median(max(rank.fullest_bytes for rank in step) for step in numbers) * 8e-6 / link_mbit,
+        communication_seconds=median(communication),
+        link_seconds=median(fullest) * 8e-6 / link_mbit,
         activation_bytes=side.activation_bytes,
         predicted_seconds=side.predicted,
         beside_seconds=median(side.beside) if side.beside else None,
     )
 
 
+def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(above, below, strict=True))
+
+
 def show(console: Console, result: OverlapResult) -> None:
     """Print the table."""
+    say = partial(console.print, highlight=False, soft_wrap=True)
     how = "Ray actors" if result.ray else "processes"
     starts = f" of ranks started {result.starts} times" if result.starts > 1 else ""
     hosts = "one host, paced connections," if result.paced else "two emulated hosts (network namespaces),"
-    console.print(
+    say(
         f"{result.model}; {hosts} link {result.link_mbit:g} Mbit/s, "
         f"{how}; medians of {result.rounds} alternating rounds{starts}, "
-        f"± half the distance of the quartiles; "
-        f"load {result.load_before[0]:.1f}",
-        soft_wrap=True,
-        highlight=False,
+        f"± half the distance of the quartiles; load {result.load_before[0]:.1f}"
     )
     share = partial(figures.share, places=1)
-    two_links = any(row.links_together_fraction for row in result.rows)
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
 
     def cells(row: OverlapRow) -> dict[str, str]:
-        return {
+        cells = {
             "s/step": f"{row.seconds_per_step:.3f}",
             "±": f"{row.spread_seconds / 2 / row.seconds_per_step:.1%}",
             "tokens/s": f"{row.tokens_per_second:.0f}",
             "speed-up": f"{row.speedup:.3f}",
             "recovered": figures.recovered(row.recovered, 1),
             "hidden": share(row.hidden_fraction),
-            **({"both links": share(row.links_together_fraction)} if two_links else {}),
+            "both links": share(row.links_together_fraction),
             "waiting": share(row.waiting_fraction),
             "slowdown": figures.lost(row.slowdown_fraction, share),
             "gap": share(row.launch_gap_fraction),
             "bubble": share(row.bubble_fraction),
-            "link s": _seconds(row.communication_seconds),
-            "bytes s": _seconds(row.link_seconds),
+            "link s": seconds(row.communication_seconds),
+            "bytes s": seconds(row.link_seconds),
             "peak MiB": f"{row.peak_bytes / 2**20:.0f}",
             "slots MiB": "-" if row.activation_bytes is None else f"{row.activation_bytes / 2**20:.1f}",
-            "simulated s": _seconds(row.predicted_seconds),
-            "again s": _seconds(row.beside_seconds),
+            "simulated s": seconds(row.predicted_seconds),
+            "again s": seconds(row.beside_seconds),
         }
+        if not any(row.links_together_fraction for row in result.rows):
+            del cells["both links"]
+        return cells
 
     table = Table("schedule", *(Column(name, justify="right") for name in cells(result.rows[0])))
     for row in result.rows:
         table.add_row(row.schedule, *cells(row).values())
     console.print(table)
     serial = next(row for row in result.rows if row.schedule == "megatron")
-    console.print(
-        f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x",
-        highlight=False,
-    )
+    say(f"alpha {serial.alpha:.3f}, so no schedule can be faster than {serial.limit_speedup:.2f}x")
     if result.simulated is not None:
         error, correlation = result.simulated
-        ranks = (
-            "all steps measured alike, within their spread"
-            if correlation is None
-            else f"rank correlation {correlation:.3f}, of steps alike within their spread as equals"
-        )
-        console.print(f"simulator: median error {error:.1%}, {ranks}", highlight=False, soft_wrap=True)
+        ranks = "all steps measured alike, within their spread"
+        if correlation is not None:
+            ranks = f"rank correlation {correlation:.3f}, of steps alike within their spread as equals"
+        say(f"simulator: median error {error:.1%}, {ranks}")
     if result.exact_seconds is not None:
-        console.print(
-            f"simulated, layers paired in the best order (exact search): {result.exact_seconds:.3f} s",
-            highlight=False,
-        )
+        say(f"simulated, layers paired in the best order (exact search): {result.exact_seconds:.3f} s")
     if (price := result.spans_price) is not None:
-        console.print(
+        say(
             f"recording spans: {price.median - 1:+.2%} of a step (95 % sure: {price.median_from - 1:+.2%} to "
-            f"{price.median_to - 1:+.2%}; quartiles {price.low - 1:+.1%} to {price.high - 1:+.1%})",
-            highlight=False,
-            soft_wrap=True,
+            f"{price.median_to - 1:+.2%}; quartiles {price.low - 1:+.1%} to {price.high - 1:+.1%})"
         )
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3f}"

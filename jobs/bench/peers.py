@@ -1,48 +1,78 @@
-"""The ways a PyTorch user has today to train one Llama on several ranks.
+"""The ways a PyTorch user has today to train one model on several ranks: public PyTorch over gloo.
 
-Nothing of Braid is in them, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU.
+Nothing of Braid is in them, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. One model
+is cut into pieces:
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
 - ``torch_dualpipev``: two stages per rank, placed as a V, ``ScheduleDualPipeV`` as shipped: it runs the
   forward and the backward half of its overlapped actions one after the other.
-- ``torch_dualpipev_threads``: the same with an overlap registered: the forward half runs in the calling
-  thread, the backward half beside it in a second one.
+- ``torch_dualpipev_threads``: the same with `ThreadedOverlap` registered, which runs both halves at once.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
-Replicas, experts and parts of sequences: `braid.jobs.bench.replicated_peers`.
+Or every rank has a replica, and a share of the global batch:
+
+- ``torch_ddp``: ``DistributedDataParallel`` with its own bucket size: gradients are summed bucket by bucket
+  behind the last micro-batch's backward pass, not at all before it (``no_sync``).
+- ``torch_fsdp2``: ``fully_shard`` of every layer and of the rest: parameters are gathered for every forward
+  and every backward pass; gradients, which every rank adds up whole, are scattered in the last one.
+- ``torch_fsdp2_kept``: the same, with parameters that are kept from the first forward pass of a step to the
+  last backward pass, so that they are gathered once.
+- ``torch_ep``: ``torch_ddp`` of all parameters but those of experts, which are cut over ranks (`Mixture`).
+- ``torch_cp``: ``torch_ddp`` of ranks that have parts of the same samples (`ContextLayer`).
 
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
 sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
-network always. The rest is the plain loop's (`braid.jobs.bench.plain_torch`), at a constant learning
-rate.
+network always. All else is the plain loop's (`braid.jobs.bench.plain_torch`), at a constant learning rate, so
+that losses are those of one process. Two things differ from GPUs: gloo's reduce-scatter moves twice the
+bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
 
 Legend: as in `braid.jobs.bench.plain_torch`.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from braid.actors.config import Config
-from braid.jobs.bench.peer_messages import MessageCollectives
+from braid.actors.stage.data.token_files import TokenShards, sample_ids
+from braid.actors.stage.measure.peak_memory import PeakMemory
+from braid.actors.stage.rank.allocator import keep_freed_memory
+from braid.actors.stage.rank.membership import Membership
+from braid.actors.stage.rank.messages import Rendezvous, StepResult
+from braid.jobs.bench.peer_hooks import MessageCollectives, ThreadedOverlap
+from braid.jobs.bench.peer_layers import OF_EXPERTS, ContextLayer, Mixture
 from braid.jobs.bench.plain_torch import PlainModel, adamw
-from braid.jobs.bench.threaded_overlap import ThreadedOverlap
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.trace.spans import OverlapNumbers
 
 TP, PIPELINE, TP_PIPELINE = "torch_tp", "torch_1f1b", "torch_tp_1f1b"
 DUALPIPEV, DUALPIPEV_THREADS = "torch_dualpipev", "torch_dualpipev_threads"
+DDP, FSDP2, FSDP2_KEPT, EP, CP = REPLICATED = (
+    "torch_ddp",
+    "torch_fsdp2",
+    "torch_fsdp2_kept",
+    "torch_ep",
+    "torch_cp",
+)
+KINDS = (TP, PIPELINE, TP_PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, *REPLICATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +82,173 @@ class PeerPlan:
     kind: str
     config: Config
     shape: ModelShape
-    """Its experts are only trained by kinds that cut experts; others have an MLP in every layer."""
+    """Its experts are only trained by ``torch_ep``; others have an MLP in every layer."""
     data: str = ""
     messages: bool = False
-    """Collectives of tensor-parallel ranks are Braid's messages between pairs of ranks, not gloo's, whose
-    reduce-scatter moves twice the bytes (`braid.jobs.bench.peer_messages`)."""
+    """Collectives of tensor-parallel ranks are `MessageCollectives`, not gloo's."""
 
 
-def shard(stage: PlainModel, mesh: DeviceMesh) -> None:
+class Peer:
+    """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
+
+    def __init__(self, plan: PeerPlan, rank: int, ranks: int) -> None:
+        """Build this rank's part of the model, with values drawn from ``train.seed``."""
+        self.plan, self.train = plan, plan.config.train
+        self.stages: dict[int, PlainModel] = {}
+        self._model: Any = None
+        """Makes logits of tokens; None: the pipeline does."""
+        self._pipeline: Schedule1F1B | ScheduleDualPipeV | None = None
+        self._replicas = 1
+        self._share: Any = ...
+        """Index of what this rank computes of a global batch of tokens."""
+        self._group: dist.ProcessGroup | None = None
+        """Ranks whose losses and gradients are parts of one sum; None: all ranks."""
+        torch.manual_seed(self.train.seed)
+        (self._replicate if plan.kind in REPLICATED else self._cut)(rank, ranks)
+        self._optimizer = adamw((parameter for _, parameter in self.named()), self.train)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank, by names as ``layers.3.qkv.q.weight``; DTensors where they are sharded."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    def _cut(self, rank: int, ranks: int) -> None:
+        """Make this rank's stages, sharded over tensor-parallel ranks."""
+        kind = self.plan.kind
+        tensor = {TP: ranks, TP_PIPELINE: 2}.get(kind, 1)
+        pipeline, position = ranks // tensor, rank // tensor
+        numbers, count = [position], pipeline
+        if kind in (DUALPIPEV, DUALPIPEV_THREADS):
+            numbers, count = [position, 2 * pipeline - 1 - position], 2 * pipeline
+        self.stages = {n: PlainModel(self.plan.shape, stage=n, stages=count) for n in numbers}
+        if tensor > 1:
+            mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
+            self._group = mesh.get_group("pipeline")
+            if self.plan.messages:
+                self.messages = MessageCollectives(mesh.get_group("tensor"))
+            for stage in self.stages.values():
+                _shard(stage, mesh["tensor"])
+        if pipeline == 1:
+            self._model = self.stages[0]
+            return
+        made: list[Any] = [
+            PipelineStage(stage, n, count, torch.device("cpu"), group=self._group)
+            for n, stage in self.stages.items()
+        ]
+        micro_batches = self.train.global_batch // self.train.micro_batch
+        # The losses are shares of the global mean, so gradients need no scaling.
+        if len(made) == 1:
+            self._pipeline = Schedule1F1B(made[0], micro_batches, self._loss, scale_grads=False)
+            return
+        self._pipeline = ScheduleDualPipeV(made, micro_batches, self._loss, scale_grads=False)
+        if kind == DUALPIPEV_THREADS:
+            self._pipeline.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
+
+    def _replicate(self, rank: int, ranks: int) -> None:
+        """Make this rank's replica, and let it train with the others."""
+        kind, shape, self._replicas = self.plan.kind, self.plan.shape, ranks
+        samples = self.train.global_batch // ranks
+        self._share = slice(rank * samples, (rank + 1) * samples)
+        cut: Any = {EP: Mixture, CP: ContextLayer}.get(kind)
+        group = dist.new_group() if cut else None
+        if kind == EP:
+            # Other experts on every rank; DistributedDataParallel makes the same what else is drawn here.
+            torch.manual_seed(self.train.seed + rank)
+        model = PlainModel(shape, layer=(lambda _: cut(shape, group)) if cut else None)
+        self.stages, self._model = {0: model}, model
+        if kind in (FSDP2, FSDP2_KEPT):
+            mesh = init_device_mesh("cpu", (ranks,))  # of CPUs: else it would look for GPUs
+            for each in model.layers.values():
+                fully_shard(each, mesh=mesh, reshard_after_forward=kind == FSDP2)
+            fully_shard(model, mesh=mesh)  # embedding and head, which the root keeps for the backward pass
+            return
+        experts = [name for name, _ in model.named_parameters() if OF_EXPERTS in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+        # Buffers, the rotary tables, are constants and need not be sent before every step. This is the
+        # option's old name, as all versions of PyTorch that Braid allows know it.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            self._model = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
+        if kind == CP:
+            pieces = torch.arange(shape.sequence).chunk(2 * ranks)
+            places_S = torch.cat((pieces[rank], pieces[-1 - rank]))
+            self._share = slice(None), places_S
+            rotary: Any = model.rotary  # now, as DistributedDataParallel has made all ranks' the same
+            rotary.cos, rotary.sin = rotary.cos[places_S], rotary.sin[places_S]
+
+    def step(self, tokens_BS: Tensor) -> float:
+        """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
+
+        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks.
+        """
+        with parallel.loss_parallel() if self.plan.kind in (TP, TP_PIPELINE) else nullcontext():
+            loss = self._passes(tokens_BS[:, :-1], tokens_BS[:, 1:])
+        parts, whole = list[nn.Parameter](), list[nn.Parameter]()
+        for name, parameter in self.named():
+            # Norms' gradients are partial sums: summed once here, not in the norm and in the optimizer again.
+            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+            elif OF_EXPERTS in name and parameter.grad is not None:
+                parameter.grad /= self._replicas  # losses were scaled for a mean, which its gradient is not
+            (parts if self._replicas == 1 or OF_EXPERTS in name else whole).append(parameter)
+        sums = torch.stack((_square(parts), loss))
+        dist.all_reduce(sums, group=self._group)
+        if self.train.clip_norm:
+            norm = (sums[0] + _square(whole)).sqrt()
+            nn.utils.clip_grads_with_norm_([*parts, *whole], self.train.clip_norm, norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return sums[1].item()
+
+    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Both passes of all micro-batches; returns this rank's part of the loss."""
+        losses = [torch.zeros(())]
+        if self._pipeline is not None:
+            last = any(stage.head is not None for stage in self.stages.values())
+            self._pipeline.step(
+                *((inputs_BS,) if 0 in self.stages else ()),
+                target=targets_BS if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+            )
+            return torch.stack(losses).detach().sum()
+        windows, targets = (x[self._share].split(self.train.micro_batch) for x in (inputs_BS, targets_BS))
+        for number, (window_BS, target_BS) in enumerate(zip(windows, targets, strict=True), 1):
+            with self._passing(last=number == len(windows)):
+                share = self._loss(self._model(window_BS), target_BS)
+                # A share of the mean over the global batch is to be added up; gradients will be averaged.
+                (share * self._replicas).backward()
+            losses.append(share.detach())
+        return torch.stack(losses).sum()
+
+    def _passing(self, last: bool) -> AbstractContextManager[None]:
+        """Surrounds both passes of a micro-batch; ``last``: they end with gradients' mean over replicas."""
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_reshard_after_backward(last or self.plan.kind == FSDP2)
+        if isinstance(self._model, DistributedDataParallel) and not last:
+            return self._model.no_sync()
+        return nullcontext()
+
+    def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """A micro-batch's share of the mean over the global batch, with the gradient of auxiliary losses."""
+        total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
+        for stage in self.stages.values():
+            for layer in stage.layers.values():
+                if isinstance(layer, Mixture):
+                    total = total + (layer.auxiliary - layer.auxiliary.detach())
+        share = total / (self.train.global_batch * self.plan.shape.sequence)
+        return share.to_local() if isinstance(share, DTensor) else share
+
+
+def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Of the norm of their gradients."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+
+
+def _shard(stage: PlainModel, mesh: DeviceMesh) -> None:
     """Make a stage tensor and sequence parallel, in place. Activations between stages are sharded in S."""
     sequence, whole = Shard(1), Replicate()
     norm = parallel.SequenceParallel()
@@ -83,145 +272,57 @@ def shard(stage: PlainModel, mesh: DeviceMesh) -> None:
     parallel.parallelize_module(stage, mesh, plan)
 
 
-class Peer:
-    """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
+_NOTHING_SEEN = OverlapNumbers(
+    communication_ns=0,
+    hidden_ns=0,
+    slowdown_ns=None,
+    launch_gap_ns=0,
+    bubble_ns=0,
+    compute_ns=0,
+    links_together_ns=0,
+)
 
-    def __init__(self, plan: PeerPlan, rank: int, world_size: int) -> None:
-        """Build this rank's part of the model, with values drawn from ``train.seed``; see `load`."""
-        self.plan, self.train = plan, plan.config.train
-        self.stages: dict[int, PlainModel] = {}
-        self._is_sharded = False  # every stage, over tensor-parallel ranks
-        self._group: dist.ProcessGroup | None = None  # the ranks with the other stages; None: all ranks
-        self._replicas = 1
-        self._schedule: Schedule1F1B | ScheduleDualPipeV | None = None
-        torch.manual_seed(self.train.seed)
-        self._build(rank, world_size)
-        self._optimizer = adamw((parameter for _, parameter in self._named()), self.train)
 
-    def _build(self, rank: int, world_size: int) -> None:
-        """Make this rank's stages, and what lets them train with those of other ranks."""
-        kind = self.plan.kind
-        tensor = {TP: world_size, TP_PIPELINE: 2}.get(kind, 1)
-        pipeline = world_size // tensor
-        count = pipeline * (2 if kind in (DUALPIPEV, DUALPIPEV_THREADS) else 1)
-        place = rank // tensor
-        self.stages = {
-            index: PlainModel(self.plan.shape, stage=index, stages=count)
-            for index in ([place] if count == pipeline else [place, count - 1 - place])
-        }
-        self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
-        self._is_sharded = tensor > 1
-        if self._is_sharded:
-            mesh = init_device_mesh("cpu", (pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
-            self._group = mesh.get_group("pipeline")
-            if self.plan.messages:
-                self._messages = MessageCollectives(mesh.get_group("tensor"))
-            for stage in self.stages.values():
-                shard(stage, mesh["tensor"])
-        if pipeline > 1:
-            self._schedule = self._pipelined(count)
-        self._model: Any = self.stages.get(0)
-        """What makes logits of tokens where there is no pipeline."""
+class PeerRank:
+    """A peer's rank in a process of its own; methods as of `braid.actors.stage.rank.worker.Worker`."""
 
-    def _pipelined(self, count: int) -> Schedule1F1B | ScheduleDualPipeV:
-        device, micro_batches = torch.device("cpu"), self.train.global_batch // self.train.micro_batch
-        stages: list[Any] = [
-            PipelineStage(stage, index, count, device, group=self._group)
-            for index, stage in self.stages.items()
-        ]
-        # The losses are shares of the global mean, so gradients need no scaling.
-        if len(stages) == 1:
-            return Schedule1F1B(stages[0], micro_batches, self._loss, scale_grads=False)
-        schedule = ScheduleDualPipeV(stages, micro_batches, self._loss, scale_grads=False)
-        if self.plan.kind == DUALPIPEV_THREADS:
-            schedule.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
-        return schedule
+    def __init__(self, rank: int, address: str) -> None:
+        keep_freed_memory()  # as ranks of Braid do
+        self.rank = rank
+        self._membership = Membership(address)
+        self._memory = PeakMemory(self._membership.device)
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for stage in self.stages.values():
-            yield from stage.named_parameters()
+    def open_store(self, timeout_s: float) -> int:
+        """On rank 0: host the rendezvous and return its port."""
+        return self._membership.host_store(timeout_s)
 
-    @torch.no_grad()
-    def load(self, named: Mapping[str, Tensor]) -> None:
-        """Set this rank's parameters from the full ones, by names as ``layers.3.qkv.q.weight``."""
-        for name, parameter in self._named():
-            value = named[name]
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            parameter.copy_(value)
+    def setup(self, plan: PeerPlan, rendezvous: Rendezvous) -> None:
+        """Join the group and build the peer."""
+        cluster, ranks = plan.config.cluster, plan.config.layout().ranks
+        torch.set_num_threads(cluster.threads_per_rank)
+        self._membership.begin(cluster, self.rank, rendezvous)
+        self._membership.join(cluster, rendezvous, self.rank, ranks)
+        self._peer = Peer(plan, self.rank, ranks)
+        self._membership.connected(cluster.emulated_link_mbit)
+        self._data = TokenShards.open(Path(plan.data), "train", plan.shape.sequence)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Copies of this rank's parameters, whole, by the names of `load`. All ranks call it together."""
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-            for name, value in self._named()
-        }
-
-    def step(self, tokens_BS: Tensor) -> float:
-        """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
-
-        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks.
-        """
-        inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
-        with parallel.loss_parallel() if self._is_sharded else nullcontext():
-            loss = self._clip(self._passes(inputs_BS, targets_BS))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """A micro-batch's share of the mean over the global batch."""
-        total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-        share = total / (self.train.global_batch * self.plan.shape.sequence)
-        return share.to_local() if isinstance(share, DTensor) else share
-
-    def _part(self, tokens_BS: Tensor) -> Tensor:
-        """What this rank computes of a global batch."""
-        return tokens_BS
-
-    def _passing(self, last: bool) -> AbstractContextManager[None]:
-        """Surrounds both passes of a micro-batch; ``last``: they end with gradients' mean over replicas."""
-        return nullcontext()
-
-    def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Both passes of all micro-batches; returns the loss of all replicas, 0 but on the last stage."""
-        if self._schedule is not None:
-            losses = [torch.zeros(())]
-            self._schedule.step(
-                *((inputs_BS,) if self._is_first else ()),
-                target=targets_BS if self._is_last else None,
-                losses=losses if self._is_last else None,
-                return_outputs=False,
-            )
-            return torch.stack(losses).detach().sum()
-        inputs, targets = (
-            self._part(tokens_BS).split(self.train.micro_batch) for tokens_BS in (inputs_BS, targets_BS)
+    def train_step(self, step: int) -> StepResult:
+        """One optimizer step, of which no spans are recorded."""
+        begin, train = time.perf_counter(), self._peer.train
+        ids = sample_ids(train.seed, self._data.samples, step * train.global_batch, train.global_batch)
+        tokens = torch.from_numpy(self._data.tokens_at(ids)).to(torch.int64)
+        loss = self._peer.step(tokens)
+        peak = self._memory.of_lifetime()
+        return StepResult(
+            loss_sum=loss * tokens[:, 1:].numel() if self.rank == 0 else 0.0,
+            gradient_norm=math.nan,
+            lr=train.lr,
+            seconds=time.perf_counter() - begin,
+            overlap=_NOTHING_SEEN,
+            peak_bytes=peak,
+            lifetime_peak_bytes=peak,
         )
-        loss = torch.zeros(())
-        for number, (window_BS, target_BS) in enumerate(zip(inputs, targets, strict=True), 1):
-            with self._passing(last=number == len(inputs)):
-                share = self._loss(self._model(window_BS), target_BS)
-                # A share of the mean over the global batch is to be added up; gradients will be averaged.
-                (share * self._replicas).backward()
-            loss += share.detach()
-        if self._replicas > 1:
-            dist.all_reduce(loss)
-        return loss
 
-    def _clip(self, loss: Tensor) -> float:
-        """Clip by the norm of the gradients of all ranks; returns the sum of all stages' ``loss``."""
-        parameters = [parameter for _, parameter in self._named()]
-        for parameter in parameters:
-            # Norms' gradients are partial sums: summed once here, not in the norm and in the optimizer again.
-            if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        sums = torch.stack((norm.square(), loss))
-        if self._schedule is not None:
-            dist.all_reduce(sums, group=self._group)
-        if self.train.clip_norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.train.clip_norm, sums[0].sqrt())
-        return sums[1].item()
+    def close(self) -> None:
+        """Leave the group."""
+        self._membership.leave()

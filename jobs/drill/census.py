@@ -42,7 +42,7 @@ def family(*roots: int) -> list[int]:
             state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.name))
-    found = list(roots)
-    for process in found:
-        found += children.get(process, [])
-    return found
+    members = list(roots)
+    for process in members:
+        members += children.get(process, [])
+    return members

@@ -1,17 +1,13 @@
 """``braid drill``: break a run in every way there is, and see whether it comes out as if nothing had been."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from braid.actors.config import load_config
 from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
 from braid.scheduling.text.json_text import json_text
-
-if TYPE_CHECKING:
-    from braid.jobs.drill.report import Report
 
 _FAILED = 1
 
@@ -56,15 +52,13 @@ def drill(
     kinds = [name.strip() for name in faults.split(",")] if faults is not None else possible_faults(resolved)
     check_faults(resolved, kinds)
     from braid.jobs.drill.command import DrillError
+    from braid.jobs.drill.report import show
     from braid.jobs.drill.runner import Drill
 
-    made = Drill(
-        resolved,
-        kinds,
-        count=count,
-        seed=seed,
-        progress=lambda text: console.print(text, highlight=False, soft_wrap=True),
-    )
+    def tell(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    made = Drill(resolved, kinds, count=count, seed=seed, progress=tell)
     try:
         report = made.run()
     except DrillError as error:
@@ -76,53 +70,3 @@ def drill(
         show(console, report)
     if not report.passed:
         raise typer.Exit(_FAILED)
-
-
-def show(console: Console, report: "Report") -> None:
-    """The table of faults, and whether the run came out as asked."""
-    where = "this machine"
-    if report.emulated_hosts:
-        where = "gloo, two emulated hosts"
-    elif report.emulated_nodes:
-        where = "gloo, emulated nodes on one machine"
-    table = Table(title=f"Fault drill ({where})", title_justify="left")
-    table.add_column("fault", no_wrap=True)
-    for name in ("detected after", "recovered after", "steps lost"):
-        table.add_column(name, justify="right")
-    table.add_column("restored from", no_wrap=True)
-    for outcome in report.outcomes:
-        detected = "" if outcome.detected_after is None else f"{outcome.detected_after:.2f} s"
-        recovered = "" if outcome.recovered_after is None else f"{outcome.recovered_after:.2f} s"
-        lost = "" if outcome.detected_after is None else str(outcome.steps_lost)
-        table.add_row(
-            outcome.fault.name, detected, recovered, lost, outcome.restored_from or "no rank failed"
-        )
-    console.print(table)
-    allowed = report.allowed_difference
-    if allowed:
-        console.print(
-            f"asked: the samples of every step, and losses within {allowed:g}, as other numbers of ranks add "
-            f"up in another order (train.deterministic_reduction asks for the same bits)",
-            highlight=False,
-        )
-    close = f"within {allowed:g}" if 0 < allowed >= report.largest_difference else ""
-    for what, same, enough in (
-        ("losses", report.identical_losses, close),
-        ("final parameters", report.identical_parameters, "not the same bits" if allowed else ""),
-        ("samples of every step", report.identical_samples, ""),
-    ):
-        verdict = f"[green]{enough}[/green]" if enough else "[red]DIFFERENT[/red]"
-        if same:
-            verdict = "[green]identical, bit for bit[/green]"
-        console.print(f"{what}: {verdict}", highlight=False)
-    lost = f"{report.most_lost}; a checkpoint every {report.interval}"
-    color = "green" if report.most_lost <= report.interval else "yellow"
-    console.print(f"steps lost by one fault, at most: [{color}]{lost}[/{color}]", highlight=False)
-    for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
-        console.print(
-            f"{when}: {held.processes} processes, {held.threads} threads, {held.files} files ({held.sockets} "
-            f"sockets), {held.resident_bytes / 2**20:.0f} MiB",
-            highlight=False,
-        )
-    if not report.identical_losses:
-        console.print(f"largest relative difference of a loss: {report.largest_difference:.2e}")

@@ -47,13 +47,14 @@ _SPEC = TypeAdapter(Spec)
 
 
 class Command:
-    """The command under way, and what it leaves behind."""
+    """The command under way, and what the run with faults writes down."""
+
+    process: "subprocess.Popen[bytes]"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         """Holds the run directories."""
         self.broken = folder / BROKEN
-        self._process: subprocess.Popen[str] | None = None
         # What a run prints is not on its disk, which may be full.
         self._logs = {name: folder.with_name(f"{folder.name}-{name}.log") for name in (WHOLE, BROKEN)}
         for log in self._logs.values():
@@ -63,28 +64,18 @@ class Command:
         """Start a run."""
         path = self.folder / f"{name}.json"
         path.write_bytes(_SPEC.dump_json(spec))
-        with self._logs[name].open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "braid.jobs.drill.command", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                text=True,
-                start_new_session=True,
+        command = [sys.executable, "-m", __name__, str(path)]
+        with self._logs[name].open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-
-    @property
-    def process(self) -> "subprocess.Popen[str]":
-        """Its process."""
-        assert self._process is not None
-        return self._process
 
     def wait_for_end(self, limit_s: float = PATIENCE_S) -> int:
         """Wait until it has ended; returns its exit code."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise self._failed(f"the run did not end within {limit_s:g} s") from None
+            raise self.failed(f"the run did not end within {limit_s:g} s") from None
 
     def wait_for_controller(self) -> None:
         """Wait until nobody holds the run's directory: on a cluster a controller outlives its command."""
@@ -92,7 +83,7 @@ class Command:
         try:
             lock.take(PATIENCE_S)
         except HeldError:
-            raise self._failed(f"the controller did not end within {PATIENCE_S:g} s") from None
+            raise self.failed(f"the controller did not end within {PATIENCE_S:g} s") from None
         lock.release()
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
@@ -100,24 +91,22 @@ class Command:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             if self.process.poll() not in (None, 0):
-                raise self._failed(f"the run ended before {what}")
+                raise self.failed(f"the run ended before {what}")
             if time.monotonic() > deadline:
-                raise self._failed(f"waited {PATIENCE_S:g} s in vain for {what}")
+                raise self.failed(f"waited {PATIENCE_S:g} s in vain for {what}")
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Whatever happened: nothing of the run is left."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if hasattr(self, "process"):
+            self.process.kill()
+            self.process.wait()
 
-    def _failed(self, what: str) -> DrillError:
-        return DrillError(f"{what}: {self.last_words()}")
-
-    def last_words(self) -> str:
-        """The ends of what the runs have printed."""
+    def failed(self, what: str) -> DrillError:
+        """An error with the ends of what the runs have printed."""
         ends = [log.read_text(encoding="utf-8")[-2000:] for log in self._logs.values() if log.exists()]
-        return "\n".join(ends).strip() or "it said nothing"
+        said = "\n".join(ends).strip() or "it said nothing"
+        return DrillError(f"{what}: {said}")
 
     # -- the run with faults ---------------------------------------------------------------------------------
 
@@ -128,6 +117,10 @@ class Command:
     def newest(self) -> dict[str, Any]:
         """The newest step's record."""
         return last_line(self.broken / "metrics.jsonl")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """All events of a kind."""
+        return [line for line in read_lines(self.broken / "events.jsonl") if line["kind"] == kind]
 
     def incidents(self, since: float, *, resized: bool = False) -> list[dict[str, Any]]:
         """Failures that were detected since a time, or changes of the number of ranks that were begun."""

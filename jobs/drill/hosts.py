@@ -14,15 +14,16 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from braid.actors.controller.ranks.group import StoppedError
 from braid.actors.controller.ranks.processes import ProcessPlace, enter_namespace, separate_places
 from braid.jobs.cluster.guardian import MARK
 from braid.jobs.cluster.session import WORKERS, session_folder
+from braid.jobs.training.stopping import StopSignals
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
@@ -74,6 +75,17 @@ class Host:
         listing = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
         return [int(word) for word in listing.stdout.split()]
 
+    def ip(self, *words: str) -> None:
+        """Set up its network."""
+        _run("ip", "-n", self.namespace, *words)
+
+    def remove(self) -> None:
+        """End what runs on the host, by id, and the host."""
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
+
 
 def check_hosts() -> None:
     """`HostsError` where network namespaces cannot be made."""
@@ -109,19 +121,18 @@ class Hosts:
         for host, device in zip(self.hosts, self._devices, strict=True):
             _limit(host.namespace, device, mbit, message_bytes)
             if inside_mbit is not None:
-                # The bucket has no room for packets of 64 KB.
-                _run("ip", "-n", host.namespace, "link", "set", "lo", "mtu", "1500")
+                host.ip("link", "set", "lo", "mtu", "1500")  # the bucket has no room for packets of 64 KB
                 _limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # both ways go through it
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
         """Without the link, as if a cable had been pulled."""
-        end = ("ip", "-n", self.hosts[0].namespace, "link", "set", self._devices[0])
-        _run(*end, "down")
+        end = ("link", "set", self._devices[0])
+        self.hosts[0].ip(*end, "down")
         try:
             yield
         finally:
-            _run(*end, "up")
+            self.hosts[0].ip(*end, "up")
 
     def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
         """Where every rank runs; neighbours stand on different hosts, unless these are ``filled`` in turn."""
@@ -143,12 +154,11 @@ def two_hosts() -> Iterator[Hosts]:
         try:
             for host in hosts:
                 _run("ip", "netns", "add", host.namespace)
-            pair = ("type", "veth", "peer", "name", devices[1], "netns", second.namespace)
-            _run("ip", "link", "add", devices[0], "netns", first.namespace, *pair)
+            first.ip("link", "add", devices[0], "type", "veth", "peer", devices[1], "netns", second.namespace)
             for host, device in zip(hosts, devices, strict=True):
-                _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", device)
-                _run("ip", "-n", host.namespace, "link", "set", device, "up")
-                _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
+                host.ip("addr", "add", f"{host.address}/24", "dev", device)
+                host.ip("link", "set", device, "up")
+                host.ip("link", "set", "lo", "up")
                 _set_packets(host.namespace, device, PACKET_BYTES)
                 for name, value in _TRANSPORT.items():
                     # A kernel may lack a setting.
@@ -156,7 +166,7 @@ def two_hosts() -> Iterator[Hosts]:
             yield Hosts(hosts, devices)
         finally:
             for host in hosts:
-                _remove(host)
+                host.remove()
 
 
 PACED = (
@@ -223,20 +233,12 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
     thread.join()
 
 
-def _remove(host: Host) -> None:
-    """End what runs on a host, by id, and the host."""
-    for process in host.processes():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True)
-
-
 def _remove_orphans() -> None:
     """Remove hosts whose maker was killed before it could: their names hold its process id."""
     for path in Path("/run/netns").glob("braid-*-[01]"):
         maker = int(path.name.split("-")[1], 16)
         if not Path(f"/proc/{maker}").exists():
-            _remove(Host(path.name, ""))
+            Host(path.name, "").remove()
 
 
 @contextlib.contextmanager
@@ -253,7 +255,7 @@ def ray_cluster(
     page = [f"--include-dashboard={str(job_server).lower()}"]
     if job_server:
         page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with session_folder() as folder, _ended(hosts):
+    with session_folder() as folder:  # which ends Ray's processes, as they have its mark
         starts = (
             (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
@@ -268,23 +270,6 @@ def ray_cluster(
         yield address
 
 
-@contextlib.contextmanager
-def _ended(hosts: Sequence[Host]) -> Iterator[None]:
-    """End what is started on the hosts meanwhile, by id: Ray writes to its folder to the last."""
-    before = {process for host in hosts for process in host.processes()} | {os.getpid()}
-    try:
-        yield
-    finally:
-        deadline = time.monotonic() + _END_SECONDS
-        while left := {process for host in hosts for process in host.processes()} - before:
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-
-
 def _run(*command: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -293,21 +278,9 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def _terminates() -> Iterator[None]:
-    """Let the first SIGTERM or SIGINT unwind, so that hosts are removed, and nothing disturb that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    handled = (signal.SIGTERM, signal.SIGINT)
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in handled:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, interrupt) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    """Let the first signal that asks for an end unwind, so that hosts are removed."""
+    with StopSignals().heard():
+        try:
+            yield
+        except StoppedError:
+            raise KeyboardInterrupt from None

@@ -12,7 +12,6 @@ from typing import Any
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.ranks.elastic import Degrees, best_degrees, degrees_of
-from braid.actors.controller.records.json_lines import read_lines
 from braid.jobs.cluster.session import WORKERS, environment, own_token, session_folder
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.drill.census import family
@@ -42,11 +41,10 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
     vocabulary = tokenizer_of(config).vocabulary
 
     def fits(candidate: Config) -> bool:
-        try:
+        with contextlib.suppress(ConfigError):
             candidate.check(vocabulary)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
 
     return best_degrees(config, nodes, fits, config.elastic)
 
@@ -95,23 +93,16 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
 
 
 class Nodes:
-    """A cluster, whose head has no CPU; the other nodes by Ray's ids, the oldest first."""
+    """A cluster, whose head has no CPU; the other nodes as Ray's objects, the oldest first."""
 
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-        self._nodes: dict[str, Any] = {}
-        self._joined = 0
-
-    def start(self, count: int) -> None:
+    def __init__(self, cluster: Any, count: int) -> None:
         """Start the head, and so many nodes."""
+        self._cluster = cluster
+        self._nodes: list[Any] = []
+        self._joined = 0
         self._add(num_cpus=0, include_dashboard=False)
         for _ in range(count):
             self.join()
-
-    def close(self) -> None:
-        """End all of it at once: nothing writes to its folder any more."""
-        _kill(*self.processes())
-        self._cluster.shutdown()
 
     @property
     def address(self) -> str:
@@ -121,34 +112,28 @@ class Nodes:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def name_at(self, place: float) -> str:
-        """The name of a node that is drawn by a number in [0, 1)."""
-        return list(self._nodes)[int(place * len(self))]
+    def at(self, place: float) -> Any:
+        """A node that is drawn by a number in [0, 1)."""
+        return self._nodes[int(place * len(self))]
 
-    def address_of(self, name: str) -> str:
-        """A node's address, which Ray and the run know it by."""
-        return str(self._nodes[name].node_ip_address)
-
-    def alive(self, name: str) -> bool:
+    def alive(self, node: Any) -> bool:
         """Whether Ray takes a node to be alive."""
-        return any(
-            node["NodeID"] == name and node["Alive"] for node in self._cluster.global_state.node_table()
-        )
+        table = self._cluster.global_state.node_table()
+        return any(row["NodeID"] == node.node_id and row["Alive"] for row in table)
 
-    def join(self) -> str:
-        """Start a node, with an address of its own; returns its name. `DrillError` if it does not start."""
+    def join(self) -> Any:
+        """Start a node, with an address of its own, and return it. `DrillError` if it does not start."""
         self._joined += 1
-        node = self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}")
-        self._nodes[node.node_id] = node
-        return str(node.node_id)
+        self._nodes.append(self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}"))
+        return self._nodes[-1]
 
-    def lose(self, name: str) -> None:
+    def lose(self, node: Any) -> None:
         """SIGKILL for all that runs on a node, if there is still something."""
-        node = self._nodes.pop(name)
+        self._nodes.remove(node)
         _kill(*_processes(node))
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def drain(self, name: str) -> bool:
+    def drain(self, node: Any) -> bool:
         """Tell Ray that a node will be taken away; False if it does not hear of it."""
         import ray._raylet
         import ray.core.generated.autoscaler_pb2
@@ -157,7 +142,8 @@ class Nodes:
         raylet, messages = made
         reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + _DRAIN_S) * 1000)
-        accepted, _ = raylet.GcsClient(address=self.address).drain_node(name, reason, "a drill", deadline_ms)
+        client = raylet.GcsClient(address=self.address)
+        accepted, _ = client.drain_node(node.node_id, reason, "a drill", deadline_ms)
         return bool(accepted)
 
     def processes(self) -> list[int]:
@@ -186,8 +172,10 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
         stack.enter_context(own_token(folder))
         from ray.cluster_utils import Cluster
 
-        nodes = stack.enter_context(contextlib.closing(Nodes(Cluster())))
-        nodes.start(count)
+        cluster = Cluster()
+        stack.callback(cluster.shutdown)
+        nodes = Nodes(cluster, count)
+        stack.callback(lambda: _kill(*nodes.processes()))  # all at once, so that nothing writes any more
         yield nodes
 
 
@@ -208,17 +196,17 @@ def _processes(node: Any) -> list[int]:
 def slow_node(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s: float) -> FaultOutcome:
     """Slow a node down until the run goes on without it; it must stay out until its quarantine ends."""
     outcome = FaultOutcome(fault, time.time())
-    address = nodes.address_of(nodes.name_at(fault.place))
+    address = str(nodes.at(fault.place).node_ip_address)  # which Ray and the run know it by
     with _slowed(command, address):
         command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
     left_out = command.incidents(outcome.fired, resized=True)[0]["time"]
 
     def comes_back() -> bool:
-        if any(rank["address"] == address for rank in _placed(command)):
-            if time.time() < left_out + quarantine_s:
-                raise DrillError(f"{fault.name}: {address} was taken again before its quarantine ended")
-            return _ranks(command) == len(nodes)
-        return False
+        if not _processes_at(command, address):
+            return False
+        if time.time() < left_out + quarantine_s:
+            raise DrillError(f"{fault.name}: {address} was taken again before its quarantine ended")
+        return _ranks(command) == len(nodes)
 
     command.wait(f"{address} to be taken again after {quarantine_s:g} s", comes_back)
     _note_change(outcome, command, outcome.fired)
@@ -234,7 +222,7 @@ def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOu
         command.wait(f"Ray to have the node of {fault.name}", lambda: nodes.alive(node))
         outcome.fired = time.time()
     else:
-        node = nodes.name_at(fault.place)
+        node = nodes.at(fault.place)
         if not nodes.alive(node):
             raise DrillError(f"{fault.name}: the node was gone before")
         if fault.kind == "node-lost":
@@ -260,7 +248,7 @@ def _slowed(command: Command, address: str) -> Iterator[None]:
 
     def by_turns() -> None:
         while not over.is_set():
-            processes = [int(rank["process"]) for rank in _placed(command) if rank["address"] == address]
+            processes = _processes_at(command, address)
             for number, seconds in ((signal.SIGSTOP, _STOPPED_S), (signal.SIGCONT, _RUNS_S)):
                 for process in processes:
                     with contextlib.suppress(ProcessLookupError):
@@ -281,11 +269,11 @@ def _ranks(command: Command) -> int:
     return len(command.newest().get("peak_bytes", ()))
 
 
-def _placed(command: Command) -> list[dict[str, str | int]]:
-    """Where the run's ranks are, as it says; nowhere while it writes that down."""
+def _processes_at(command: Command, address: str) -> list[int]:
+    """The ranks' processes on a node, as the run says; none while it writes that down."""
     with contextlib.suppress(OSError, ValueError):
-        ranks: list[dict[str, str | int]] = json.loads((command.broken / "cluster.json").read_text())["ranks"]
-        return ranks
+        ranks = json.loads((command.broken / "cluster.json").read_text(encoding="utf-8"))["ranks"]
+        return [int(rank["process"]) for rank in ranks if rank["address"] == address]
     return []
 
 
@@ -294,8 +282,7 @@ def _note_change(outcome: FaultOutcome, command: Command, since: float) -> None:
     change = command.incidents(since, resized=True)[0]
     begun = detected = change["time"]
     if outcome.fault.kind == "node-lost":  # ranks are missed first; then it shows that nothing replaces them
-        events = read_lines(command.broken / "events.jsonl")
-        missed = [line["time"] for line in events if line["kind"] == "restarted"]
+        missed = (line["time"] for line in command.events("restarted"))
         detected = min((when for when in missed if when >= outcome.fired), default=begun)
     kept = change["step"] - change["steps_lost"]
     outcome.note(

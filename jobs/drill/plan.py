@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.actors.config import Config, ConfigError
@@ -79,6 +79,13 @@ KINDS: Mapping[str, DrillFault] = {
 
 NEED_ROOT = frozenset(name for name, fault in KINDS.items() if fault.needs in (HOSTS, DISK))
 NODE_FAULTS = tuple(name for name, fault in KINDS.items() if fault.needs == NODES)
+
+
+def changes_nodes(kinds: Iterable[str]) -> bool:
+    """Whether there are faults of nodes among them, and so a Ray cluster under the run."""
+    return not {*kinds}.isdisjoint(NODE_FAULTS)
+
+
 LEAST_TO_BE_SLOW = 3
 """Nodes that there must be for one to be slow: with two, nobody can say which one is."""
 _GAP = 6
@@ -114,6 +121,13 @@ class PlannedFault:
         """Nodes once it is over."""
         return None if self.nodes is None else self.nodes + KINDS[self.kind].nodes
 
+    @property
+    def nodes_used(self) -> list[int]:
+        """Numbers of nodes under the run: when it comes, once it is over, and without a slow one."""
+        if self.nodes is None:
+            return []
+        return [self.nodes, self.nodes + KINDS[self.kind].nodes, self.nodes - (self.kind == SLOW)]
+
     def in_rank(self, ranks: int) -> Fault | None:
         """The fault as a rank does it to itself; None for one that comes from outside."""
         if (what := KINDS[self.kind].in_rank) is None:
@@ -137,8 +151,9 @@ def possible_faults(config: Config) -> list[str]:
 
 def check_faults(config: Config, kinds: Sequence[str]) -> None:
     """`ConfigError` for faults that are not known, or cannot be made here, or not together."""
-    _check_names(kinds)
-    if not {*kinds}.isdisjoint(NODE_FAULTS):
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
+    if changes_nodes(kinds):
         if not NEED_ROOT.isdisjoint(kinds):
             raise ConfigError(
                 f"--faults: {', '.join(NODE_FAULTS)} need cluster.launcher=ray, and "
@@ -149,11 +164,6 @@ def check_faults(config: Config, kinds: Sequence[str]) -> None:
     for kind in kinds:
         if why := _obstacle(config, kind):
             raise ConfigError(f"--faults {kind}: {why}")
-
-
-def _check_names(kinds: Sequence[str]) -> None:
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
 
 
 def _obstacle(config: Config, kind: str) -> str:
@@ -191,57 +201,50 @@ def plan_drill(
 
     ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
     """
-    _check_names(kinds)
     draw = random.Random(seed)
-    every = [kind for kind in kinds for _ in range(count)]
-    draw.shuffle(every)
+    left = [kind for kind in kinds for _ in range(count)]
+    draw.shuffle(left)
     if nodes is not None:
-        every = _in_range(every, nodes)
-    planned, step = [], _FIRST
-    there = None if nodes is None else nodes.start
-    for number, kind in enumerate(every):
-        fault = PlannedFault(f"{number:03}-{kind}", kind, step + draw.randrange(3), draw.random(), there)
-        planned.append(fault)
-        there = fault.nodes_after
+        _check_range(left, nodes)
+    planned, step, there = list[PlannedFault](), _FIRST, None if nodes is None else nodes.start
+    while left:
+        kind = left[0] if nodes is None or there is None else _next(left, nodes, there)
+        left.remove(kind)
+        name = f"{len(planned):03}-{kind}"
+        planned.append(PlannedFault(name, kind, step + draw.randrange(3), draw.random(), there))
+        there = planned[-1].nodes_after
         step += _GAP * KINDS[kind].gaps
     return planned
 
 
-def _in_range(kinds: Sequence[str], nodes: NodeRange) -> list[str]:
-    """The same faults, each drawn forward past those that are not possible yet.
-
-    If the number of nodes at the end lies in the range, and the range holds more than one number, there is
-    always a fault left that is possible: at the most of nodes, one that takes a node, and so on.
-    """
+def _check_range(kinds: Sequence[str], nodes: NodeRange) -> None:
+    """If the number of nodes at the end lies in the range, and the range holds more than one number, there is
+    always a fault left that is possible: at the most of nodes, one that takes a node, and so on."""
     changes = [KINDS[kind].nodes for kind in kinds]
     end = nodes.start + sum(changes)
-    some = not {*kinds}.isdisjoint(NODE_FAULTS)
-    if some and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
+    if changes_nodes(kinds) and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
         raise ConfigError(
             f"{changes.count(1)} nodes that join and {changes.count(-1)} that leave lead from {nodes.start} "
             f"to {end} nodes, and elastic and the model's layouts allow {nodes.least} to {nodes.most}: name "
             f"other --faults (one that is named twice comes twice), lower --count, or widen "
             f"elastic.min_ranks and elastic.max_ranks"
         )
-    left, ordered, there = list(kinds), [], nodes.start
 
-    def possible(kind: str) -> bool:
-        enough = there >= LEAST_TO_BE_SLOW and there > nodes.least if kind == SLOW else True
-        return enough and nodes.least <= there + KINDS[kind].nodes <= nodes.most
 
-    while left:
-        # While a node is still to be slow, nodes rather join than leave: there may not be as many again.
-        can = sorted(filter(possible, left), key=lambda kind: SLOW in left and KINDS[kind].nodes < 0)
-        kind = SLOW if SLOW in can else next(iter(can), "")
-        if not kind:
-            raise ConfigError(
-                f"--faults {', '.join(left)}: with {there} nodes none of these can come; {SLOW} needs "
-                f"{LEAST_TO_BE_SLOW} nodes, and one more than elastic.min_ranks"
-            )
-        left.remove(kind)
-        ordered.append(kind)
-        there += KINDS[kind].nodes
-    return ordered
+def _next(left: Sequence[str], nodes: NodeRange, there: int) -> str:
+    """The first that is possible with as many nodes as are there; a node is slow as soon as it can be."""
+    can = [kind for kind in left if nodes.least <= there + KINDS[kind].nodes <= nodes.most]
+    if SLOW in left:
+        if there >= LEAST_TO_BE_SLOW and there > nodes.least:
+            return SLOW
+        # Nodes rather join than leave: there may not be as many again.
+        can = sorted((kind for kind in can if kind != SLOW), key=lambda kind: KINDS[kind].nodes < 0)
+    if not can:
+        raise ConfigError(
+            f"--faults {', '.join(left)}: with {there} nodes none of these can come; {SLOW} needs "
+            f"{LEAST_TO_BE_SLOW} nodes, and one more than elastic.min_ranks"
+        )
+    return can[0]
 
 
 def steps_of(planned: Sequence[PlannedFault]) -> int:

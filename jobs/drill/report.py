@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.console import Console
+from rich.table import Column, Table
+
 from braid.jobs.drill.census import Census
 from braid.jobs.drill.plan import PlannedFault
 
@@ -65,11 +68,15 @@ class Report:
     have as many ranks."""
 
     @property
+    def close(self) -> bool:
+        """Whether losses may differ, and do so by no more than they may."""
+        return 0 < self.allowed_difference >= self.largest_difference
+
+    @property
     def passed(self) -> bool:
         """Whether the run came out as if nothing had been."""
         exact = self.identical_losses and self.identical_parameters
-        close = 0 < self.allowed_difference >= self.largest_difference
-        return self.identical_samples and (exact or close)
+        return self.identical_samples and (exact or self.close)
 
     @property
     def most_lost(self) -> int:
@@ -79,3 +86,58 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """One object."""
         return {**asdict(self), "most_lost": self.most_lost, "passed": self.passed}
+
+
+def show(console: Console, report: Report) -> None:
+    """The table of faults, and whether the run came out as asked."""
+    where = "this machine"
+    if report.emulated_hosts:
+        where = "gloo, two emulated hosts"
+    elif report.emulated_nodes:
+        where = "gloo, emulated nodes on one machine"
+    numbers = (Column(name, justify="right") for name in ("detected after", "recovered after", "steps lost"))
+    table = Table(
+        Column("fault", no_wrap=True),
+        *numbers,
+        Column("restored from", no_wrap=True),
+        title=f"Fault drill ({where})",
+        title_justify="left",
+    )
+    for outcome in report.outcomes:
+        after = outcome.detected_after, outcome.recovered_after
+        detected, recovered = ("" if seconds is None else f"{seconds:.2f} s" for seconds in after)
+        lost = str(outcome.steps_lost) if detected else ""
+        table.add_row(
+            outcome.fault.name, detected, recovered, lost, outcome.restored_from or "no rank failed"
+        )
+    console.print(table)
+    allowed = report.allowed_difference
+    if allowed:
+        console.print(
+            f"asked: the samples of every step, and losses within {allowed:g}, as other numbers of ranks add "
+            f"up in another order (train.deterministic_reduction asks for the same bits)",
+            highlight=False,
+        )
+    for what, same, enough in (
+        ("losses", report.identical_losses, f"within {allowed:g}" if report.close else ""),
+        ("final parameters", report.identical_parameters, "not the same bits" if allowed else ""),
+        ("samples of every step", report.identical_samples, ""),
+    ):
+        verdict = f"[green]{enough}[/green]" if enough else "[red]DIFFERENT[/red]"
+        if same:
+            verdict = "[green]identical, bit for bit[/green]"
+        console.print(f"{what}: {verdict}", highlight=False)
+    color = "green" if report.most_lost <= report.interval else "yellow"
+    console.print(
+        f"steps lost by one fault, at most: [{color}]{report.most_lost}; a checkpoint every "
+        f"{report.interval}[/{color}]",
+        highlight=False,
+    )
+    for when, held in zip(("before the first fault", "after the last fault"), report.held, strict=False):
+        console.print(
+            f"{when}: {held.processes} processes, {held.threads} threads, {held.files} files ({held.sockets} "
+            f"sockets), {held.resident_bytes / 2**20:.0f} MiB",
+            highlight=False,
+        )
+    if not report.identical_losses:
+        console.print(f"largest relative difference of a loss: {report.largest_difference:.2e}")

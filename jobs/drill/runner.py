@@ -17,7 +17,6 @@ import torch
 
 from braid.actors.config import Config, ConfigError, ElasticConfig, parse_config
 from braid.actors.controller.controller import RunOptions
-from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.step_record import read_metrics
 from braid.actors.controller.state.manifest import MANIFEST, CheckpointStore
 from braid.actors.stage.rank.faults import FOLDER, call, fire, fired_at, let_go
@@ -42,6 +41,7 @@ from braid.jobs.drill.plan import (
     NODE_FAULTS,
     SLOW,
     PlannedFault,
+    changes_nodes,
     check_faults,
     plan_drill,
     steps_of,
@@ -50,6 +50,7 @@ from braid.jobs.drill.report import FaultOutcome, Report
 
 _SHORT_CUT_S = 1.5
 _SLOW_S = 3.0
+_MBIT, _SLOW_MBIT = 1000, 100
 _DISK_MB = 256
 _QUARANTINE_S = 20.0
 """Of a slow node, unless the configuration says otherwise: drills are short."""
@@ -72,21 +73,18 @@ class Drill:
     ) -> None:
         """`ConfigError` for faults that are not known, or cannot be made here."""
         check_faults(config, kinds)
-        with_nodes = not {*kinds}.isdisjoint(NODE_FAULTS)
-        self._planned = plan_drill(kinds, count, seed, node_range(config) if with_nodes else None)
         self._base, self._progress = config, progress
-        counts = [fault.nodes for fault in self._planned] + [fault.nodes_after for fault in self._planned]
-        counts += [
-            fault.nodes - 1 for fault in self._planned if fault.kind == SLOW and fault.nodes is not None
-        ]
-        self._counts = [count for count in counts if count is not None]
+        self._planned = plan_drill(kinds, count, seed, node_range(config) if changes_nodes(kinds) else None)
+        self._needs = {KINDS[fault.kind].needs for fault in self._planned}
+        counts = [number for fault in self._planned for number in fault.nodes_used]
+        self._counts = counts
         """Numbers of nodes that the run has; empty without faults of nodes."""
-        self._allowed = allowed_difference(config, self._counts) if with_nodes else 0.0
+        self._allowed = allowed_difference(config, counts) if counts else 0.0
         in_ranks = (fault.in_rank(fault.nodes or config.layout().ranks) for fault in self._planned)
-        self._faults = tuple(fault for fault in in_ranks if fault is not None)
+        self._faults = [fault for fault in in_ranks if fault is not None]
         self._folder = config.runs / f"{config.name}-drill-{seed}"
         self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
-        """A second home of checkpoints, on another disk: faults damage the first fault, or fill it."""
+        """A second home of checkpoints, on another disk: faults damage the first home, or fill it."""
         self._command = Command(self._folder)
         self._broken = self._command.broken
         self._outcomes: list[FaultOutcome] = []
@@ -95,9 +93,9 @@ class Drill:
         """Run it. Raises `DrillError`; nothing is left running, and nothing mounted."""
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
-            if any(KINDS[fault.kind].needs == HOSTS for fault in self._planned):
+            if HOSTS in self._needs:
                 self._hosts = stack.enter_context(two_hosts())
-                self._hosts.shape(1000)
+                self._hosts.shape(_MBIT)
             for folder in (self._folder, self._mirror):
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -106,22 +104,17 @@ class Drill:
             if any(fault.kind == "disk-full" for fault in self._planned):
                 stack.enter_context(_small_disk(self._folder))
             stack.enter_context(contextlib.closing(self._command))
-            if not self._counts:
-                self._undisturbed(None)
+            nodes: contextlib.AbstractContextManager[Nodes | None] = contextlib.nullcontext()
+            if self._counts:
+                nodes = ray_nodes(self._counts[0])
+            with nodes as self._nodes, contextlib.closing(self._command):
                 held = self._disturbed()
-            else:
-                # How many steps the changes of nodes take shows only now.
-                with ray_nodes(self._counts[0]) as self._nodes, contextlib.closing(self._command):
-                    held = self._disturbed()
-                self._nodes = None
-                self._undisturbed(self._command.step())
+            self._nodes = None
+            steps = self._command.step()  # with faults of nodes it shows only now how many they take
+            self._progress(f"the undisturbed run, {steps} steps")
+            self._start(WHOLE, resume=False, until=steps)  # with faults that make both runs skip a step
+            self._wait_for_end(WHOLE)
             return self._compare(time.monotonic() - begin, held)
-
-    def _undisturbed(self, until: int | None) -> None:
-        """The run without faults, except those that make both runs skip a step. ``until``: its last step."""
-        self._progress("the undisturbed run" + ("" if until is None else f", {until} steps"))
-        self._start(WHOLE, resume=False, until=until)
-        self._wait_for_end(WHOLE)
 
     def _disturbed(self) -> list[Census]:
         """The run with faults; returns what it held before and after them, if with as many ranks."""
@@ -157,13 +150,12 @@ class Drill:
             "runs": str(self._folder),
             "checkpoint": {"mirror": (self._mirror / name).as_uri()},
             "failure": {"max_restarts": -1},
-            "train": {"steps": max(base.train.steps, steps_of(self._planned))},
+            "train": {"steps": STEPS if self._counts else max(base.train.steps, steps_of(self._planned))},
             "telemetry": {"page": False, "progress": False},
         }
         if self._hosts is not None:
             needed["cluster"] = {"launcher": "processes"}
         if self._counts:
-            needed["train"] = {"steps": STEPS}
             needed["cluster"] = {"device": "cpu", "cpus_per_rank": 1.0}
         if self._nodes is not None:
             defaults["cluster"]["placement_timeout_s"] = 5.0
@@ -184,7 +176,7 @@ class Drill:
     def _start(self, name: str, *, resume: bool, until: int | None = None) -> None:
         config, places = self._config(name), None
         if self._hosts is not None:
-            places = [replace(place, cpus=None) for place in self._hosts.places(config.layout().ranks)]
+            places = [replace(host, cpus=None) for host in self._hosts.places(config.layout().ranks)]
         self._command.start(
             name,
             Spec(
@@ -197,12 +189,11 @@ class Drill:
 
     def _held(self) -> Census:
         """What the disturbed run holds, with all that its processes have started."""
-        nodes = [] if self._nodes is None else self._nodes.processes()
-        return census(self._command.process.pid, *nodes)
+        return census(self._command.process.pid, *(self._nodes.processes() if self._nodes else []))
 
     def _wait_for_end(self, name: str) -> None:
         if code := self._command.wait_for_end(PATIENCE_S + 10.0 * steps_of(self._planned)):
-            raise DrillError(f"run {name} ended with exit code {code}: {self._command.last_words()}")
+            raise self._command.failed(f"run {name} ended with exit code {code}")
 
     # -- faults ----------------------------------------------------------------------------------------------
 
@@ -243,41 +234,34 @@ class Drill:
 
     def _act(self, fault: PlannedFault) -> None:
         """Do what comes from outside."""
-        match fault.kind:
-            case "kill-controller":
-                self._again(signal.SIGKILL)
-            case "sigterm":
-                self._again(signal.SIGTERM)
-            case kind if kind in DAMAGE:
-                self._damage(fault)
-                self._again(signal.SIGKILL)
-            case "disk-full":
-                self._fill_disk()
-            case "kill-host":
-                self._kill_host(fault)
-            case kind if kind.startswith("cut-"):
-                self._cut(fault)
-            case "slow-link":
-                assert self._hosts is not None
-                self._hosts.shape(100)
-                time.sleep(_SLOW_S)
-                self._hosts.shape(1000)
-
-    def _again(self, number: signal.Signals) -> None:
-        """End the command, and start it again as a user would."""
-        self._command.process.send_signal(number)
-        self._command.wait_for_end()
-        self._command.wait_for_controller()
-        self._start(BROKEN, resume=True)
+        if fault.kind in DAMAGE:
+            self._damage(fault)
+        if fault.kind in (*DAMAGE, "kill-controller", "sigterm"):
+            # End the command, and start it again as a user would.
+            self._command.process.send_signal(signal.SIGTERM if fault.kind == "sigterm" else signal.SIGKILL)
+            self._command.wait_for_end()
+            self._command.wait_for_controller()
+            self._start(BROKEN, resume=True)
+        if fault.kind == "disk-full":
+            self._fill_disk()
+        if self._hosts is None:
+            return
+        if fault.kind == "kill-host":
+            self._kill_host(self._hosts.hosts[int(fault.place * 2)].address)
+        if fault.kind.startswith("cut-"):
+            self._cut(fault, self._hosts)
+        if fault.kind == "slow-link":
+            self._hosts.shape(_SLOW_MBIT)
+            time.sleep(_SLOW_S)
+            self._hosts.shape(_MBIT)
 
     def _two_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from when the newest fault is damaged."""
+        """Whether there is a checkpoint to go on from when the newest is damaged."""
         steps = CheckpointStore(self._broken / "checkpoints").steps()
-        lines = read_lines(self._broken / "events.jsonl")
-        return len(steps) > 1 and steps[-1] in {line["step"] for line in lines if line["kind"] == "saved"}
+        return len(steps) > 1 and steps[-1] in {line["step"] for line in self._command.events("saved")}
 
     def _damage(self, fault: PlannedFault) -> None:
-        """Half a file, or fault wrong byte, in the newest checkpoint."""
+        """Half a file, or a wrong byte, in the newest checkpoint."""
         store = CheckpointStore(self._broken / "checkpoints")
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -286,52 +270,41 @@ class Drill:
         if fault.kind == "torn-checkpoint":
             os.truncate(path, size // 2)
             return
-        with path.open("r+b") as file:
-            file.seek(int(fault.place * 1e6) % size)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 0x10]))
+        content = bytearray(path.read_bytes())
+        content[int(fault.place * 1e6) % size] ^= 0x10
+        path.write_bytes(content)
 
     def _fill_disk(self) -> None:
         """Take all the space there is until a checkpoint has failed for want of it, then give it back."""
         filler = self._folder / "filler"
-        records = read_metrics(self._broken / "metrics.jsonl")
-        step_s = median(record.seconds for record in records)
+        step_s = median(record.seconds for record in read_metrics(self._broken / "metrics.jsonl"))
         try:
-            with contextlib.suppress(OSError), filler.open("wb") as file:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
-                    file.flush()
             time.sleep(1.0 + step_s * (self._config(BROKEN).checkpoint.every + 1))
         finally:
             filler.unlink()
 
-    def _kill_host(self, fault: PlannedFault) -> None:
+    def _kill_host(self, address: str) -> None:
         """SIGKILL for all ranks of a host."""
-        assert self._hosts is not None
         cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
-        address = self._hosts.hosts[int(fault.place * 2)].address
-        for process, place in zip(cluster["processes"], cluster["addresses"], strict=True):
-            if place == address:
+        for process, host in zip(cluster["processes"], cluster["addresses"], strict=True):
+            if host == address:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
-    def _cut(self, fault: PlannedFault) -> None:
+    def _cut(self, fault: PlannedFault, hosts: Hosts) -> None:
         """Cut the link for a moment, or until the controller has noticed."""
-        assert self._hosts is not None
-
-        def restarts() -> int:
-            lines = read_lines(self._broken / "events.jsonl")
-            return sum(line["kind"] == "restarted" for line in lines)
-
-        known = restarts()
-        with self._hosts.cut():
+        command = self._command
+        known = len(command.events("restarted"))
+        with hosts.cut():
             if KINDS[fault.kind].in_rank is not None:
                 let_go(self._broken / FOLDER, fault.name)
             if fault.kind == "cut-short":
                 time.sleep(_SHORT_CUT_S)
             else:
-                self._command.wait("the cut link to be noticed", lambda: restarts() > known)
+                command.wait("the cut link to be noticed", lambda: len(command.events("restarted")) > known)
 
     def _saving(self) -> bool:
         """Whether ranks write a checkpoint at present."""

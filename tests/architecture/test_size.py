@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = {"actors": 15840, "dashboards": 1860, "jobs": 10290, "kernels": 4040, "scheduling": 15540}
+PRODUCT = {"actors": 15840, "dashboards": 1860, "jobs": 9940, "kernels": 4040, "scheduling": 15540}
 TESTS = {
     "actors": 8150,
     "architecture": 340,
@@ -14,7 +14,7 @@ TESTS = {
     "dashboards": 3090,
     "end_to_end": 3900,
     "gpu": 1200,
-    "jobs": 5040,
+    "jobs": 4980,
     "kernels": 2470,
     "measure": 640,
     "papers": 2410,

@@ -117,14 +117,9 @@ def test_hosts_of_a_dead_maker_are_removed() -> None:
 
 
 def in_namespace(namespace: str, do: Callable[[], Any]) -> Any:
-    """What a function gives in a network namespace."""
-
-    def entered() -> Any:
-        enter_namespace(namespace)
-        return do()
-
-    with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(entered).result()
+    """What a function gives in a network namespace, which a thread of its own enters."""
+    with ThreadPoolExecutor(1, initializer=enter_namespace, initargs=(namespace,)) as thread:
+        return thread.submit(do).result()
 
 
 def test_the_link_takes_packets_that_are_larger_than_64_kb() -> None:
@@ -168,19 +163,19 @@ def test_hosts_do_not_share_cpus() -> None:
         group = ProcessLauncher(config, link.places(2)).start(2)
         try:
             group.call_all(Rank.pulse)  # they are up
-            own = [os.sched_getaffinity(process) for process in group.describe()["processes"]]
+            first, second = map(os.sched_getaffinity, group.describe()["processes"])
         finally:
             group.shutdown()
-    assert own[0]
-    assert own[1]
-    assert not own[0] & own[1]
-    assert own[0] | own[1] <= here
+    assert first
+    assert second
+    assert not first & second
+    assert first | second <= here
 
 
 def without_root(folder: Path, change: str, words: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     """A benchmark as another user, once its modules are there, which others may not be able to read."""
     code = (
-        "import os, sys, braid.jobs.bench.overlap, braid.jobs.bench.peers, numpy.testing\n"
+        "import os, sys, braid.jobs.bench.overlap, numpy.testing\n"
         "import braid.jobs.drill.hosts as hosts\n"
         "from braid.jobs.cli import main\n"
         f"{change}\n"

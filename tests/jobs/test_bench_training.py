@@ -3,19 +3,17 @@
 import io
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
-from braid.jobs.bench.cases import Case
-from braid.jobs.bench.loops import BRAID, PLAIN, PROCESSES, RAY
-from braid.jobs.bench.training import run, show
+from braid.jobs.bench.training import BRAID, PLAIN, PROCESSES, RAY, run, show
 
-TINY = Case(
-    name="tiny",
-    model={"hidden": 32, "layers": 2, "heads": 2, "sequence": 32},
-    train={"global_batch": 4, "micro_batch": 2},
-)
+TINY = {
+    "model": {"hidden": 32, "layers": 2, "heads": 2, "sequence": 32},
+    "train": {"global_batch": 4, "micro_batch": 2},
+}
 
 
 @pytest.mark.slow
@@ -23,7 +21,7 @@ TINY = Case(
 def test_benchmark_reports_every_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     said: list[str] = []
-    result = run(cases=[TINY], launcher_case=TINY, rounds=1, steps=2, seed=3, progress=said.append)
+    result = run(cases={"tiny": TINY}, rounds=1, steps=2, seed=3, progress=said.append)
 
     (loop,) = result.loops
     assert loop.tokens_per_step == 4 * 32
@@ -43,7 +41,7 @@ def test_benchmark_reports_every_comparison(monkeypatch: pytest.MonkeyPatch) -> 
     ratios = [loop.memory_ratio, loop.peak_ratio, *(spread.median for spread in spreads)]
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
 
-    read = json.loads(json.dumps(result.as_json()))
+    read = json.loads(json.dumps(asdict(result)))
     assert read["loops"][0]["speed_ratio"]["median"] == loop.speed_ratio.median
     assert read["machine"]["seed"] == 3
     text = io.StringIO()

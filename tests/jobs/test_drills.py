@@ -176,21 +176,19 @@ def test_what_is_asked_of_losses() -> None:
 def test_every_rank_and_place_can_be_hit(ranks: int, seed: int) -> None:
     for one in plan_drill(list(KINDS), 1, seed):
         fault = one.in_rank(ranks)
-        assert (fault is not None) == (one.kind in ("stop", "nan", "skip", *KILLS, *HELD))
+        assert (fault is not None) == (KINDS[one.kind].in_rank is not None)
         if fault is not None:
             assert 0 <= fault.rank < ranks
             assert 0 <= fault.place < 1
             assert (fault.name, fault.step) == (one.name, one.step)
-            if one.kind in KILLS:
-                assert (fault.kind, fault.phase) == ("kill", one.kind.removeprefix("kill-"))
-            elif one.kind in HELD:
-                assert (fault.kind, fault.phase) == ("hold", one.kind.removeprefix("cut-"))
-            else:
-                assert fault.kind == one.kind
+            assert (fault.kind, fault.phase) == KINDS[one.kind].in_rank
 
 
-KILLS = ("kill-forward", "kill-backward", "kill-optimizer", "kill-save")
-HELD = ("cut-reduce", "cut-gather", "cut-optimizer")
+def test_the_name_of_a_fault_in_a_rank_says_what_it_does() -> None:
+    for name, kind in KINDS.items():
+        if kind.in_rank is not None:
+            does, phase = kind.in_rank
+            assert name in (does, f"{does}-{phase}", f"cut-{phase}")
 
 
 # What a drill reads of the run that it breaks, and what it takes for a run that came out well.

@@ -1,38 +1,24 @@
 """Cases of `braid bench overlap`: layouts, their plans, and the link's rate for a share of communication."""
 
 import random
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller.planning import model_graphs, plan_run
-from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.jobs.bench import overlap
-from braid.jobs.bench.cases import Spread
-from braid.jobs.bench.cli import bench_overlap
-from braid.jobs.bench.overlap_case import (
-    FILLED,
-    LAYOUTS,
-    MIXED,
-    PEERS,
-    SCHEDULES,
-    OverlapCase,
-    compared,
-    drawn,
-)
-from braid.jobs.bench.replicated_peers import KINDS
-from braid.jobs.data.tokenizer import tokenizer_of
+from braid.jobs.bench.overlap import compared, drawn
+from braid.jobs.bench.overlap_case import FILLED, LAYOUTS, MIXED, PEERS, SCHEDULES, OverlapCase
+from braid.jobs.bench.peers import KINDS
+from braid.jobs.bench.rounds import Spread
 from braid.jobs.drill.hosts import Paced
 from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.mesh.cluster import Link
 from braid.scheduling.model.presets.library import cluster_preset
-from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.operations import Reduce, Wait
 from braid.scheduling.schedule.schedule import sums_in
 from tests.in_process import Capture, called, refused
@@ -40,31 +26,19 @@ from tests.in_process import Capture, called, refused
 REPLICAS = OverlapCase(layout="dp2", hidden=64, layers=2, tokens=32, micro_batches=3)
 
 
-def shape_of(config: Config) -> ModelShape:
-    return config.check(tokenizer_of(config).vocabulary)
-
-
 def profile_at(mbit: float, config: Config) -> Profile:
     """Modelled costs of two GPUs on two hosts, joined by a link without latency."""
     link = Link(kind="TCP", bytes_per_s=mbit * 1e6 / 8, latency_ns=0, efficiency=1.0)
     cluster = replace(cluster_preset("a40"), nodes=2, gpus_per_node=1, inter=link)
-    return analytic_profile(cluster, config.layout(), model_graphs(config, shape_of(config)), 4)
+    return analytic_profile(cluster, config.layout(), model_graphs(config, REPLICAS.shape()), 4)
 
 
-class FakeLink:
-    """A link that knows its rate."""
+class NotedLink(Paced):
+    """Its rate is only noted."""
 
-    cluster: dict[str, float] = {}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.mbit = 0.0
-
-    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None) -> None:
+    def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
         assert (message_bytes, inside_mbit) == (REPLICAS.message_bytes, None)
-        self.mbit = mbit
-
-    def places(self, ranks: int, *, filled: bool = False) -> Sequence[ProcessPlace]:
-        return [ProcessPlace()] * ranks
+        super().shape(mbit, message_bytes)
 
 
 def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
@@ -73,20 +47,18 @@ def test_every_layout_begins_with_the_serial_schedule_and_has_peers() -> None:
         assert names[0] == "megatron"
         assert [str(ScheduleName.parse(name)) for name in names] == [*names]
     assert {"megatron", "braid"} <= set(SCHEDULES["dp2"])
-    assert {name.partition(",")[0] for peers in PEERS.values() for name in peers} == KINDS.keys()
+    assert {name.partition(",")[0] for peers in PEERS.values() for name in peers} == {*KINDS}
 
 
 def test_a_balanced_load_is_part_of_the_model_that_ranks_get() -> None:
     for even in (False, True):
-        case = OverlapCase(layout="ep2", route_evenly=even)
-        bench = overlap._StartedCase(case, FakeLink(), "", ExitStack(), lambda text: None)
-        assert bench.shape.route_evenly == even
+        assert OverlapCase(layout="ep2", route_evenly=even).shape().route_evenly == even
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES["dp2"])
 def test_replicas_have_micro_batches_each_and_sum_gradients(schedule: str) -> None:
     config = REPLICAS.config(schedule)
-    outcome = plan_run(config, shape_of(config), profile_at(100, config)).taken
+    outcome = plan_run(config, REPLICAS.shape(), profile_at(100, config)).taken
     assert config.layout().ranks == 2
     assert outcome.setting.micro_batches == REPLICAS.micro_batches
     assert REPLICAS.step_tokens == config.train.global_batch * REPLICAS.tokens == 2 * 3 * 32
@@ -97,13 +69,15 @@ def test_replicas_have_micro_batches_each_and_sum_gradients(schedule: str) -> No
 
 def test_alpha_is_the_share_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate is set so that 4 bytes a parameter, in each direction, take that share of the step."""
-    link: Any = FakeLink()
+    link = NotedLink()
     case = replace(REPLICAS, alpha=0.35)
     bench = overlap._StartedCase(case, link, "", ExitStack(), lambda text: None)
     config = case.config("megatron")
-    monkeypatch.setattr(bench, "_measure", lambda rounds=5: profile_at(link.mbit, config))
+    monkeypatch.setattr(
+        bench, "_measure", lambda rounds=5: profile_at(link.cluster["emulated_link_mbit"], config)
+    )
     mbit = bench.set_rate()
-    assert mbit == link.mbit
+    assert link.cluster == {"emulated_link_mbit": mbit}
     numbers = plan_run(config, bench.shape, profile_at(mbit, config)).taken.numbers
     gradients = 4 * bench.shape.parameters() * 8 / (mbit * 1e6)
     assert numbers.communication_seconds == pytest.approx(gradients, rel=0.02)
@@ -137,10 +111,11 @@ def test_baselines_on_the_data_axis(name: str) -> None:
     config = REPLICAS.config(name)
     assert config.layout().zero == (int(name[-1]) if name.startswith("zero") else 0)
     assert config.overlap.schedule == "ddp"
+    REPLICAS.check([name])
     if name != "ddp":
         says = f"^--schedules: schedule='{name}' is not known; here that is par"
         with pytest.raises(ConfigError, match=says):
-            bench_overlap(layout="tp2", schedules=name)
+            OverlapCase(layout="tp2").check([name])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -24,7 +24,7 @@ from braid.actors.controller.state.homes import Homes
 from braid.actors.controller.state.manifest import CheckpointStore
 from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.stage.rank.interface import Rank
-from braid.jobs.bench.cases import Spread, prepare_text
+from braid.jobs.bench.rounds import Spread, prepare_text
 from tests.end_to_end.runs import run_plan
 
 ALONE, SYNCHRONOUS, ASYNCHRONOUS = "alone", "synchronous", "asynchronous"

@@ -28,7 +28,7 @@ from braid.actors.controller.records.run_records import StepDone
 from braid.actors.controller.records.span_files import SpanFiles, socket_collector
 from braid.actors.stage.measure.span_stream import SocketSink, SpanStream
 from braid.actors.stage.rank.interface import Rank
-from braid.jobs.bench.cases import Spread, prepare_text
+from braid.jobs.bench.rounds import Spread, prepare_text
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.batches import RECORD, Labels
 from braid.scheduling.trace.spans import Label

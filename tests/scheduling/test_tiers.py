@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.jobs.bench.overlap_case import WithoutTier
+from braid.jobs.bench.overlap import WithoutTier
 from braid.scheduling.cost.profile import Profile, with_piece_costs
 from braid.scheduling.generate.partition_checks import operators_beside
 from braid.scheduling.generate.partitions import with_partitions

@@ -1,46 +1,22 @@
-"""What is measured: models and real text; and how repeated measurements are summed up."""
+"""How benchmarks measure: sides by turns, on real text; and how repeated measurements are summed up."""
 
 import os
 import random
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import numpy as np
 from scipy.stats import binom
 
 from braid.actors.config import parse_config
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import prepare
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and batch to be measured; sections of a configuration."""
-
-    name: str
-    model: Mapping[str, Any]
-    train: Mapping[str, Any]
-
-
-CASES = (
-    Case(
-        name="llama 256 x 4",
-        model={"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 256},
-        train={"global_batch": 8, "micro_batch": 4},
-    ),
-    Case(
-        name="llama 512 x 4",
-        model={"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "sequence": 512, "vocabulary": 8192},
-        train={"global_batch": 4, "micro_batch": 2},
-    ),
-    Case(
-        name="gpt 256 x 4",
-        model={"family": "gpt", "hidden": 256, "layers": 4, "heads": 8, "sequence": 256},
-        train={"global_batch": 8, "micro_batch": 4},
-    ),
-)
+Progress = Callable[[str], None]
+K = TypeVar("K")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +38,12 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Sum up at least one measurement."""
-        low, median, high = (
-            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-        )
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         ordered = sorted(values)
         # No more than `first` values lie below the true median in less than 2.5 % of cases.
         first = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
         return cls(
-            median=median,
+            median=middle,
             low=low,
             high=high,
             count=len(values),
@@ -88,11 +62,6 @@ def prepare_text(folder: Path) -> Path:
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
     config = parse_config({"data": {"files": [str(path) for path in sources]}})
     return prepare(DataRequest.of(config), folder / "data", map).output
-
-
-Progress = Callable[[str], None]
-K = TypeVar("K")
-R = TypeVar("R")
 
 
 def by_turns(
