@@ -15,6 +15,7 @@ from functools import partial
 from braid.actors.config import Config
 from braid.actors.controller.generation import Generation, RunState
 from braid.actors.controller.ranks.elastic import Change, Resizing, can_be_planned
+from braid.actors.controller.ranks.failures import GuardError, Interruptions
 from braid.actors.controller.ranks.group import (
     Launcher,
     NoRoomError,
@@ -22,7 +23,6 @@ from braid.actors.controller.ranks.group import (
     WorkerError,
     WorkerGroup,
 )
-from braid.actors.controller.ranks.interruptions import GuardError, Interruptions
 from braid.actors.controller.records.reporting import build_report
 from braid.actors.controller.records.run_records import (
     Event,
@@ -32,7 +32,7 @@ from braid.actors.controller.records.run_records import (
     check_run_directory,
     identity_of,
 )
-from braid.actors.controller.state.homes import Homes, begun_mark
+from braid.actors.controller.state.checkpoint_stores import Homes, begun_mark
 from braid.actors.controller.state.recovery import Interruption, failure_of, rank_names
 from braid.actors.controller.state.saving import Saver
 from braid.actors.stage.rank.messages import RunPlan

@@ -17,11 +17,11 @@ from typing import Any
 from braid.actors.config import Config
 from braid.actors.controller.profiling import check_hardware
 from braid.actors.controller.ranks.elastic import Change, Resizing
+from braid.actors.controller.ranks.failures import Interruptions
 from braid.actors.controller.ranks.group import Collector, NoRoomError, StoppedError, WorkerGroup, rendezvous
-from braid.actors.controller.ranks.interruptions import Interruptions
 from braid.actors.controller.records.run_records import WINDOW, Event, Incident, RunDirectory, Started
 from braid.actors.controller.records.step_record import StepRecord
-from braid.actors.controller.state.homes import AwayError, Found, Homes
+from braid.actors.controller.state.checkpoint_stores import AwayError, Found, Homes
 from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.controller.state.mirror import MirrorError
 from braid.actors.controller.state.recovery import cost_of_a_failure, newest_common, partner_shift

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from braid.actors.controller.ranks.failures import GuardError, Interruptions, SpikeError
 from braid.actors.controller.ranks.group import Collector, WorkerGroup
-from braid.actors.controller.ranks.interruptions import GuardError, Interruptions, SpikeError
 from braid.actors.controller.records.reporting import overlap_fields, rank_fields
 from braid.actors.controller.records.routing import expert_numbers, tells_visits
 from braid.actors.controller.records.run_records import Incident, RunDirectory, StepDone

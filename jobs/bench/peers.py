@@ -52,7 +52,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from braid.actors.config import Config
-from braid.actors.stage.data.token_files import TokenShards, sample_ids
+from braid.actors.stage.data.sample_order import sample_ids
+from braid.actors.stage.data.token_files import TokenShards
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.rank.allocator import keep_freed_memory
 from braid.actors.stage.rank.membership import Membership

@@ -29,7 +29,8 @@ from braid.actors.config import parse_config
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.ranks.group import WorkerGroup, rendezvous
 from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher
-from braid.actors.stage.data.token_files import TokenShards, sample_ids
+from braid.actors.stage.data.sample_order import sample_ids
+from braid.actors.stage.data.token_files import TokenShards
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.rank.assembly import DTYPES
 from braid.actors.stage.rank.interface import Rank

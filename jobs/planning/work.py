@@ -17,8 +17,8 @@ from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.presets.library import load_cluster, model_names
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.candidates import Search
 from braid.scheduling.plan.decide import Outcome, decide, evaluate, modelled, replay, within
+from braid.scheduling.plan.layout_candidates import Search
 from braid.scheduling.plan.layouts import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.plan.plan import Plan, RunnerUp, read_plan
 from braid.scheduling.plan.space import AUTO, EVERYTHING, PART_BY_PART, searched_schedules, with_schedule

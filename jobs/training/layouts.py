@@ -27,7 +27,6 @@ from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.presets.library import cluster_preset
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.candidates import Search, candidates
 from braid.scheduling.plan.decide import Outcome, measured
 from braid.scheduling.plan.layer_choices import (
     LayerSearch,
@@ -36,6 +35,7 @@ from braid.scheduling.plan.layer_choices import (
     degrees_within,
     with_choices,
 )
+from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.layouts import Tell
 from braid.scheduling.plan.orders import CostedSetting
 from braid.scheduling.plan.space import searched_schedules

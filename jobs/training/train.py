@@ -14,8 +14,8 @@ from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import SimulatedSchedule, find_or_decide
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
+from braid.actors.controller.ranks.failures import RestartBudget
 from braid.actors.controller.ranks.group import Launcher, WorkerError
-from braid.actors.controller.ranks.interruptions import RestartBudget
 from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.ranks.rank_environment import allow_open_files
 from braid.actors.controller.records.run_records import (

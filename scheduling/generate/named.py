@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
+from braid.scheduling.generate.dualpipe_zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.generate.pipelines import (
     BlockOrder,
     eager_one_forward_one_backward,
@@ -19,7 +20,6 @@ from braid.scheduling.generate.pipelines import (
     sub_batches,
     twin_ended,
 )
-from braid.scheduling.generate.zero_bubble import dual_pipe_v, zero_bubble_v
 from braid.scheduling.mesh.layout import ParallelLayout, Placement
 from braid.scheduling.schedule.gone import GONE, replacement
 from braid.scheduling.text.suggestions import must_be_one_of

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec, Link
-from braid.scheduling.plan.candidates import Search
 from braid.scheduling.plan.decide import Outcome, evaluate, replay
+from braid.scheduling.plan.layout_candidates import Search
 from braid.scheduling.plan.layouts import Tell, plan_layout
 from braid.scheduling.plan.plan import Plan
 from braid.scheduling.plan.space import with_schedule

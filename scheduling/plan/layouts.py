@@ -14,8 +14,8 @@ from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.units import members_of
-from braid.scheduling.plan.candidates import OURS, Candidate, Search, candidates
 from braid.scheduling.plan.decide import Outcome, Over, best_of, modelled, rank, with_cuts, within
+from braid.scheduling.plan.layout_candidates import OURS, Candidate, Search, candidates
 from braid.scheduling.plan.orders import BenchOf
 from braid.scheduling.plan.plan import Plan, RunnerUp, score_of
 from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule

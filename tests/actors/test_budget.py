@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.config import FailureConfig
+from braid.actors.controller.ranks.failures import Interruptions, RestartBudget, SpikeError
 from braid.actors.controller.ranks.group import WorkerError
-from braid.actors.controller.ranks.interruptions import Interruptions, RestartBudget, SpikeError
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])

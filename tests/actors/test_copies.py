@@ -16,7 +16,7 @@ from braid.actors.config import CheckpointConfig
 from braid.actors.controller.ranks.group import WorkerError
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointStore
 from braid.actors.controller.state.recovery import newest_common
 from braid.actors.controller.state.saving import Saver, manifest_facts

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braid.actors.stage.data.token_files import DataIndex, TokenShard, TokenShards, read_index, sample_ids
+from braid.actors.stage.data.sample_order import sample_ids
+from braid.actors.stage.data.token_files import DataIndex, TokenShard, TokenShards, read_index
 from braid.actors.stage.files.reading import UnreadableError
 from tests.architecture.test_imports import loaded_after
 

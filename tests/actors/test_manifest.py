@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointError,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from braid.actors.config import Config, ConfigError
 from braid.actors.controller import generation
 from braid.actors.controller.controller import Replan, RunOptions
-from braid.actors.controller.ranks import elastic, interruptions
+from braid.actors.controller.ranks import elastic, failures
 from braid.actors.controller.ranks.elastic import can_be_planned
 from braid.actors.controller.ranks.group import NoRoomError, StoppedError, WorkerError
 from braid.actors.controller.records.json_lines import read_lines
@@ -28,7 +28,7 @@ from braid.actors.controller.records.run_records import (
     StepDone,
     read_identity,
 )
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore
 from braid.actors.controller.state.mirror import Mirror, MirrorError
 from braid.actors.stage.rank.messages import RunPlan
@@ -42,7 +42,7 @@ RESUME = RunOptions(resume=True)
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No try of a recovery is waited for, and a home that is away is looked for all the time."""
-    monkeypatch.setattr(interruptions, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(failures, "BACKOFF_S", 0.0)
     monkeypatch.setattr(generation, "_LOOK_SECONDS", 0.01)
 
 

@@ -17,7 +17,7 @@ from braid.actors.config import parse_config
 from braid.actors.controller.records.json_lines import read_lines
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
 from braid.actors.controller.state import saving
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import disk_is_full
 from braid.actors.controller.state.mirror import Mirror
 from braid.actors.controller.state.recovery import cost_of_a_failure

@@ -28,7 +28,8 @@ from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import Event, Finished, StepDone
 from braid.actors.controller.records.step_record import StepRecord
-from braid.actors.stage.data.token_files import read_index, sample_ids
+from braid.actors.stage.data.sample_order import sample_ids
+from braid.actors.stage.data.token_files import read_index
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.rank.assembly import DTYPES
 from braid.actors.stage.rank.interface import Rank

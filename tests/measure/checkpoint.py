@@ -20,7 +20,7 @@ from braid.actors.config import CheckpointConfig, Config, parse_config
 from braid.actors.controller.ranks.group import rendezvous
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointStore
 from braid.actors.controller.state.saving import Saver, manifest_facts
 from braid.actors.stage.rank.interface import Rank

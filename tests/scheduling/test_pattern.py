@@ -15,8 +15,8 @@ from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import chunk_parameters, chunk_parts
-from braid.scheduling.plan.candidates import Search, candidates
 from braid.scheduling.plan.decide import Outcome, decide, measured, modelled, within
+from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.space import PART_BY_PART
 from braid.scheduling.plan.tiers import operation_tier
 from braid.scheduling.schedule.memory import model_flops

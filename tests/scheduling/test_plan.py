@@ -10,9 +10,9 @@ from braid.scheduling.cost.engine import RankRun
 from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.generate.named import PIPELINES, ScheduleName
 from braid.scheduling.model.presets.library import load_cluster, model_preset
-from braid.scheduling.plan.candidates import Search, candidates
 from braid.scheduling.plan.decide import EQUAL, best_of, evaluate, modelled, replay, within
 from braid.scheduling.plan.explain import explain
+from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
 from braid.scheduling.plan.plan import Plan, parse_plan
 from braid.scheduling.plan.space import COARSE, PART_BY_PART, variants, with_schedule

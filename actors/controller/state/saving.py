@@ -19,7 +19,7 @@ from typing import Any
 from braid.actors.config import CheckpointConfig, Config
 from braid.actors.controller.ranks.group import WorkerError, WorkerGroup
 from braid.actors.controller.records.run_records import CheckpointSaved, Incident, RunDirectory
-from braid.actors.controller.state.homes import Homes
+from braid.actors.controller.state.checkpoint_stores import Homes
 from braid.actors.controller.state.manifest import CheckpointStore, disk_is_full
 from braid.actors.controller.state.mirror import Upload, Uploads
 from braid.actors.controller.state.recovery import newest_common, rank_names

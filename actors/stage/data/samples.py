@@ -13,14 +13,8 @@ import numpy as np
 import torch
 
 from braid.actors.config import Config
-from braid.actors.stage.data.token_files import (
-    TRAIN,
-    VALIDATION,
-    TokenShards,
-    read_index,
-    sample_ids,
-    samples_digest,
-)
+from braid.actors.stage.data.sample_order import sample_ids, samples_digest
+from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_index
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.run.micro_batch import MicroBatch
 from braid.actors.stage.state.parameters import Place
