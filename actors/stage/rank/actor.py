@@ -1,4 +1,4 @@
-"""The Ray shell around a rank: the only Ray import of the stage."""
+"""The Ray actor around a rank, the only module of the stage that imports Ray."""
 
 import contextlib
 import os
@@ -23,7 +23,9 @@ class StageActor(Worker):
     """One rank as an actor, with the methods of `Worker`."""
 
     def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
-        """``inherited``: variables of the run's command, which Ray would show as a runtime environment."""
+        """Start the rank; ``inherited``: environment variables of the run's command, set here since Ray would
+        show them as a runtime environment.
+        """
         os.environ.update(inherited)
         super().__init__(rank, ray.util.get_node_ip_address())
 
@@ -40,7 +42,7 @@ class StageActor(Worker):
         }
 
     def number_as(self, rank: int) -> None:
-        """Set the rank's number; must precede all other calls."""
+        """Set the number of this rank; must precede all other calls."""
         self.rank = rank
 
 
@@ -72,7 +74,7 @@ class ActorSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all pushed batches have arrived, at most ``timeout_s`` seconds."""
+        """Wait until all pushed batches have arrived, for ``timeout_s`` seconds at most."""
         if self._under_way:
             with contextlib.suppress(RayError):
                 ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)

@@ -11,7 +11,9 @@ def local_rank(rank: int, hosts: Sequence[str]) -> int:
 
 
 def device_of(choice: str, number: int) -> torch.device:
-    """Return the CPU, or a GPU: the only one that Ray shows to a rank, or number ``number`` of its host."""
+    """Return the device of a rank: the CPU, or a GPU. Ray shows a rank one GPU alone; otherwise GPU
+    ``number`` of the host is taken. Raise `ValueError` if the host lacks it.
+    """
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
