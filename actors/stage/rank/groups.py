@@ -46,8 +46,8 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     ends: Line | None
-    """The line of the first and the last stage, on ranks of these stages, if embedding and head share a
-    table.
+    """The line of the first and the last stage, if both hold the table that embedding and head share; None on
+    other ranks.
     """
     groups: "Groups | None" = None
     """The object that made the lines."""

@@ -84,7 +84,7 @@ class Logged:
     """A rank whose process logs its output and the exceptions of its public methods.
 
     The controller reports the error of one rank only; the logs show what other ranks were doing. A
-    `ValueError` is meant for the user and is logged without a trace.
+    `ValueError` is meant for the user; its trace is not logged.
     """
 
     rank: int

@@ -119,7 +119,7 @@ class Membership:
             torch.accelerator.set_device_index(self.device)
 
     def leave(self) -> None:
-        """Destroy all process groups and close the store."""
+        """Destroy all process groups and drop the store."""
         self._drop_graph()
         self._destroy()
         self._store = self._connections = self.graph = None

@@ -206,7 +206,7 @@ class Together:
 
     @property
     def overlap_ns(self) -> int:
-        """Time that both would run simultaneously, given each one's own duration."""
+        """Time for which both were running."""
         return min(self.operator_ns, self.other_ns - self.delay_ns)
 
 

@@ -181,7 +181,8 @@ class _GlobalNorm:
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0
-        # Along all other factors ranks hold the same shards, and each computes the whole sum.
+        # Shards differ along sharded factors. Ranks along factors outside ``cut`` hold the same shards, and each
+        # computes the whole sum.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             shard
