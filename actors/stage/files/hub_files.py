@@ -194,7 +194,7 @@ class HubDirectory:
     @classmethod
     def open(cls, path: Path) -> "HubDirectory":
         """Find the tensors. Raise `ValueError` for pickles, file names outside the directory, and missing
-        tensors.
+        files or tensors.
         """
         if (path / SINGLE).is_file():
             return cls(path=path, places=dict.fromkeys(_header(path / SINGLE), path / SINGLE))

@@ -67,7 +67,7 @@ class _Spare:
 
 @dataclass
 class Profiler:
-    """Measures on one rank; all ranks of a run call `run` at the same time."""
+    """Measures operators and transfers on one rank; all ranks of a run call `run` at the same time."""
 
     parts: Mapping[str, Part]
     model: StageModel

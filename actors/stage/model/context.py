@@ -134,7 +134,7 @@ class ModuleContext:
 
     @property
     def order(self) -> TokenOrder:
-        """Which tokens of a sample this rank has."""
+        """Token order: the tokens of a sample that this rank has, and the keys that they attend to."""
         return causal_order(self.sizes.cp, self.place.on("cp"), self.shape.sequence)
 
     def activation(self) -> OperatorModule:

@@ -12,7 +12,7 @@ from braid.actors.stage.measure.span_stream import Sink
 from braid.actors.stage.rank.worker import Worker
 
 _UNDER_WAY = 8
-"""Most batches of spans that may be on their way to the collector."""
+"""Greatest number of batches of spans that may be on their way to the collector."""
 
 
 BESIDE = "beside"
@@ -61,7 +61,9 @@ class ActorSink:
         self._under_way: list[Any] = []
 
     def send(self, batch: bytes) -> bool:
-        """Push a batch; False if too many are on their way. `OSError` once the collector is gone."""
+        """Push a batch; return False if too many are on their way. Raise `OSError` once the collector is
+        gone.
+        """
         if len(self._under_way) >= _UNDER_WAY:
             done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
             try:

@@ -5,7 +5,7 @@ import gc
 import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-"""Parameters of mallopt(3)."""
+"""Numbers of parameters of mallopt(3)."""
 _LARGEST = 2**31 - 1
 _VARIABLES = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
 """Environment variables that set the same parameters."""

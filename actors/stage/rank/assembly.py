@@ -1,5 +1,6 @@
-"""Assembles one rank from a run's plan, for workers, for the model of the CUDA machine and for measurements
-on one GPU."""
+"""Assembles one rank from a run's plan, for workers, for tests on a simulated CUDA machine and for
+measurements on one GPU.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

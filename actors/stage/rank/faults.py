@@ -21,11 +21,11 @@ from braid.scheduling.schedule.operations import Compute, Direction, Gather, Nor
 from braid.scheduling.schedule.schedule import passes_in, sums_in
 
 FOLDER = "faults"
-"""Folder of a run's directory for the marks of fired faults."""
+"""Name of the folder, in a run's directory, of the files that mark faults as fired."""
 _HOLD_SECONDS = 30.0
 """Seconds after which a rank that a ``hold`` fault stops continues by itself."""
 _SPOILS = ("nan", "skip")
-"""Kinds of faults that make a gradient NaN."""
+"""Kinds of faults that set a gradient to NaN."""
 _TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
 """Type of the transfer before which a fault fires, by the fault's phase."""
 
@@ -166,7 +166,7 @@ def _position(fault: Fault, stretches: Sequence[Stretch]) -> int:
         directions = {each.direction for each in passes_in(instruction)}
         if fault.phase == "optimizer":
             return instruction == Compute(Step())
-        if fault.kind in _SPOILS:  # it reaches all ranks that sum it
+        if fault.kind in _SPOILS:  # the NaN reaches all ranks that sum this gradient
             return instruction == Compute(Norm()) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 

@@ -214,7 +214,7 @@ class TorchGroups:
             list(ranks),
             timeout=self.timeout,
             use_local_synchronization=True,
-            backend="nccl" if axis else None,  # otherwise a mesh of gloo would exist beside each of NCCL
+            backend="nccl" if axis else None,  # None would add a gloo group to each NCCL group
             pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
         )
         assert group is not None

@@ -20,7 +20,7 @@ from braid.actors.stage.rank.messages import (
 
 
 class Pulse(NamedTuple):
-    """A working rank's answer to the question whether it is alive."""
+    """A working rank's answer when the controller asks whether it is alive."""
 
     progress: int | None
     """Counter of the work done so far; None if unknown at present."""
@@ -136,7 +136,7 @@ class Rank(ABC):
 
     @abstractmethod
     def save(self, directory: str, step: int) -> Written:
-        """Write this rank's shards into a checkpoint directory that the controller publishes."""
+        """Write this rank's share of a checkpoint into a directory, which the controller publishes."""
 
     @abstractmethod
     def damage(self, directory: str) -> str | None:
@@ -148,7 +148,7 @@ class Rank(ABC):
 
     @abstractmethod
     def load_initial(self, directory: str) -> None:
-        """Begin with the weights of a Hugging Face directory instead of random weights."""
+        """Begin training with the weights of a Hugging Face directory instead of random weights."""
 
     @abstractmethod
     def leave(self) -> None:

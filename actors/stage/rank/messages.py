@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Meeting point of the ranks of one generation."""
+    """The address at which the ranks of one generation meet."""
 
     address: str
     port: int
@@ -34,7 +34,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Rescue:
-    """The checkpoint that survivors of lost ranks write from copies of all ranks' states."""
+    """Plan of the checkpoint that survivors of lost ranks write from copies of all ranks' states."""
 
     meeting: Rendezvous
     survivors: tuple[int, ...]
@@ -74,7 +74,9 @@ class Fault:
     """
     phase: FaultPhase
     place: float = 0.0
-    """Position in [0, 1) among the blocks of the phase, or among its transfers."""
+    """Point of the phase at which the fault fires, in [0, 1): a fraction of the phase's blocks or
+    transfers.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

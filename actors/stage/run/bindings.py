@@ -121,9 +121,7 @@ class Binder:
         target = operation.writes[0]
         read, written = frame.values[source], frame.values[target]
         call = _method_for_columns(op, instance, read, written)
-        wanted = written.region and replace(
-            written.region, columns=WHOLE
-        )  # input columns differ from output's
+        wanted = written.region and replace(written.region, columns=WHOLE)  # a matrix has other input columns
         rows = self._rows(wanted, read, DimRanks.ALL)
         keep = self._keeper(frame, operation.writes, DimRanks.ALL)
         turn, freed = operation.turn, operation.frees

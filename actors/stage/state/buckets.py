@@ -18,7 +18,9 @@ from braid.scheduling.trace.spans import Label
 
 
 class RankBuckets:
-    """All parameters and sums of gradients of a rank; sums are at least fp32 (`main_gradient_dtype`)."""
+    """Holds all parameters of a rank and their gradient sums, which are at least fp32
+    (`main_gradient_dtype`).
+    """
 
     def __init__(
         self,
@@ -181,8 +183,8 @@ class _GlobalNorm:
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0
-        # Shards differ along sharded factors. Ranks along factors outside ``cut`` hold the same shards, and each
-        # computes the whole sum.
+        # Shards differ along sharded factors. Ranks along factors outside ``cut`` hold the same shards, and
+        # each computes the whole sum.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             shard

@@ -201,7 +201,7 @@ class _Exchange:
             self._thread.join(timeout_s)
 
     def check(self) -> None:
-        """Raise the error of the exchange, once."""
+        """Raise the error of the exchange, if it failed; the error is raised once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

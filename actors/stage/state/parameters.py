@@ -22,7 +22,7 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalParameter:
-    """A tensor of the whole model: name, shape, and initialisation.
+    """A tensor of the whole model: its name, shape, and initialisation.
 
     ``deviation``: standard deviation of a normal distribution around 0; None: every element is ``constant``.
     """
@@ -94,7 +94,7 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's position in the mesh."""
+    """A rank's position in the mesh, from which its slices of parameters follow."""
 
     mesh: MeshShape
     position: Position
