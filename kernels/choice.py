@@ -145,7 +145,7 @@ class KeptChoices:
         self._warned = False
 
     def used(self, question: Question) -> dict[str, str] | None:
-        """Return the choice that this process has written for a question; None if it has written none."""
+        """Return the choice that was passed to `write` in this process; None if none was."""
         return self._used.get(question.digest)
 
     def read(self, question: Question) -> dict[str, str] | None:

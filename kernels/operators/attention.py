@@ -153,7 +153,7 @@ class Attention(Heads):
         return o_bnsd.transpose(1, 2).reshape(qkv.shape[0], -1), graph
 
     def input_gradient(self, d_o_TQ: Tensor, saved: AutogradGraph) -> tuple[Tensor]:
-        """Return d_qkv (T x (Q + 2K)); frees the memory of ``saved``."""
+        """Return d_qkv (T x (Q + 2K)), the gradient of the input; free the memory of ``saved``."""
         d_o_bnsd = d_o_TQ.view(-1, self.sequence, self.heads, self.head_dim).transpose(1, 2)
         d_q, d_k, d_v = (cast(Tensor, d) for d in saved.gradients((d_o_bnsd,), saved.inputs))
         return (self._turn_back(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)),)

@@ -45,7 +45,9 @@ class SplitHeads(_ContextHeads):
     _own_tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Map qkv (T x (Q + 2K)) to q_TQ and kv_T2K."""
+        """Map qkv (T x (Q + 2K)) to q_TQ, the rotated queries, and kv_T2K, the rotated keys and the
+        values.
+        """
         q, k, v = self._parts(qkv)
         q_TQ = qkv.new_empty(qkv.shape[0], self.heads * self.head_dim)
         kv_T2K = qkv.new_empty(qkv.shape[0], 2 * self.kv_heads * self.head_dim)

@@ -28,7 +28,7 @@ def _accumulate_rows(total_VD: Tensor, row_T: Tensor, d_TD: Tensor) -> None:
 
 
 class VocabularyEmbedding(ComputeOperator):
-    """Rows [first_row, first_row + rows) of the token embedding of ``vocabulary`` tokens.
+    """Embeds tokens by rows [first_row, first_row + rows) of the table, which has ``vocabulary`` rows.
 
     The partial results of the ranks sum to the embedding: every row is zero on all ranks but one.
     """
@@ -79,7 +79,7 @@ class PositionEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(sequence, hidden, **home))
 
     def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return y_tD."""
+        """Return y_tD: x plus the embeddings of its tokens' positions."""
         return (F.embedding(self._positions(x_tD, documents), self.weight).add_(x_tD),)
 
     def input_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:

@@ -21,7 +21,7 @@ class ExpertLoad(ComputeOperator):
         self.visits, self.dtype = visits, torch.promote_types(dtype, torch.float32)
 
     def forward(self, counts_E: Tensor) -> tuple[Tensor]:
-        """Return this rank's term of load_E."""
+        """Return counts_E divided by the micro-batch's visits, this rank's term of the sum load_E."""
         return (counts_E.to(self.dtype) / self.visits,)
 
 

@@ -63,7 +63,7 @@ class Residual(ComputeOperator):
         self.bias = nn.Parameter(torch.empty(hidden, **home)) if bias else None
 
     def forward(self, branch_tD: Tensor, x_tD: Tensor) -> tuple[Tensor]:
-        """Return y_tD."""
+        """Return y_tD, the sum of both inputs (and the bias)."""
         y_tD = x_tD + branch_tD
         return (y_tD if self.bias is None else y_tD.add_(self.bias),)
 

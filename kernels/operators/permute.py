@@ -129,7 +129,7 @@ class Permute(Dispatch):
         return (self.places(choice_tk).gather(x_tD),)
 
     def input_gradient(self, d_rows_nD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
-        """Return dx_tD."""
+        """Return dx_tD: for each token the sum of the gradients of its rows."""
         return (self.places(choice_tk).combine(d_rows_nD),)
 
 

@@ -12,7 +12,7 @@ from braid.kernels.operators.operator import check_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """Rows [first_row, first_row + rows) of a vocabulary."""
+    """The range [first_row, first_row + rows) of a vocabulary's rows that one rank holds."""
 
     rows: int
     first_row: int
