@@ -183,8 +183,8 @@ class _GlobalNorm:
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0
-        # Shards differ along sharded factors. Ranks along factors outside ``cut`` hold the same shards, and
-        # each computes the whole sum.
+        # Along sharded factors shards differ; along factors that cut neither parameters nor optimizer states
+        # ranks hold the same shards, and each computes the whole sum.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             shard
