@@ -1,6 +1,6 @@
-"""Computes one operator, or one collective, on tensors.
+"""Kernels of single operators and single collectives on tensors.
 
-`operators/` in PyTorch (begin at `operators/operator.py`), `triton/` the faster twins of some operators,
-`collectives/` over a process group. `family.py` names the operators that have twins, `choice.py` and
-`trials.py` choose by measuring.
+`operators/`: in PyTorch (begin at `operators/operator.py`); `triton/`: faster versions of some operators;
+`collectives/`: over a process group. `family.py` names the operators that have several implementations;
+`choice.py` and `trials.py` choose among these by measuring.
 """

@@ -1,11 +1,11 @@
-"""Which implementation every operator of a run takes: the quickest of those that agree, alike on all ranks.
+"""Chooses the implementation of every operator of a run: the quickest that is correct, the same on all ranks.
 
-It is measured at first use and kept in a file, so that every later run on the same cards takes the same
-kernels: another choice would change the last bits of results. There is a file for each question, which names
-cards, versions, shapes and dtype, in the folder `choices_folder`.
+Implementations are measured at first use. The choice is stored in a file, so that later runs on the same
+cards use the same kernels: another choice would change the last bits of results. There is one file for each
+question, which names cards, versions, shapes and dtype, in the folder `choices_folder`.
 
 Ranks agree through one function, `Gather`, that every rank calls in the same order. One rank for each kind of
-card measures; where cards differ, an implementation takes as long as on the slowest.
+card measures; where cards differ, an implementation's time is that on the slowest card.
 """
 
 import contextlib
@@ -27,44 +27,46 @@ from braid.kernels.family import BY_TORCH, Choice, names
 from braid.kernels.trials import Measured, Use
 
 Gather = Callable[[Any], Sequence[Any]]
-"""What every rank gives, in rank order; a collective call."""
+"""Collective function that returns the values of all ranks, in rank order."""
 
 FORMAT: Final = 2
-"""Part of every question: raise it when implementations change what they compute."""
+"""Number of the file format, part of every question: raise it when implementations change what they
+compute.
+"""
 NEEDED_GAIN: Final = 0.02
-"""PyTorch stays unless a rival takes at least this share less time: clocks are not exact."""
+"""Share of PyTorch's time that another implementation must save to replace it: clocks are not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a choice is for; equal questions have equal answers."""
+    """The conditions of a choice of implementations; equal questions have equal answers."""
 
     cards: tuple[str, ...] = ()
-    """All kinds of cards of the run, with the versions of what computes on them (`card`)."""
+    """All kinds of cards of the run, with the versions of the software that computes on them (see `card`)."""
     dtype: str
     deterministic: bool
-    """Whether torch was told to use deterministic algorithms alone."""
+    """Whether torch was told to use deterministic algorithms only."""
     uses: tuple[Use, ...]
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Those that are asked for, in order."""
+        """Names of the operators to choose implementations for, in order."""
         return tuple(dict.fromkeys(use.operator for use in self.uses))
 
     def as_json(self) -> dict[str, Any]:
-        """As it comes back from a file."""
+        """Return the question as JSON values, as they are read back from a file."""
         content: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return content
 
     @property
     def digest(self) -> str:
-        """Names the question."""
+        """Hash that identifies the question."""
         text = json.dumps(self.as_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def card(device: torch.device) -> str:
-    """A card's name and capability, and the versions of torch, Triton and CUDA."""
+    """Return a text with a card's name and capability, and the versions of torch, Triton and CUDA."""
     major, minor = torch.cuda.get_device_capability(device)
     try:
         triton = version("triton")
@@ -83,13 +85,13 @@ def choose(
     measure: Callable[[Question], Iterable[Measured]],
     kept: "KeptChoices",
 ) -> Choice:
-    """The choice of all ranks, who call this together; the question is asked of all their cards.
+    """Return the choice of all ranks, which call this together; ``question`` is extended by all ranks' cards.
 
-    ``measure``: the question's operators, one after the other.
+    ``measure`` yields the measurements of the question's operators, one operator after the other.
 
-    The choice that a rank has already used is taken, so that a rank that joins changes nothing; else one that
-    a rank has kept, the lowest one first; else it is measured, operator by operator, so that no rank waits
-    long for another.
+    A choice that a rank has already used is preferred, so that a rank that joins changes nothing; otherwise
+    the choice that the lowest rank has stored; otherwise operators are measured one by one, and ranks
+    exchange results after each operator, so that no rank waits long for another.
     """
     cards = list(gather(card))
     question = replace(question, cards=tuple(sorted(set(cards))))
@@ -98,14 +100,16 @@ def choose(
     choice: dict[str, str] = known[0] if known else {}
     if not choice:
         trials = measure(question) if cards.index(card) == rank else repeat(None)
-        pairs = zip(trials, question.operators, strict=False)  # trials first, so that they come to their end
+        pairs = zip(trials, question.operators, strict=False)  # trials first, so that the generator ends
         choice = {operator: quickest(gather(measured)) for measured, operator in pairs}
     kept.write(question, choice)
     return choice
 
 
 def quickest(measured: Sequence[Measured | None]) -> str:
-    """The implementation to take, from what some ranks have measured of one operator."""
+    """Return the implementation to use, given one operator's measurements by some ranks (None by the
+    others).
+    """
     tables = [table for table in measured if table is not None]
     slowest: dict[str, int] = {}
     for name in tables[0]:
@@ -123,14 +127,17 @@ def quickest(measured: Sequence[Measured | None]) -> str:
 
 
 def choices_folder(environment: Mapping[str, str]) -> Path:
-    """``kernels`` in the folder ``$BRAID_CACHE``, by default ``~/.cache/braid``."""
+    """Return the folder of stored choices: ``kernels`` in ``$BRAID_CACHE``, by default in
+    ``~/.cache/braid``.
+    """
     folder = environment.get("BRAID_CACHE")
     return Path(folder or Path(environment.get("HOME", "/"), ".cache", "braid")) / "kernels"
 
 
 class KeptChoices:
-    """The choices in a folder, a file for each question, and those that this process uses, whatever becomes
-    of the files."""
+    """Stored choices: one file per question in a folder, and in memory the choices that this process uses,
+    which do not depend on the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -138,11 +145,13 @@ class KeptChoices:
         self._warned = False
 
     def used(self, question: Question) -> dict[str, str] | None:
-        """What this process was told to write for a question; None if nothing."""
+        """Return the choice that was passed to `write` in this process; None if none was."""
         return self._used.get(question.digest)
 
     def read(self, question: Question) -> dict[str, str] | None:
-        """The choice in the folder; None if there is none. What is wrong there is as if it were not."""
+        """Return the choice stored in the folder; None if there is no file. An invalid file is ignored with a
+        warning.
+        """
         try:
             content = json.loads(self.file(question).read_text(encoding="utf-8"))
             choice = content["kernels"]
@@ -157,7 +166,9 @@ class KeptChoices:
         return None
 
     def write(self, question: Question, choice: Mapping[str, str]) -> None:
-        """Keep a choice; one that is there already stays. Where nothing can be written, a warning."""
+        """Store a choice, unless the folder has a valid one. If the file cannot be written, give a
+        warning.
+        """
         self._used[question.digest] = dict(choice)
         if self.read(question) is not None:
             return
@@ -168,14 +179,14 @@ class KeptChoices:
                 json.dump({"for": question.as_json(), "kernels": dict(choice)}, target, indent=1)
                 target.flush()
                 os.fsync(target.fileno())
-            written.replace(self.file(question))  # as a whole or not at all
+            written.replace(self.file(question))  # atomic
         except OSError as error:
             self._warn(question, f"cannot be written ({error}); the next run measures its kernels anew")
             with contextlib.suppress(OSError):
                 written.unlink()
 
     def file(self, question: Question) -> Path:
-        """Where a question's choice is kept."""
+        """Return the path of the file that stores a question's choice."""
         return self._folder / f"{question.digest}.json"
 
     def _warn(self, question: Question, problem: str) -> None:
@@ -187,5 +198,5 @@ class KeptChoices:
 
 
 def _is_choice(choice: Any, operators: Sequence[str]) -> bool:
-    """Whether it names a known implementation for every operator."""
+    """Return whether a choice names a known implementation for every operator."""
     return set(choice) == set(operators) and all(choice[name] in names(name) for name in operators)

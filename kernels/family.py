@@ -1,4 +1,6 @@
-"""Which implementation of the operators layers are built from: PyTorch's, Triton's, or what was chosen."""
+"""Implementations of the operators that layers are built from: PyTorch's, Triton's, or chosen by
+measuring.
+"""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -18,7 +20,9 @@ from braid.kernels.operators.permute import Permute, Unpermute
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorFamily:
-    """What makes the operators that have more than one implementation: classes, perhaps with a setting."""
+    """Constructors of the operators that have more than one implementation: classes, perhaps with bound
+    arguments.
+    """
 
     rms_norm: Callable[..., RMSNorm] = RMSNorm
     layer_norm: Callable[..., LayerNorm] = LayerNorm
@@ -33,10 +37,11 @@ class OperatorFamily:
 TORCH: Final = OperatorFamily()
 
 Kind = Callable[..., ComputeOperator]
-"""Makes one operator of a family."""
+"""Constructor of one operator of a family."""
 Choice = Mapping[str, str]
-"""The name of the implementation that every operator of a family has, by the family's field; those that are
-not named have PyTorch's."""
+"""Names of implementations by operator (field of `OperatorFamily`); operators without a name use
+PyTorch's.
+"""
 
 BY_TORCH: Final = "torch"
 _BY_TRITON: Final = "triton"
@@ -45,11 +50,11 @@ _BY_TRITON: Final = "triton"
 def operator_family(
     kernels: str, device: torch.device, dtype: torch.dtype, choose: Callable[[], Choice] | None = None
 ) -> OperatorFamily:
-    """What makes operators for ``train.kernels``: ``torch``, ``triton``, or ``auto``.
+    """Return the family of operators for ``train.kernels``: ``torch``, ``triton``, or ``auto``.
 
-    ``auto`` is PyTorch but on CUDA, where ``choose`` is asked. In fp64 too it is: nothing else computes so.
+    ``auto`` calls ``choose`` on CUDA, except in fp64, which only PyTorch supports; elsewhere it uses PyTorch.
 
-    Raises ValueError where ``triton`` was asked for and cannot run.
+    Raise ValueError if ``triton`` is requested and cannot run.
     """
     if kernels == "torch":
         return TORCH
@@ -63,13 +68,14 @@ def operator_family(
 
 
 def chosen_family(choice: Choice) -> OperatorFamily:
-    """The family of a choice among `names`."""
+    """Return the family in which each operator of ``choice`` has the named implementation (see `names`)."""
     return replace(TORCH, **{operator: _kind(operator, name) for operator, name in choice.items()})
 
 
 def names(operator: str) -> tuple[str, ...]:
-    """Of all implementations that an operator may have, PyTorch's first: ``triton+cudnn``: its rotary
-    embedding by Triton, its scores by cuDNN."""
+    """Return the names of all implementations that an operator may have, PyTorch's first. For example
+    ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN.
+    """
     plain = (BY_TORCH, _BY_TRITON)
     if operator != "attention":
         return plain
@@ -77,7 +83,9 @@ def names(operator: str) -> tuple[str, ...]:
 
 
 def candidates(operator: str, device: torch.device, dtype: torch.dtype) -> dict[str, Kind]:
-    """The implementations of an operator that may run here, by name; whether one does, a trial says."""
+    """Return the implementations of an operator that may run here, by name; a trial must show whether they
+    do.
+    """
     triton = not _problem(device, dtype)
     return {
         name: _kind(operator, name) for name in names(operator) if triton or not name.startswith(_BY_TRITON)
@@ -91,7 +99,7 @@ def _kind(operator: str, name: str) -> Any:
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str:
-    """Why Triton cannot run; empty where it can."""
+    """Return the reason why Triton cannot run; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (the extra braid[gpu])"
     if dtype == torch.float64:

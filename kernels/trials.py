@@ -1,8 +1,9 @@
-"""Tries all implementations of an operator at the sizes of a run: do they agree, and how long do they take?
+"""Tries all implementations of an operator at the sizes of a run: are the results equal, and how long do they
+take?
 
-What is tried is what a layer does with the operator: forward pass, input gradient, weight gradient, on random
-operands. An implementation that fails, or whose results differ from PyTorch's by more than the dtype
-explains, is out.
+A trial does with an operator what a layer does: forward pass, input gradient, weight gradient, on random
+operands. An implementation is rejected if it fails, or if its results differ from PyTorch's by more than
+rounding in the dtype explains.
 
 Legend: T this operator's tokens, D hidden, F feed-forward width, V local vocabulary rows, n rows of experts.
 """
@@ -25,43 +26,47 @@ TOLERANCE: Final[Mapping[torch.dtype, float]] = {
     torch.float16: 4e-3,
     torch.float32: 1e-4,
 }
-"""By how much results may differ, as a share of the largest number: a few roundings of the dtype."""
+"""Greatest difference allowed between results, relative to the largest value: a few roundings of the
+dtype.
+"""
 
 Measured = Mapping[str, int | str]
-"""Nanoseconds by implementation, or why it is out."""
+"""Time in nanoseconds, or the reason of rejection, by implementation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What a micro-batch asks of an operator in places of one shape."""
+    """Use of an operator, for one micro-batch, at all places in the model that have one shape."""
 
     operator: str
-    """A field of `OperatorFamily`."""
+    """Name of the operator, a field of `OperatorFamily`."""
     tokens: int
     times: int
-    """How many places there are."""
+    """Number of these places."""
     settings: Mapping[str, Any]
-    """What the operator is made with, device and dtype aside."""
+    """Constructor arguments of the operator, except device and dtype."""
     width: int = 0
-    """Columns of what an activation returns, or of rows that go to experts; others have it from settings."""
+    """Columns of an activation's result, or of rows sent to experts; for other operators ``settings`` has the
+    width.
+    """
     choices: int = 0
-    """Experts that every token visits, for what brings it there and back."""
+    """Number of experts that every token visits, for `Permute` and `Unpermute`."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done with every implementation."""
+    """Operands and calls that are the same for every implementation of an operator."""
 
     inputs: tuple[Tensor, ...]
     reads: Callable[..., tuple[Any, ...]]
-    """What gradients read, of the outputs."""
+    """Function that maps forward's outputs to the arguments of both gradient methods."""
     statistics: bool = False
-    """Whether the last output's columns are statistics of tokens, each to be compared by itself."""
+    """Whether the last output's columns are statistics of tokens; each column is then compared separately."""
     renew: Callable[[], object] = lambda: None
-    """Restores operands that a run overwrites."""
+    """Function that restores operands which a run overwrites."""
 
     def run(self, operator: ComputeOperator) -> list[Tensor]:
-        """All passes; returns what must agree, gradients of parameters aside."""
+        """Run all passes; return the results to compare, except gradients of parameters."""
         *outputs, last = operator(*self.inputs)
         reads = self.reads(*outputs, last)
         results = [
@@ -75,20 +80,22 @@ class Trial:
 
 
 _FLUSH_BYTES: Final = 1 << 28
-"""More than any second-level cache holds."""
+"""Bytes that are written to flush the caches: more than any second-level cache holds."""
 _LEAD_CYCLES: Final = 2_000_000
-"""About a millisecond, in which the host issues what is timed: its launches are no part of the time."""
+"""Cycles (about a millisecond) during which the host issues the timed work, so that launches are not
+timed.
+"""
 
 
 class DeviceClock:
-    """By events on a GPU, with cold caches and the host ahead; by the host's clock elsewhere."""
+    """Times calls: on a GPU by events, with cold caches and the host ahead; elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if cuda else None
 
     def ns(self, call: Callable[[], object]) -> int:
-        """Nanoseconds of one call."""
+        """Return the nanoseconds that one call takes."""
         if self._flush is None:
             begin = perf_counter_ns()
             call()
@@ -105,16 +112,18 @@ class DeviceClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Laboratory:
-    """Where trials are made, and by which clock."""
+    """Measures implementations on one device, in one dtype, with one clock."""
 
     device: torch.device
     dtype: torch.dtype
     clock: DeviceClock
     rounds: int = 7
-    """How often each implementation is timed; the median counts."""
+    """Number of times that each implementation is timed; the median counts."""
 
     def measure(self, uses: Sequence[Use], kinds: Mapping[str, Kind]) -> Measured:
-        """Of one operator: the time of all its places together, by implementation."""
+        """Return for each implementation of one operator the time of all its uses together, or why it is
+        rejected.
+        """
         found: dict[str, int | str] = dict.fromkeys(kinds, 0)
         for use in uses:
             for name, one in self._measure_use(use, kinds).items():
@@ -129,7 +138,7 @@ class Laboratory:
             trial = _TRIALS[use.operator](use, _Operands(self.device, self.dtype))
             reference = self._made(use, kinds[BY_TORCH])
             expected = _results(trial, reference)
-        except Exception as error:  # there is nothing to compare with
+        except Exception as error:  # without PyTorch's results nothing can be compared
             return dict.fromkeys(kinds, _told(error))
         found: dict[str, int | str] = {}
         sound: dict[str, ComputeOperator] = {}
@@ -140,12 +149,14 @@ class Laboratory:
                     found[name] = problem
                 else:
                     sound[name] = operator
-            except Exception as error:  # of torch, Triton or CUDA: it does not run here
+            except Exception as error:  # from torch, Triton or CUDA: this implementation does not run here
                 found[name] = _told(error)
         return {**found, **self._timed(trial, sound)}
 
     def _timed(self, trial: Trial, operators: Mapping[str, ComputeOperator]) -> Measured:
-        """Medians; all are timed by turns, so that what slows the device down reaches all alike."""
+        """Return median times; implementations take turns, so that a slower device slows all of them
+        equally.
+        """
         times: dict[str, list[int]] = {name: [] for name in operators}
         failed: dict[str, str] = {}
         for _ in range(self.rounds):
@@ -158,7 +169,9 @@ class Laboratory:
         return {name: failed.get(name) or round(median(ns)) for name, ns in times.items()}
 
     def _made(self, use: Use, kind: Kind, like: ComputeOperator | None = None) -> ComputeOperator:
-        """An operator with random parameters, or those of another one, and empty sums of gradients."""
+        """Make an operator with random parameters, or with those of ``like``, and with zero sums of
+        gradients.
+        """
         home = {"device": self.device, "dtype": self.dtype} if _TRIALS[use.operator] is _norm else {}
         operator = kind(**use.settings, **home)
         operands = _Operands(self.device, self.dtype)
@@ -169,39 +182,39 @@ class Laboratory:
         return operator
 
     def _disagreement(self, results: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-        """Why results are not those of PyTorch; empty where they are."""
+        """Return how results differ from PyTorch's; empty if they agree."""
         for number, (one, other) in enumerate(zip(results, expected, strict=True), start=1):
             if one.shape != other.shape or one.dtype != other.dtype:
                 return f"result {number} is {one.dtype} {tuple(one.shape)}, PyTorch's {other.dtype}"
             largest, off = (float(x.abs().max()) if x.numel() else 0.0 for x in (other, one - other))
-            if not off <= TOLERANCE[self.dtype] * largest:  # no number is no agreement
+            if not off <= TOLERANCE[self.dtype] * largest:  # NaN counts as a difference
                 return f"result {number} is off by {off:.3g}, of at most {largest:.3g}"
         return ""
 
 
 class _Operands:
-    """Random numbers, the same in every laboratory; torch's own generator is left alone."""
+    """Generates random operands, equal in every trial; torch's global generator is not used."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(0)
 
     def random(self, *shape: int) -> Tensor:
-        """Standard normal."""
+        """Return standard normal numbers."""
         return torch.randn(shape, generator=self._generator, device=self._device, dtype=self._dtype)
 
     def tokens(self, count: int, vocabulary: int) -> Tensor:
-        """Numbers of tokens."""
+        """Return ``count`` random token ids."""
         return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
 
     def routing(self, count: int, experts: int, choices: int) -> tuple[Tensor, Tensor]:
-        """Different experts that every token chooses, and their gates (wide)."""
+        """Return the different experts that every token chooses, and their gates (wide)."""
         best = self.random(count, experts).to(wide(self._dtype)).topk(choices)
         return best.indices, best.values.softmax(-1)
 
 
 def _results(trial: Trial, operator: ComputeOperator) -> list[Tensor]:
-    """Copies of all results of a run, gradients of parameters among them."""
+    """Return copies of all results of a run, including gradients of parameters."""
     trial.renew()
     return [x.clone() for x in (*trial.run(operator), *operator.gradients.values())]
 
@@ -236,7 +249,7 @@ def _unpermute(use: Use, operands: _Operands) -> Trial:
 
 
 def _visited(use: Use) -> int:
-    """Rows that a permutation makes."""
+    """Return the number of rows that a permutation makes."""
     experts, capacity = use.settings["experts"], use.settings["capacity"]
     return use.tokens * use.choices if capacity is None else experts * capacity
 

@@ -20,48 +20,53 @@ from braid.kernels.collectives.primitives import (
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed these and warns about the old names, older versions have only those."""
+"""torch 2.13 renamed these functions and warns about the old names; older versions have only the old
+names.
+"""
 
 
 @dataclass(frozen=True)
 class TorchGroup:
-    """NCCL through torch: what a communicator asks of a library. Tests put models of it in its place.
+    """The NCCL functions that a `Communicator` needs, called through torch. Tests replace this class by a
+    model.
 
-    All calls return at once; the work runs on a stream of the group's own, after what the current stream was
-    given so far. Ranks are numbers in the group. Single messages go in batches of one: outside a batch torch
-    makes a communicator for every pair of ranks when it is first used, and the host waits for the other rank
-    to do the same.
+    All calls return at once; the work runs on the group's own stream, after the work issued so far on the
+    current stream. Ranks are numbers in the group. Single messages are sent as batches of one: outside a
+    batch torch makes a communicator for every pair of ranks at its first use, and the host waits until the
+    other rank does the same.
     """
 
     own: dist.ProcessGroup
 
     def rank(self) -> int:
-        """This rank's number."""
+        """Return this rank's number in the group."""
         return self.own.rank()
 
     def size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return self.own.size()
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors that it is given."""
+        """The device of all tensors that the group transfers."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def all_gather(self, y: Tensor, x: Tensor) -> Work:
-        """Into y: x of every rank, in rank order."""
+        """Gather x of every rank into y, in rank order."""
         return started(_gather(y, x, group=self.own, async_op=True))
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Work:
-        """Into y: this rank's part of the sum of x over the ranks."""
+        """Sum x over the ranks; store this rank's part of the sum in y."""
         return started(_scatter(y, x, group=self.own, async_op=True))
 
     def all_reduce(self, x: Tensor) -> Work:
-        """Into x: the sum of x over the ranks."""
+        """Sum x over the ranks, in place."""
         return started(dist.all_reduce(x, group=self.own, async_op=True))
 
     def messages(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
-        """Messages to and from single ranks, as one kernel; none if there are none."""
+        """Send and receive messages, each with its peer rank, as one kernel; do nothing if both lists are
+        empty.
+        """
         both = ((dist.irecv, receives), (dist.isend, sends))
         batch = [
             dist.P2POp(kind, x, group=self.own, group_peer=peer)
@@ -73,7 +78,7 @@ class TorchGroup:
 
 @dataclass(frozen=True)
 class Communicator(Line):
-    """A line of ranks on GPUs."""
+    """A line of ranks on GPUs, whose collectives are kernels of one communicator."""
 
     group: TorchGroup
 
@@ -88,7 +93,9 @@ class Communicator(Line):
     def all_gather(
         self, x: Tensor, into: Tensor | None = None, shares: Sequence[int] | None = None
     ) -> Launch:
-        """As messages where ranks have not as many tokens: the library's parts are of one length."""
+        """Gather; if ranks have different numbers of tokens (``shares``), send messages, since NCCL needs
+        equal parts.
+        """
         if shares is not None:
             return self._gather_rows(x, into, shares)
         x = x.contiguous()
@@ -108,7 +115,7 @@ class Communicator(Line):
         return Launch(x, lambda: self.group.all_reduce(x))
 
     def send(self, x: Tensor, to: int, tag: int) -> Launch:
-        """Messages between two ranks arrive in order, so tags are not needed."""
+        """Send to one rank; ``tag`` is ignored, since messages between two ranks arrive in order."""
         x = x.contiguous()
         return Launch(x, lambda: self.group.messages([(x, to)], []))
 
@@ -116,11 +123,11 @@ class Communicator(Line):
         return Launch(x, lambda: self.group.messages([], [(x, source)]))
 
     def meet(self) -> None:
-        """With a sum whose result the host reads."""
+        """Wait on the host until all ranks call this, by reading the result of a sum."""
         self._sum().item()
 
     def align(self) -> None:
-        """With a sum, for which the host does not wait."""
+        """Issue a sum, which aligns the ranks' streams; the host does not wait."""
         self._sum()
 
     def _sum(self) -> Tensor:
@@ -129,7 +136,7 @@ class Communicator(Line):
         return one
 
     def warm_up(self) -> None:
-        """A sum, and a message from every rank to every other: each batch has all ranks send as far on."""
+        """Run a sum, and send a message between every two ranks; in each batch all ranks send equally far."""
         self.meet()
         x, y = (torch.zeros(1, device=self.group.device) for _ in range(2))
         for distance in range(1, self.size):
@@ -138,11 +145,11 @@ class Communicator(Line):
         y.item()
 
     def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:
-        """Both messages are one kernel, so neither side waits for the other to go first."""
+        """Send x and receive y in one kernel, so that neither side waits for the other to start first."""
         return self.group.messages([(x, to)], [(y, source)])
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """All messages are one kernel."""
+        """Send and receive all messages in one kernel."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self.group.messages(
             [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()],
@@ -152,16 +159,16 @@ class Communicator(Line):
 
 @dataclass(frozen=True)
 class Pairs(Channel):
-    """A communicator for every two ranks that send each other messages.
+    """A separate communicator for every two ranks that send each other messages.
 
-    On one for all, a rank that has asked for its next message could not send the one before on: the kernel
-    that waits stands first. With it, validation over an interleaved pipeline comes to a standstill
-    (tests/cuda/test_standstills.py).
+    With one communicator for all ranks, a rank that has issued its next receive could not forward the
+    previous message: the waiting kernel comes first in the queue. Validation over an interleaved pipeline
+    would then deadlock (tests/cuda/test_standstills.py).
     """
 
     rank: int
     pairs: Mapping[int, Communicator]
-    """By the other rank."""
+    """Communicators by the number of the other rank."""
 
     def send(self, x: Tensor, to: int, tag: int) -> Launch:
         return self.pairs[to].send(x, self._other(to), tag)
@@ -173,17 +180,21 @@ class Pairs(Channel):
         return self.pairs[peer].swap(x, self._other(peer))
 
     def warm_up(self) -> None:
-        """Pairs side by side: every second one around the pipeline, then the others, whatever its length."""
+        """Warm up all pairs in at most three rounds: first every second pair around the pipeline, then the
+        rest.
+        """
         for other in sorted(self.pairs, key=self._turn):
             self.pairs[other].warm_up()
 
     def _turn(self, other: int) -> int:
-        """The round of a pair: 0, 1 or 2. Pairs with a common rank have different rounds; all ranks agree."""
+        """Return the round of a pair: 0, 1 or 2. Pairs with a common rank have different rounds; all ranks
+        agree.
+        """
         first, second = sorted((self.rank, other))
         if second - first == 1:
             return first % 2
-        return 1 if second % 2 else 2  # first and last stage: if stages are odd in number, 0 and 1 are taken
+        return 1 if second % 2 else 2  # first and last stage: with an odd number of stages, 0 and 1 are taken
 
     def _other(self, peer: int) -> int:
-        """A rank's number in its pair with this one."""
+        """Return the number of rank ``peer`` in its pair with this rank."""
         return int(peer > self.rank)

@@ -1,4 +1,4 @@
-"""Collectives on CPU: messages between all pairs of ranks.
+"""Collectives on CPUs, made of messages between all pairs of ranks.
 
 gloo builds reduce-scatter on all-reduce, which moves twice the bytes, and its collectives copy more than its
 messages do (docs/log.md).
@@ -15,17 +15,19 @@ from braid.kernels.collectives.primitives import Launch, Line, Work, Works, star
 
 @dataclass(frozen=True)
 class MessageLine(Line):
-    """The ranks of a line, and the connections between them.
+    """A line of ranks on CPUs, and the connections between the ranks.
 
-    Messages to later ranks take one process group and messages to earlier ranks another. gloo guards
-    a connection with one lock, which its thread tries in an endless loop when something arrives while another
-    thread sends; where both share a CPU, the sender cannot go on before the kernel ends the loop's time
-    slice. With both directions on one connection that was 3 ms for every other exchange (docs/log.md).
+    Messages to later ranks may use another process group than messages to earlier ranks. gloo guards a
+    connection with one lock, which its thread tries in an endless loop when data arrive while another thread
+    sends; if both threads share a CPU, the sender cannot continue before the loop's time slice ends. With
+    both directions on one connection this took 3 ms for every other exchange (docs/log.md).
     """
 
     group: dist.ProcessGroup
     upward: dist.ProcessGroup | None = None
-    """For messages to ranks that come later in the group; None: ``group``, as the others."""
+    """Process group for messages to ranks that are later in the group; None: ``group`` is used for both
+    directions.
+    """
 
     @property
     def rank(self) -> int:
@@ -36,7 +38,7 @@ class MessageLine(Line):
         return self.group.size()
 
     def toward(self, source: int, target: int) -> dist.ProcessGroup:
-        """The group for messages from one rank to another."""
+        """Return the process group for messages from one rank to another."""
         return self.upward if self.upward is not None and source < target else self.group
 
     def all_gather(
@@ -66,19 +68,20 @@ class MessageLine(Line):
         dist.barrier(self.group)
 
     def align(self) -> None:
-        """There is no stream but the host."""
+        """Wait for all ranks, as `meet` does: on a CPU the host is the only stream."""
         self.meet()
 
     def warm_up(self) -> None:
-        """gloo connects all pairs when it makes a group."""
+        """Do nothing: gloo connects all pairs of ranks when it makes a group."""
 
     def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:
         arriving = self.receive(y, source, 0).issue()
         return Works([arriving, self.send(x, to, 0).issue()])
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Messages between two ranks of a group arrive in the order in which they were sent, so exchanges
-        need no tags as long as all ranks start them in one order, as they do collectives."""
+        """Send and receive all messages. Messages between two ranks of a group arrive in the order in which
+        they were sent, so exchanges need no tags as long as all ranks start them in the same order.
+        """
         works = []
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size

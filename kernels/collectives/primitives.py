@@ -1,10 +1,10 @@
 """Collectives over flattened tokens: asynchronous, one name for all torch versions and devices.
 
-Each prepares what it needs on the current stream and returns a `Launch`: the tensor that will hold the result
-and a function that issues the collective, perhaps on another stream. The result must stay unread until that
-work is done and `Launch.finish` was called. ``x`` is (tokens, ...).
+Each prepares its tensors on the current stream and returns a `Launch`: the tensor that will hold the result
+and a function that issues the collective, perhaps on another stream. The result must not be read until the
+issued work is done and `Launch.finish` was called. ``x`` is (tokens, ...).
 
-How they travel: as messages between ranks on CPU (`messages`), as kernels of a communicator on GPUs
+On CPUs collectives are messages between ranks (`messages`), on GPUs kernels of a communicator
 (`communicator`).
 """
 
@@ -19,15 +19,17 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """Something under way."""
+    """Communication in progress."""
 
     def wait(self) -> object:
-        """Block until it is complete, on a GPU the current stream; raises `RuntimeError` if it failed."""
+        """Wait for the end, on a GPU with the current stream only; raise `RuntimeError` if the work
+        failed.
+        """
 
 
 @dataclass(frozen=True)
 class Works:
-    """Several as one."""
+    """Several works that are waited for together."""
 
     works: Sequence[Work]
 
@@ -37,85 +39,91 @@ class Works:
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """The work of an asynchronous call; torch returns none to ranks outside the group."""
+    """Return the work of an asynchronous call, checked: torch returns None to ranks outside the group."""
     assert work is not None, "this rank is not in the group it communicates in"
     return work
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A transfer that is ready to go. What it reads lives as long as this: keep it until the work is done."""
+    """A transfer that is ready to be issued. It holds the tensors that it reads: keep it until the work is
+    done.
+    """
 
     result: Tensor
     issue: Callable[[], Work]
     finish: Callable[[], object] | None = None
-    """What remains to be computed once the work is done, before the result may be read."""
+    """Function to call once the work is done, before the result may be read; None if there is nothing to
+    do.
+    """
     sends: int = 0
-    """Bytes that this rank sends, where whoever issues has to write them (CPU)."""
+    """Number of bytes that this rank sends, if the issuing thread has to write them (CPU)."""
 
 
 @dataclass(frozen=True)
 class Extents:
-    """How many tokens go to every rank, and come from it."""
+    """Numbers of tokens that are sent to and received from every rank."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
     @property
     def back(self) -> "Extents":
-        """The other way."""
+        """The extents of the transfer in the opposite direction."""
         return Extents(self.receives, self.sends)
 
 
 def gathered(x: Tensor, ranks: int, shares: Sequence[int] | None = None) -> Tensor:
-    """Memory for what all ranks' tensors like x are together."""
+    """Return empty memory for the gathered tensors of all ranks, each like x; ``shares``: tokens of each
+    rank.
+    """
     tokens = x.shape[0] * ranks if shares is None else sum(shares)
     return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 def scattered(x: Tensor, ranks: int, share: int | None = None) -> Tensor:
-    """Memory for one rank's part of x."""
+    """Return empty memory for one rank's part of x."""
     tokens = x.shape[0] // ranks if share is None else share
     return torch.empty((tokens, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 def _parts(x: Tensor, ranks: int, shares: Sequence[int] | None) -> Sequence[Tensor]:
-    """Every rank's part of x, views."""
+    """Return every rank's part of x, as views."""
     return x.chunk(ranks) if shares is None else x.split(list(shares))
 
 
 class Channel(ABC):
-    """Ranks that send each other messages, numbered from 0 in their order, as one of them sees them."""
+    """Ranks that send each other messages, numbered from 0 in their order, as seen by one of these ranks."""
 
     @abstractmethod
     def send(self, x: Tensor, to: int, tag: int) -> Launch:
-        """Send to one rank."""
+        """Send ``x`` to rank ``to``."""
 
     @abstractmethod
     def receive(self, x: Tensor, source: int, tag: int) -> Launch:
-        """Receive into ``x`` from one rank."""
+        """Receive into ``x`` from rank ``source``."""
 
     @abstractmethod
     def swap(self, x: Tensor, peer: int) -> Launch:
-        """Send ``x`` to a rank and receive as much from it."""
+        """Send ``x`` to a rank and receive a tensor of the same shape from this rank."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Let every connection be there that transfers will take; all ranks call this."""
+        """Establish all connections that transfers will use; all ranks call this."""
 
 
 class Line(Channel):
-    """The ranks that a collective spans."""
+    """The ranks of one collective."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This rank's number."""
+        """This rank's number in the line."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks in the line."""
 
     @abstractmethod
     def all_gather(
@@ -123,8 +131,8 @@ class Line(Channel):
     ) -> Launch:
         """Concatenate the tokens of all ranks, in rank order: (t, ...) -> (t x ranks, ...).
 
-        ``into``: the memory for that; x may be its part that is this rank's. ``shares``: tokens of every
-        rank, where they have not as many.
+        ``into``: memory for the result; x may be this rank's part of it. ``shares``: number of tokens of
+        every rank, if ranks have different numbers.
         """
 
     @abstractmethod
@@ -133,7 +141,7 @@ class Line(Channel):
     ) -> Launch:
         """Sum over the ranks and keep this rank's part of the tokens: (T, ...) -> (T / ranks, ...).
 
-        ``into``: the memory for that; it may be the part of x that is this rank's. ``shares``: as above.
+        ``into``: memory for the result; it may be this rank's part of x. ``shares``: as for `all_gather`.
         """
 
     @abstractmethod
@@ -142,23 +150,26 @@ class Line(Channel):
 
     @abstractmethod
     def meet(self) -> None:
-        """Come back when all ranks have come here."""
+        """Return when all ranks have called this."""
 
     @abstractmethod
     def align(self) -> None:
-        """Let what the current stream is given next begin when it may begin on all ranks."""
+        """Let the work issued next on the current stream begin at the same time on all ranks."""
 
     @abstractmethod
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Work:
-        """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it, if they are not
-        empty, which both sides know."""
+        """Send ``outgoing[peer]`` to every other rank and receive ``incoming[peer]`` from it. Empty tensors
+        are not transferred; both sides know which are empty.
+        """
 
     @abstractmethod
     def _trade(self, x: Tensor, y: Tensor, to: int, source: int) -> Work:
-        """Send x to one rank and receive y from one."""
+        """Send x to rank ``to`` and receive y from rank ``source``."""
 
     def all_to_all(self, x: Tensor, extents: Extents) -> Launch:
-        """Send every rank its tokens, which stand in rank order, and receive as they will stand."""
+        """Send every rank its tokens, which are in rank order in x; received tokens are in rank order,
+        too.
+        """
         x = x.contiguous()
         y = x.new_empty(sum(extents.receives), *x.shape[1:])
         outgoing, incoming = x.split(extents.sends), y.split(extents.receives)
@@ -170,7 +181,9 @@ class Line(Channel):
         return self._traded(x, peer, peer)
 
     def shift(self, x: Tensor, by: int) -> Launch:
-        """Send to the rank that comes ``by`` later, around the end; receive from the one before."""
+        """Send x to the rank ``by`` positions further on, cyclically; receive from the rank ``by`` positions
+        before.
+        """
         return self._traded(x, (self.rank + by) % self.size, (self.rank - by) % self.size)
 
     def _traded(self, x: Tensor, to: int, source: int) -> Launch:
@@ -179,7 +192,7 @@ class Line(Channel):
         return Launch(y, lambda: self._trade(x, y, to, source), sends=x.nbytes)
 
     def _gather_rows(self, x: Tensor, into: Tensor | None, shares: Sequence[int] | None) -> Launch:
-        """`all_gather` as messages."""
+        """Implement `all_gather` with messages."""
         x = x.contiguous()
         y = into if into is not None else gathered(x, self.size, shares)
         parts = _parts(y, self.size, shares)
@@ -188,7 +201,7 @@ class Line(Channel):
         return Launch(y, lambda: self._exchange([x] * self.size, parts), finish, x.nbytes * (self.size - 1))
 
     def _scatter_rows(self, x: Tensor, into: Tensor | None, shares: Sequence[int] | None) -> Launch:
-        """`reduce_scatter` as messages; the sum is in rank order."""
+        """Implement `reduce_scatter` with messages; terms are added in rank order."""
         x, own = x.contiguous(), self.rank
         y = into if into is not None else scattered(x, self.size, None if shares is None else shares[own])
         parts = _parts(x, self.size, shares)

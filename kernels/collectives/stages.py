@@ -1,8 +1,8 @@
-"""Stages of collectives: over ranks along one dim of a mesh, with rows in the order of all dims.
+"""Single stages of collectives: over the ranks along one dim of a mesh, with rows in the order of all dims.
 
-What ranks along the dims of a mesh [N1, ..., Nd] have together stands in the order of these, the last one
-fastest. A stage over dim k moves blocks of N(k+1) x ... x Nd ranks' rows; where dims before k are there, too,
-(``outer`` blocks of them), what a collective delivers rank after rank has to change places.
+Rows of ranks along the dims of a mesh [N1, ..., Nd] are ordered by these dims, the last dim fastest. A stage
+over dim k moves blocks of N(k+1) x ... x Nd ranks' rows. If a tensor also spans dims before k (``outer``
+blocks), the blocks that a collective returns in rank order must be reordered.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from braid.kernels.collectives.primitives import Launch, Line
 
 
 def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
-    """(outer x t, ...) of every rank -> (outer x ranks x t, ...), in memory of its own or ``into``."""
+    """Gather (outer x t, ...) of every rank to (outer x ranks x t, ...), in new memory or ``into``."""
     if outer == 1:
         return line.all_gather(x, into=into)
     launch = line.all_gather(x)
@@ -33,7 +33,9 @@ def gather_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) 
 
 
 def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None) -> Launch:
-    """(outer x ranks x t, ...) -> (outer x t, ...), summed over the ranks; as `gather_stage`."""
+    """Sum (outer x ranks x t, ...) over the ranks and scatter to (outer x t, ...), in new memory or
+    ``into``.
+    """
     if outer > 1:
         rows = x.shape[0] // (outer * line.size)
         x = x.reshape(outer, line.size, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
@@ -41,6 +43,8 @@ def scatter_stage(line: Line, x: Tensor, outer: int, into: Tensor | None = None)
 
 
 def whole_shares(x: Tensor, ranks: int) -> Tensor:
-    """x, of one dim, or where it cannot be divided among the ranks a copy with zeros behind it."""
+    """Return x (1-dim), or, if its length is no multiple of ``ranks``, a copy padded with zeros at the
+    end.
+    """
     missing = -x.numel() % ranks
     return torch.cat([x, x.new_zeros(missing)]) if missing else x

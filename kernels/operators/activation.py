@@ -15,15 +15,15 @@ _gelu_backward = torch.ops.aten.gelu_backward.default
 
 
 class SwiGLU(ComputeOperator):
-    """a = silu(gate) * up."""
+    """SwiGLU: a = silu(gate) * up."""
 
     def forward(self, gu_T2F: Tensor) -> tuple[Tensor]:
-        """Return a_TF; the first F columns of gu are the gate, the others are up."""
+        """Return a_TF; the first F columns of gu are the gate, the last F columns are up."""
         gate_TF, up_TF = gu_T2F.chunk(2, dim=-1)
         return (F.silu(gate_TF).mul_(up_TF),)
 
     def input_gradient(self, d_a_TF: Tensor, gu_T2F: Tensor) -> tuple[Tensor]:
-        """Return d_gu_T2F; the half that is written last serves as scratch for the other."""
+        """Return d_gu_T2F; the half that is written last serves as scratch memory for the first half."""
         gate_TF, up_TF = gu_T2F.chunk(2, dim=-1)
         d_gu_T2F = torch.empty_like(gu_T2F)
         d_gate_TF, d_up_TF = d_gu_T2F.chunk(2, dim=-1)
@@ -34,12 +34,12 @@ class SwiGLU(ComputeOperator):
 
 
 class GELU(ComputeOperator):
-    """GELU in its tanh approximation."""
+    """The activation GELU, in its tanh approximation."""
 
     def forward(self, h_TF: Tensor) -> tuple[Tensor]:
-        """Return a_TF."""
+        """Return a_TF, the activation of h."""
         return (F.gelu(h_TF, approximate="tanh"),)
 
     def input_gradient(self, d_a_TF: Tensor, h_TF: Tensor) -> tuple[Tensor]:
-        """Return d_h_TF."""
+        """Return d_h_TF, the gradient of h."""
         return (_gelu_backward(d_a_TF, h_TF, approximate="tanh"),)

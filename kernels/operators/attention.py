@@ -1,7 +1,8 @@
 """Causal self-attention with rotary position embedding and grouped keys and values.
 
 Sources: Vaswani et al. 2017; rotary embedding, Su et al. 2021, in the pairing of Hugging Face's Llama
-(dimension i turns with i + d/2), so that weights are interchangeable; grouped queries, Ainslie et al. 2023.
+(dimension i is rotated with i + d/2), so that weights are interchangeable; grouped queries, Ainslie et al.
+2023.
 
 Legend: T tokens = b samples of s tokens, Q = local query heads * d, K = local key/value heads * d, d the
 dimension of a head, n heads.
@@ -25,19 +26,22 @@ BACKENDS: Final[Mapping[str, SDPBackend]] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Torch's kernels of attention that store no scores, by name. Few run everywhere: the first call raises
-RuntimeError where one does not."""
+"""Torch's attention kernels that do not store the scores, by name. Most support few devices and dtypes; the
+first call raises RuntimeError if a kernel does not support its inputs.
+"""
 
 
 class Scaling(Hashable, Protocol):
-    """What becomes of a rotary embedding; equal ones are equal objects."""
+    """Changes the frequencies and the magnitude of a rotary embedding; hashable, and equal by value."""
 
     @property
     def magnitude(self) -> float:
-        """Of what is turned, over what it was."""
+        """Factor by which the rotated vectors are multiplied."""
 
     def frequencies(self, plain: Sequence[float], /) -> Sequence[float]:
-        """What takes the place of the plain ones, in radians per token, the highest first."""
+        """Return the frequencies, in radians per token and highest first, that replace the ``plain``
+        frequencies.
+        """
 
 
 @lru_cache(maxsize=8)
@@ -49,10 +53,10 @@ def rotary_tables(
     dtype: torch.dtype,
     scaling: Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each s x 1 x d/2, of position * frequency; one copy serves all layers.
+    """Return tables (each s x 1 x d/2) of cos and sin of position * frequency; all layers share one copy.
 
-    Frequency i is base^(-2i/d), or what ``scaling`` makes of it, which may multiply the tables, too. They are
-    in fp32 for 16-bit activations (``dtype``) too, in which an angle's rounding would be seen.
+    Frequency i is base^(-2i/d), or the value that ``scaling`` replaces it with; ``scaling`` may also multiply
+    the tables. Tables for 16-bit activations (``dtype``) are fp32, since 16 bits would round angles visibly.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
     positions = torch.arange(sequence, device=device, dtype=torch.float64)
@@ -68,10 +72,11 @@ def rotary_tables(
 def turn(
     x_bsnd: Tensor, tables: tuple[Tensor, Tensor] | None, out_bsnd: Tensor, *, back: bool = False
 ) -> None:
-    """Write x, every pair (i, i + d/2) turned by its angle, or turned ``back``, to ``out``.
+    """Rotate every pair (i, i + d/2) of x by its angle, or by the negative angle if ``back``; write to
+    ``out``.
 
-    It is computed in the dtype of the tables (`rotary_tables`), and rounded once to that of ``out``. Without
-    tables it is copied.
+    The rotation is computed in the dtype of the tables (`rotary_tables`) and rounded once to the dtype of
+    ``out``. Without tables x is copied.
     """
     if tables is None:
         out_bsnd.copy_(x_bsnd)
@@ -87,16 +92,16 @@ def turn(
 
 
 def _grouped_kernel_exists(q: Tensor) -> bool:
-    """Whether a kernel that stores no scores takes fewer key heads than query heads.
+    """Return whether an attention kernel that stores no scores accepts fewer key heads than query heads.
 
-    The flash kernels do, on the CPU in every dtype, on CUDA in 16 bits; otherwise torch would silently
-    choose the implementation that stores all s x s scores.
+    The flash kernels do: on a CPU in every dtype, on CUDA in 16 bits. Otherwise torch would silently choose
+    the implementation that stores all s x s scores.
     """
     return q.device.type == "cpu" or q.dtype in (torch.bfloat16, torch.float16)
 
 
 class Heads(ComputeOperator):
-    """What works on this rank's heads of queries, keys and values, turned by their positions."""
+    """Base of operators on this rank's heads of queries, keys and values, which rotary embedding rotates."""
 
     def __init__(
         self,
@@ -114,23 +119,23 @@ class Heads(ComputeOperator):
 
     @property
     def width(self) -> int:
-        """Columns q, k, v, each head by head: Q + 2K."""
+        """Number of columns of q, k and v together, head by head: Q + 2K."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def _q_k_v(self, heads: Tensor, dim: int) -> tuple[Tensor, ...]:
         return torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=dim)
 
     def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all positions."""
+        """Return the rotary tables (cos, sin) of all positions, on the device of ``like``."""
         assert self.rotary_base is not None
         where = like.device, like.dtype
         return rotary_tables(self.sequence, self.head_dim, self.rotary_base, *where, self.rotary_scaling)
 
 
 class Attention(Heads):
-    """softmax(q kᵀ / sqrt(d)) v for this rank's heads; no parameters.
+    """Causal attention, softmax(q kᵀ / sqrt(d)) v, for this rank's heads; has no parameters.
 
-    ``backend``: the kernel of torch that computes it (`BACKENDS`); None: torch chooses.
+    ``backend``: the torch kernel that computes attention (a key of `BACKENDS`); None: torch chooses.
     """
 
     def __init__(self, *, backend: str | None = None, **settings: Any) -> None:
@@ -138,23 +143,23 @@ class Attention(Heads):
         self.backend = None if backend is None else BACKENDS[backend]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, AutogradGraph]:
-        """Map qkv (T x (Q + 2K)) to o_TQ and what the backward needs.
+        """Map qkv (T x (Q + 2K)) to o_TQ and the values saved for the backward pass.
 
-        Saved are the turned q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores and o, which
-        shares the storage of o_TQ.
+        The saved values are the rotated q, k, v (a copy: qkv may be freed), the log-sum-exp of the scores,
+        and o, which shares the storage of o_TQ.
         """
         turned_bsnd = self._turn_heads(self._split_heads(qkv))
         (o_bnsd,), graph = record(self._attend, *self._q_k_v(turned_bsnd.transpose(1, 2), dim=1))
         return o_bnsd.transpose(1, 2).reshape(qkv.shape[0], -1), graph
 
     def input_gradient(self, d_o_TQ: Tensor, saved: AutogradGraph) -> tuple[Tensor]:
-        """Return d_qkv (T x (Q + 2K)); frees ``saved``."""
+        """Return d_qkv (T x (Q + 2K)), the gradient of the input; free the memory of ``saved``."""
         d_o_bnsd = d_o_TQ.view(-1, self.sequence, self.heads, self.head_dim).transpose(1, 2)
         d_q, d_k, d_v = (cast(Tensor, d) for d in saved.gradients((d_o_bnsd,), saved.inputs))
         return (self._turn_back(d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)),)
 
     def _turn_heads(self, qkv_bsnd: Tensor) -> Tensor:
-        """A copy of q, k, v with q and k turned."""
+        """Return a copy of q, k, v in which q and k are rotated."""
         turned_bsnd = torch.empty_like(qkv_bsnd)
         turning = self.heads + self.kv_heads if self.rotary_base is not None else 0
         if turning:
@@ -163,7 +168,7 @@ class Attention(Heads):
         return turned_bsnd
 
     def _turn_back(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> Tensor:
-        """d_qkv (T x (Q + 2K)) from the gradients of the turned heads, each b x s x n x d."""
+        """Return d_qkv (T x (Q + 2K)), given the gradients of the rotated heads, each b x s x n x d."""
         d_qkv = d_q.new_empty(d_q.shape[0] * d_q.shape[1], self.width)
         to_q, to_k, to_v = self._q_k_v(self._split_heads(d_qkv), dim=2)
         tables = None if self.rotary_base is None else self._tables(d_qkv)
@@ -181,7 +186,9 @@ class Attention(Heads):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     def _split_heads(self, qkv: Tensor) -> Tensor:
-        """View qkv as b x s x (q, k and v heads) x d; ValueError for another number of columns."""
+        """View qkv as b x s x (q, k and v heads) x d; raise ValueError if qkv has another number of
+        columns.
+        """
         if qkv.shape[1] != self.width:
             raise ValueError(
                 f"qkv has {qkv.shape[1]} columns, not (heads + 2 kv_heads) head_dim = {self.width}"

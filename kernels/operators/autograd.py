@@ -1,4 +1,4 @@
-"""Operators whose gradients torch's autograd derives, recorded one operator at a time."""
+"""Operators whose gradients torch's autograd derives; the graph of each operator is recorded separately."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from braid.kernels.operators.operator import ComputeOperator, Saved
 
 
 class AutogradGraph(Saved):
-    """The recorded graph of one call, opaque to the executor.
+    """The recorded autograd graph of one call, opaque to the executor.
 
-    It holds the inputs and what autograd saved for the gradients, not the outputs. It can be asked for
-    gradients ``uses`` times; then it is empty.
+    It holds the inputs and the tensors that autograd saved for the gradients, but not the outputs. Gradients
+    can be computed ``uses`` times; then the graph is freed.
     """
 
     def __init__(self, inputs: tuple[Tensor, ...], outputs: Iterable[Tensor], uses: int) -> None:
@@ -24,7 +24,9 @@ class AutogradGraph(Saved):
         ]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the graph keeps alive, for accounts of memory; asking autograd for it is slow."""
+        """Yield the tensors that the graph keeps alive, for accounts of memory; the query to autograd is
+        slow.
+        """
         yield from self.inputs
         for edge in self._edges:
             if edge is not None:
@@ -32,7 +34,7 @@ class AutogradGraph(Saved):
                 yield from (value.detach() for value in saved if isinstance(value, Tensor))
 
     def gradients(self, d_outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Gradients of ``targets``, None where the outputs do not depend on one."""
+        """Return the gradients of ``targets``; None for a target that the outputs do not depend on."""
         assert self._uses > 0, (
             "the graph was freed: all gradients that it was recorded for have been computed"
         )
@@ -53,7 +55,8 @@ def record(
 ) -> tuple[tuple[Tensor, ...], AutogradGraph]:
     """Call ``function`` under autograd; return its outputs (one tensor or several), detached, and the graph.
 
-    Floating-point tensors among the inputs become the leaves that gradients can be asked for, ``uses`` times.
+    Floating-point tensors among the inputs become leaves, whose gradients the graph can compute ``uses``
+    times.
     """
     arguments = [_leaf(value) for value in inputs]
     with torch.enable_grad():
@@ -70,11 +73,12 @@ def _leaf(value: Any) -> Any:
 
 
 class AutogradOperator(ComputeOperator):
-    """Any `torch.nn.Module` as a compute operator.
+    """Makes a compute operator of any `torch.nn.Module`.
 
-    The module maps tensors to a tensor or to several. Parameters that require gradients get them in
-    ``input_gradient``, or in a call of their own, before or after it, if ``splits_weight_gradient``; the
-    latter keeps the graph until both are done, and walks twice what lies between outputs and parameters.
+    The module maps tensors to one or several tensors. Gradients of its parameters are computed in
+    ``input_gradient``, or, if ``splits_weight_gradient``, in a separate call of ``weight_gradient`` before or
+    after it; the separate call keeps the graph until both calls are done, and runs twice through the graph
+    between outputs and parameters.
     """
 
     def __init__(self, *, module: nn.Module, splits_weight_gradient: bool = False) -> None:
@@ -98,7 +102,7 @@ class AutogradOperator(ComputeOperator):
         return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in d_inputs)
 
     def weight_gradient(self, *values: Any) -> None:
-        """Accumulate the parameters' gradients, if ``input_gradient`` did not."""
+        """Accumulate the gradients of the parameters, unless ``input_gradient`` has done so."""
         if not self.splits_weight_gradient:
             return
         *d_outputs, graph = values

@@ -1,12 +1,12 @@
-"""Self-attention whose keys and values come from several ranks, or to some documents of several.
+"""Self-attention of this rank's queries to keys and values of several ranks (context parallelism).
 
-`SplitHeads` turns queries and keys by their positions and hands on queries apart from keys and values, so
-that only these travel: gathered (`GatheredAttention`), or passed around, attended to step by step
-(`RingAttention`; Liu et al. 2023). Grouped heads are sent once per group. Where tokens meet their own
-document's only, all three read `Documents` too.
+`SplitHeads` rotates queries and keys by their positions and separates queries from keys and values, so that
+only keys and values are sent: gathered (`GatheredAttention`), or passed around a ring in steps
+(`RingAttention`; Liu et al. 2023). Grouped heads are sent once per group. If tokens attend only to their own
+document, all three operators also read `Documents`.
 
-Legend: T tokens on this rank, of b samples with s of them each; R tokens of all cp ranks; Q = query heads
-times d, K = key (and value) heads times d on this rank, d the dimension of a head.
+Legend: T tokens on this rank: s of each of b samples; R tokens of all cp ranks; on this rank, Q = query heads
+times d, K = key (and value) heads times d, d the dimension of a head.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from braid.kernels.operators.partial_attention import Merged, gradients
 
 
 class _ContextHeads(Heads):
-    """``order``: which tokens of a sample this rank has."""
+    """Heads of a rank that has some of a sample's tokens. ``order``: the tokens that this rank has."""
 
     def __init__(self, *, order: TokenOrder, **settings: Any) -> None:
         super().__init__(**settings)
@@ -31,7 +31,7 @@ class _ContextHeads(Heads):
         self._rows = len(order.pieces[0]) * order.length
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        """b x s x heads x d."""
+        """Return a view of x of shape b x s x heads x d."""
         return x.view(-1, self._rows, heads, self.head_dim)
 
     def _keys_values(self, kv: Tensor, samples: int) -> tuple[Tensor, Tensor]:
@@ -40,12 +40,14 @@ class _ContextHeads(Heads):
 
 
 class SplitHeads(_ContextHeads):
-    """Queries apart from keys and values, the former and the keys turned by their positions."""
+    """Separates queries from keys and values, and rotates queries and keys by their positions."""
 
     _own_tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, qkv: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Map qkv (T x (Q + 2K)) to q_TQ and kv_T2K."""
+        """Map qkv (T x (Q + 2K)) to q_TQ, the rotated queries, and kv_T2K, the rotated keys and the
+        values.
+        """
         q, k, v = self._parts(qkv)
         q_TQ = qkv.new_empty(qkv.shape[0], self.heads * self.head_dim)
         kv_T2K = qkv.new_empty(qkv.shape[0], 2 * self.kv_heads * self.head_dim)
@@ -59,7 +61,7 @@ class SplitHeads(_ContextHeads):
     def input_gradient(
         self, d_q_TQ: Tensor, d_kv_T2K: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor]:
-        """Return d_qkv."""
+        """Return d_qkv (T x (Q + 2K))."""
         d_qkv = d_q_TQ.new_empty(d_q_TQ.shape[0], self.width)
         to_q, to_k, to_v = self._parts(d_qkv)
         d_k, d_v = self._keys_values(d_kv_T2K, to_q.shape[0])
@@ -73,7 +75,9 @@ class SplitHeads(_ContextHeads):
         return self._q_k_v(self._split(qkv, self.heads + 2 * self.kv_heads), dim=2)
 
     def _turning(self, like: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines by position: s x 1 x d/2 of all samples alike, or b x s x 1 x d/2."""
+        """Return cos and sin by position: s x 1 x d/2 if equal for all samples, or b x s x 1 x d/2. None: no
+        rotation.
+        """
         if self.rotary_base is None:
             return None
         cos, sin = self._tables(like)
@@ -88,12 +92,12 @@ class SplitHeads(_ContextHeads):
 
 @dataclass(frozen=True)
 class Attended(Saved):
-    """What the backward pass needs of attention beside queries, keys and values."""
+    """Values of attention that are saved for the backward pass, in addition to queries, keys and values."""
 
     o_bsnd: Tensor
     lse_bns: Tensor
     ordered_kv: Tensor | None = None
-    """R x 2K: keys and values in the order of the sample, where they have come in another one."""
+    """R x 2K: keys and values in the order of the sample; None if they arrived in this order."""
 
     def tensors(self) -> list[Tensor]:
         held = [self.o_bsnd, self.lse_bns]
@@ -108,7 +112,7 @@ class _ContextAttention(_ContextHeads):
     def _gradients(
         self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, kv: Tensor, work: Blocks
     ) -> tuple[Tensor, Tensor]:
-        """d_q_TQ and d_kv, of the shape of ``kv``."""
+        """Return d_q_TQ, and d_kv in the shape of ``kv``."""
         d_o, q = (self._split(x, self.heads) for x in (d_o_TQ, q_TQ))
         k, v = self._keys_values(kv, q.shape[0])
         d_q, d_k, d_v = gradients(d_o, q, k, v, saved.o_bsnd, saved.lse_bns, work)
@@ -121,7 +125,7 @@ class GatheredAttention(_ContextAttention):
     def forward(
         self, q_TQ: Tensor, kv_R2K: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Attended]:
-        """Map q and all ranks' kv, rank after rank, to o_TQ and what the backward pass needs."""
+        """Map q and all ranks' kv, rank after rank, to o_TQ and the values saved for the backward pass."""
         q, ordered = self._split(q_TQ, self.heads), torch.empty_like(kv_R2K)
         for there, here in self._pieces(kv_R2K, ordered, q.shape[0], documents):
             here.copy_(there)
@@ -132,7 +136,7 @@ class GatheredAttention(_ContextAttention):
     def input_gradient(
         self, d_o_TQ: Tensor, saved: Attended, q_TQ: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return d_q_TQ, and d_kv_R2K: this rank's part of the sum over the ranks, rank after rank."""
+        """Return d_q_TQ and d_kv_R2K, rank after rank: this rank's term of a sum over the ranks."""
         assert saved.ordered_kv is not None
         work = (documents or self.order).gathered
         d_q, d_kv = self._gradients(d_o_TQ, saved, q_TQ, saved.ordered_kv, work)
@@ -144,7 +148,9 @@ class GatheredAttention(_ContextAttention):
     def _pieces(
         self, by_rank: Tensor, ordered: Tensor, samples: int, documents: Documents | None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every piece where it stands by rank, and in the order of the sample."""
+        """Yield two views of every piece: in the tensor ordered by rank, and in the tensor in the sample's
+        order.
+        """
         ranks, each = len(self.order.pieces), len(self.order.pieces[0])
         by_rank_rbpl = by_rank.view(ranks, samples, each, self.order.length, -1)
         ordered_bpl = ordered.view(samples, ranks * each, self.order.length, -1)
@@ -157,7 +163,7 @@ class GatheredAttention(_ContextAttention):
 
 
 class RingAttention(_ContextAttention):
-    """A step of causal attention: to the keys of the rank that comes so many before."""
+    """One step of causal ring attention: to the keys of the rank ``step`` positions before this rank."""
 
     def __init__(self, *, step: int, **settings: Any) -> None:
         super().__init__(**settings)
@@ -166,9 +172,11 @@ class RingAttention(_ContextAttention):
     def forward(
         self, q_TQ: Tensor, kv_T2K: Tensor, *more: Merged | Documents
     ) -> tuple[Merged] | tuple[Tensor, Attended]:
-        """Add to what was attended to so far, in place; the last step returns o_TQ and what is saved.
+        """Merge attention to this step's keys into the result so far, in place; the last step returns o_TQ
+        and the values saved for the backward pass.
 
-        ``more``: behind the first step what was attended to so far; the documents, where there are some.
+        ``more``: from the second step on, the result of the previous step; and `Documents`, if the batch has
+        them.
         """
         q = self._split(q_TQ, self.heads)
         so_far = next((one for one in more if isinstance(one, Merged)), None)
@@ -176,7 +184,7 @@ class RingAttention(_ContextAttention):
         merged = self._attend(so_far or Merged(q), q, kv_T2K, (documents or self.order).ring[self._step])
         if not self._last:
             return (merged,)
-        # What was added up dies now, and with it both its tensors; of one step they go on.
+        # The merged result is freed now; one step's tensors are passed on, several steps' are copied.
         o = merged.o_bsnd.to(q.dtype, copy=self._step > 0)
         lse = merged.lse_bns.clone() if self._step else merged.lse_bns
         return o.view(q_TQ.shape), Attended(o, lse)
@@ -189,15 +197,15 @@ class RingAttention(_ContextAttention):
         kv_T2K: Tensor,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what this step's keys add to d_q_TQ, and d_kv_T2K."""
+        """Return this step's contribution to d_q_TQ, and d_kv_T2K."""
         return self._gradients(d_o_TQ, saved, q_TQ, kv_T2K, (documents or self.order).ring[self._step])
 
 
 def context_attention(*, order: TokenOrder, ring: bool, **settings: Any) -> dict[str, ComputeOperator]:
-    """The operators that attention is made of, by what their names add to its own.
+    """Return the operators that form attention, by the suffix that each adds to attention's name.
 
-    ``settings``: of `Heads`. ``ring``: keys and values are passed around, else gathered. One rank attends to
-    its own, in one step.
+    ``settings``: arguments of `Heads`. ``ring``: keys and values are passed around a ring; otherwise they are
+    gathered. A single rank attends to its own keys, in one step.
     """
     ranks, settings = len(order.pieces), {**settings, "order": order}
     split = SplitHeads(**settings)

@@ -1,13 +1,12 @@
-"""Which tokens of a sample a rank has, and which queries meet which keys.
+"""Assigns the tokens of a sample to ranks, and finds which queries attend to which keys.
 
-With context parallelism a sample of s tokens is cut into 2 cp pieces of equal length, of which every rank has
-two. Under a causal mask a later piece meets more keys: rank r takes pieces r and 2 cp - 1 - r, so that all
-have equal work, with the keys of every other rank too (zigzag: Llama 3, Grattafiori et al. 2024, section
-3.3.2). Where tokens meet those of their own document only, pieces go to ranks by the work that there is in
-them.
+With context parallelism a sample of s tokens is cut into 2 cp pieces of equal length; every rank has two.
+Under a causal mask later pieces attend to more keys: rank r takes pieces r and 2 cp - 1 - r, so that all
+ranks have equal work, also with the keys of each single rank (zigzag: Llama 3, Grattafiori et al. 2024,
+section 3.3.2). If tokens attend only to their own document, pieces are assigned by the amount of their work.
 
-Documents of a sample are the places of their first tokens, ascending, the first one 0 (also where the sample
-begins within a document).
+Documents of a sample are given by the positions of their first tokens, ascending; the first position is 0
+(also if the sample begins within a document).
 """
 
 from bisect import bisect_right
@@ -22,14 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """What one call of a kernel computes: rows of this rank's queries, and of the keys that it is given."""
+    """The work of one call of an attention kernel: rows of this rank's queries, and rows of the given
+    keys.
+    """
 
     queries: slice
     keys: slice
     causal: bool
-    """As many of both, of which a query meets those up to its own place; else it meets all."""
+    """True: queries and keys have equally many rows, and query i attends to keys 0 to i. False: to all
+    keys.
+    """
     samples: slice
-    """Of the micro-batch."""
+    """Range of samples of the micro-batch."""
 
 
 Blocks = tuple[AttentionBlock, ...]
@@ -37,51 +40,55 @@ Blocks = tuple[AttentionBlock, ...]
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Which tokens of a sample, or of all alike, a rank has, and what they attend to."""
+    """The tokens that a rank has of one sample, or of all samples alike, and the keys that they attend to."""
 
     pieces: tuple[tuple[int, ...], ...]
-    """Of every rank, as many."""
+    """Numbers of the pieces of each rank; all ranks have equally many pieces."""
     rank: int
     length: int
-    """Tokens of a piece."""
+    """Number of tokens in a piece."""
     documents: tuple[int, ...] = (0,)
     sample: int | None = None
-    """Its number in the micro-batch; None: all of them."""
+    """Number of the sample in the micro-batch; None: the order holds for all samples."""
 
     @property
     def own(self) -> list[int]:
-        """Places of this rank's tokens in the sample."""
+        """Positions in the sample of this rank's tokens."""
         begins = (piece * self.length for piece in self.pieces[self.rank])
         return [place for begin in begins for place in range(begin, begin + self.length)]
 
     @property
     def samples(self) -> slice:
-        """Of the micro-batch, in this order."""
+        """Range of the micro-batch's samples for which this order holds."""
         return slice(None) if self.sample is None else slice(self.sample, self.sample + 1)
 
     @cached_property
     def gathered(self) -> Blocks:
-        """What this rank's queries do with the keys of all ranks, in the order of the sample."""
+        """Attention of this rank's queries to the keys of all ranks, given in the order of the sample."""
         return tuple(self._blocks(range(sum(map(len, self.pieces)))))
 
     @cached_property
     def ring(self) -> tuple[Blocks, ...]:
-        """With the keys of every rank: first its own, then the previous rank's, and so on around."""
+        """Attention to the keys of one rank per step: first this rank's keys, then the previous rank's, and
+        so on.
+        """
         ranks = len(self.pieces)
         return tuple(tuple(self._blocks(self.pieces[(self.rank - n) % ranks])) for n in range(ranks))
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where every piece of the sample stands among those of all ranks, rank after rank."""
+        """For every piece of the sample, its index in the list of all ranks' pieces, rank after rank."""
         there = list(chain.from_iterable(self.pieces))
         return tuple(map(there.index, range(len(there))))
 
     def begin_of(self, place: int) -> int:
-        """Of the document that a place is in."""
+        """Return the position of the first token of the document that contains a position."""
         return self.documents[bisect_right(self.documents, place) - 1]
 
     def _blocks(self, keys: Sequence[int]) -> list[AttentionBlock]:
-        """What this rank's queries have to do with the keys of some pieces, which stand side by side."""
+        """Return the attention of this rank's queries to the keys of the given pieces, which are adjacent in
+        memory.
+        """
         found, length = [], self.length
         for number, piece in enumerate(self.pieces[self.rank]):
             low, high = piece * length, (piece + 1) * length
@@ -96,7 +103,9 @@ class TokenOrder:
 
 
 def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[slice]:
-    """Rows of the places ``begin`` to ``end`` of the sample among the keys of some pieces, as runs."""
+    """Return rows of the sample's positions ``begin`` to ``end`` among the keys of some pieces, as long
+    slices.
+    """
     found: list[slice] = []
     for number, piece in enumerate(keys):
         low, high = max(begin, piece * length), min(end, (piece + 1) * length)
@@ -109,7 +118,7 @@ def _rows(keys: Sequence[int], length: int, begin: int, end: int) -> list[slice]
 
 
 def causal_order(ranks: int, rank: int, sequence: int) -> TokenOrder:
-    """That of samples of one document; of one rank, all of it."""
+    """Return the token order for samples of one document each; a single rank has all tokens."""
     if ranks == 1:
         return TokenOrder(((0,),), 0, sequence)
     pieces = tuple((number, 2 * ranks - 1 - number) for number in range(ranks))
@@ -119,9 +128,8 @@ def causal_order(ranks: int, rank: int, sequence: int) -> TokenOrder:
 def document_order(
     ranks: int, rank: int, sequence: int, documents: Sequence[int], sample: int | None = None
 ) -> TokenOrder:
-    """That of a sample of several documents: the piece with most work goes with the one with least.
-
-    With one document it is `causal_order`.
+    """Return the token order for a sample of several documents: the piece with most work is paired with the
+    piece with least work. With one document the result equals `causal_order`.
     """
     order = replace(causal_order(ranks, rank, sequence), documents=tuple(documents), sample=sample)
     if ranks == 1:
@@ -133,7 +141,7 @@ def document_order(
 
 
 def _work(documents: Sequence[int], sequence: int, pieces: int) -> list[int]:
-    """Keys that the queries of each piece meet."""
+    """Return, for each piece, the number of (query, key) pairs that its queries attend to."""
     length, found = sequence // pieces, [0] * pieces
     for first, behind in pairwise([*documents, sequence]):
         for piece in range(first // length, -(-behind // length)):
@@ -144,29 +152,31 @@ def _work(documents: Sequence[int], sequence: int, pieces: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Of a micro-batch whose tokens meet those of their own document only: the order of every sample."""
+    """Documents of a micro-batch whose tokens attend only to their own document: the order of every
+    sample.
+    """
 
     orders: tuple[TokenOrder, ...]
     positions: Tensor
-    """T: of this rank's tokens, for their embedding."""
+    """Position of each of this rank's T tokens, for position embeddings."""
 
     @cached_property
     def gathered(self) -> Blocks:
-        """As `TokenOrder.gathered`, of all samples."""
+        """The blocks of `TokenOrder.gathered` for all samples."""
         return tuple(block for order in self.orders for block in order.gathered)
 
     @cached_property
     def ring(self) -> tuple[Blocks, ...]:
-        """As `TokenOrder.ring`, of all samples."""
+        """The blocks of `TokenOrder.ring`, step by step, for all samples."""
         steps = zip(*(order.ring for order in self.orders), strict=True)
         return tuple(tuple(chain.from_iterable(step)) for step in steps)
 
     def on(self, device: torch.device) -> "Documents":
-        """The same for a device."""
+        """Return a copy whose positions are on a device."""
         return replace(self, positions=self.positions.to(device, non_blocking=True))
 
     def part(self, number: int, parts: int) -> "Documents":
-        """Of one of several equal parts of the samples."""
+        """Return the documents of part ``number`` of the samples, which are divided into equal ``parts``."""
         samples = len(self.orders) // parts
         first = number * samples
         orders = (
@@ -177,7 +187,9 @@ class Documents:
 
 
 def documents_of(orders: Sequence[TokenOrder], *, restart: bool) -> Documents:
-    """``restart``: positions are counted from the begin of each document, else from that of the sample."""
+    """Make `Documents` of a micro-batch. ``restart``: count positions from the first token of each document,
+    not from that of the sample.
+    """
     counted = ((order, place) for order in orders for place in order.own)
     positions = [place - order.begin_of(place) if restart else place for order, place in counted]
     return Documents(tuple(orders), torch.tensor(positions))

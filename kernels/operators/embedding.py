@@ -16,9 +16,9 @@ from braid.kernels.operators.vocabulary import VocabularyShard
 
 
 def _accumulate_rows(total_VD: Tensor, row_T: Tensor, d_TD: Tensor) -> None:
-    """Add each d_D to its row of a sum of gradients, in an order that is the same on every run.
+    """Add each row of d to its row of a sum of gradients, in an order that is the same in every run.
 
-    ``index_add_`` keeps an order on the CPU only; elsewhere an accumulating ``index_put_`` does, by sorting.
+    ``index_add_`` is deterministic on the CPU only; elsewhere an accumulating ``index_put_`` is, which sorts.
     """
     d_TD = d_TD.to(total_VD.dtype)
     if d_TD.device.type == "cpu":
@@ -28,7 +28,7 @@ def _accumulate_rows(total_VD: Tensor, row_T: Tensor, d_TD: Tensor) -> None:
 
 
 class VocabularyEmbedding(ComputeOperator):
-    """Rows [first_row, first_row + rows) of the token embedding of ``vocabulary`` tokens.
+    """Embeds tokens by rows [first_row, first_row + rows) of the table, which has ``vocabulary`` rows.
 
     The partial results of the ranks sum to the embedding: every row is zero on all ranks but one.
     """
@@ -41,13 +41,15 @@ class VocabularyEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **home))
 
     def forward(self, tokens_T: Tensor) -> tuple[Tensor]:
-        """Return partial_TD for int64 tokens; ValueError for a token outside the vocabulary (CPU only)."""
+        """Return partial_TD for int64 tokens; raise ValueError for a token outside the vocabulary (CPU
+        only).
+        """
         row_T, outside_T = self.shard.locate(tokens_T)
         partial_TD = F.embedding(row_T, self.weight)
         return (partial_TD if outside_T is None else partial_TD.masked_fill_(outside_T.unsqueeze(-1), 0),)
 
     def weight_gradient(self, d_TD: Tensor, tokens_T: Tensor) -> None:
-        """Accumulate d into the rows of the tokens that this rank holds; deterministic."""
+        """Accumulate d into the weight rows of the tokens that this rank holds; deterministic."""
         row_T, outside_T = self.shard.locate(tokens_T)
         if outside_T is not None:
             d_TD = d_TD.masked_fill(outside_T.unsqueeze(-1), 0)
@@ -55,11 +57,11 @@ class VocabularyEmbedding(ComputeOperator):
 
 
 class PositionEmbedding(ComputeOperator):
-    """Learned positions, added: y = x + weight[position].
+    """Adds learned position embeddings: y = x + weight[position].
 
-    ``own``: the positions of a sample's tokens that this rank has (context parallelism), by default all.
-    ``token_offset`` is the place of this rank's first token in the flattened micro-batch (batch-major, those
-    of each sample), so that token i has position own[(token_offset + i) mod len(own)].
+    ``own``: positions in a sample of the tokens that this rank has (context parallelism), by default all.
+    ``token_offset``: index of this operator's first token in the micro-batch's tokens, which are flattened
+    sample by sample: token i has position own[(token_offset + i) mod len(own)].
     """
 
     def __init__(
@@ -77,15 +79,15 @@ class PositionEmbedding(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(sequence, hidden, **home))
 
     def forward(self, x_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return y_tD."""
+        """Return y_tD: x plus the embeddings of its tokens' positions."""
         return (F.embedding(self._positions(x_tD, documents), self.weight).add_(x_tD),)
 
     def input_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> tuple[Tensor]:
-        """Return dx_tD: dy itself."""
+        """Return dx_tD, which is dy itself."""
         return (dy_tD,)
 
     def weight_gradient(self, dy_tD: Tensor, documents: Documents | None = None) -> None:
-        """Accumulate dy into the rows of its positions; deterministic."""
+        """Accumulate dy into the weight rows of its positions; deterministic."""
         _accumulate_rows(self.gradients["weight"], self._positions(dy_tD, documents), dy_tD)
 
     def _positions(self, x_tD: Tensor, documents: Documents | None) -> Tensor:

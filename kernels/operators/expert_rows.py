@@ -1,6 +1,6 @@
-"""How many rows of tokens go to which rank and which expert, from the visits that every rank has counted.
+"""Computes how many rows of tokens go to each rank and expert, given the visits that every rank has counted.
 
-Legend: E experts of all ranks, of which this rank has L; S = tp x ep sources of rows.
+Legend: E experts of all ranks, L of them on this rank; S = tp x ep ranks that rows come from.
 """
 
 import torch
@@ -11,22 +11,25 @@ from braid.kernels.operators.operator import ComputeOperator
 
 
 class ExpertLoad(ComputeOperator):
-    """Counts of visits as shares of all visits of a micro-batch; those of its ranks are to be summed."""
+    """Divides counts of visits by all visits of a micro-batch; the shares of the micro-batch's ranks are then
+    summed.
+    """
 
     def __init__(self, visits: int, dtype: torch.dtype) -> None:
-        """``visits``: of the micro-batch, on all its ranks."""
+        """``visits``: number of visits of the micro-batch on all its ranks."""
         super().__init__()
         self.visits, self.dtype = visits, torch.promote_types(dtype, torch.float32)
 
     def forward(self, counts_E: Tensor) -> tuple[Tensor]:
-        """Return this rank's part of load_E."""
+        """Return counts_E divided by the micro-batch's visits, this rank's term of the sum load_E."""
         return (counts_E.to(self.dtype) / self.visits,)
 
 
 class ExpertRows(ComputeOperator):
-    """Rows by source and expert, and what follows for transfers. Ranks of ep have E / ep experts each.
+    """Numbers of rows by source rank and expert, for transfers. Every rank of ep has E / ep experts.
 
-    ``capacity``: rows that each source has for every expert, whatever was counted; None: as many as visits.
+    ``capacity``: number of rows that each source has for every expert, whatever the counts; None: one row per
+    visit.
     """
 
     def __init__(
@@ -38,13 +41,13 @@ class ExpertRows(ComputeOperator):
         self._static = None if full is None else self._extents(full)
 
     def forward(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
-        """Map counts (tp x ep x E, flat; with a capacity anything) to: rows to and from every rank of ep, and
-        the same on the way back; rows of every rank of tp; rows_SL by source, on the host; rows of every
-        expert of this rank. Where none is dropped the host waits for the counts.
+        """Map counts (tp x ep x E, flat; ignored with a capacity) to: numbers of rows sent to and received
+        from every rank of ep; the same for the way back; rows of every rank of tp; rows_SL by source, on the
+        host; rows of every expert of this rank. Without a capacity the host waits for the counts.
         """
         if self._static is not None:
             there, back, shares, sources, sizes = self._static
-            return there, back, shares, sources.clone(), sizes  # a value of its own, which is let go of
+            return there, back, shares, sources.clone(), sizes  # a copy, since its receiver frees it
         return self._extents(_on_the_host(counts).view(self.tp, self.ep, self.experts))
 
     def _extents(self, counts: Tensor) -> tuple[Extents, Extents, tuple[int, ...], Tensor, tuple[int, ...]]:
@@ -59,9 +62,10 @@ class ExpertRows(ComputeOperator):
 
 
 def _on_the_host(counts: Tensor) -> Tensor:
-    """The same once they are there; until then other threads can give a GPU work.
+    """Return the counts on the host once they have arrived; meanwhile other threads can launch work on the
+    GPU.
 
-    With memory that is not pinned, as `Tensor.cpu` takes it, a copy holds them all up.
+    A copy into memory that is not pinned, as `Tensor.cpu` makes it, would stop all threads.
     """
     if not counts.is_cuda:
         return counts

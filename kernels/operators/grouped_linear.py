@@ -1,10 +1,10 @@
-"""The linear maps of a rank's experts, each for its own rows.
+"""The linear maps of a rank's experts; each expert maps its own rows.
 
-On GPUs one grouped product does all experts' rows forward, and one their input gradient, in bf16; else, and
-for weight gradients, which are summed in fp32, there is a product for each expert.
+On GPUs in bf16, one grouped product maps all experts' rows, and one computes their input gradient. Otherwise,
+and for weight gradients, which are summed in fp32, there is one product per expert.
 
-Legend: E local experts, n rows in the order of the experts, I input features, O output features (either of
-the two may be this rank's share).
+Legend: E local experts, n rows in the order of the experts, I input features, O output features (I or O may
+be this rank's share).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from braid.kernels.operators.operator import ComputeOperator, Home
 
 
 class GroupedLinear(ComputeOperator):
-    """y = x weight[e]ᵀ for the rows of expert e, with weight_EOI.
+    """Computes y = x weight[e]ᵀ for the rows of expert e, with weight_EOI.
 
-    Every method is told ``sizes``: how many rows each expert has, on the host; ValueError if that is wrong.
+    ``sizes`` of every method: number of rows of each expert; ValueError if they do not add up to x's rows.
     """
 
     def __init__(self, *, experts: int, inputs: int, outputs: int, **home: Unpack[Home]) -> None:
@@ -31,10 +31,10 @@ class GroupedLinear(ComputeOperator):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **home))
         prepare_to_accumulate(self.weight)
         self._told: tuple[list[int], Tensor] | None = None
-        """The last sizes and the rows' ends, on the host."""
+        """The sizes of the last call, and the index at which each expert's rows end, both on the host."""
 
     def forward(self, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
-        """Return y_nO."""
+        """Return y_nO, each expert's linear map of its rows."""
         if self._at_once(x_nI):
             return (grouped_mm(x_nI, self.weight.transpose(1, 2), offs=self._ends(x_nI, sizes)),)
         y_nO = x_nI.new_empty(x_nI.shape[0], self.weight.shape[1])
@@ -43,7 +43,7 @@ class GroupedLinear(ComputeOperator):
         return (y_nO,)
 
     def input_gradient(self, dy_nO: Tensor, sizes: Sequence[int] | Tensor) -> tuple[Tensor]:
-        """Return dx_nI; with a share of the outputs it is a partial sum over the ranks."""
+        """Return dx_nI; if this rank has a share of the outputs, dx is a term of a sum over ranks."""
         if self._at_once(dy_nO):
             return (grouped_mm(dy_nO, self.weight, offs=self._ends(dy_nO, sizes)),)
         dx_nI = dy_nO.new_empty(dy_nO.shape[0], self.weight.shape[2])
@@ -52,13 +52,15 @@ class GroupedLinear(ComputeOperator):
         return (dx_nI,)
 
     def weight_gradient(self, dy_nO: Tensor, x_nI: Tensor, sizes: Sequence[int] | Tensor) -> None:
-        """Accumulate dyᵀ x of every expert's rows; that of an expert without rows stays as it is."""
+        """Accumulate dyᵀ x of every expert's rows; experts without rows keep their sums of gradients."""
         for expert, rows in self._segments(dy_nO, sizes):
             accumulate_product(self.gradients["weight"][expert], dy_nO[rows], x_nI[rows])
 
     def _at_once(self, x: Tensor) -> bool:
-        """Whether one kernel does the products of all experts: torch has it for bf16, rows of whole 16 bytes,
-        and Hopper and Blackwell; elsewhere it would ask the device for the ends."""
+        """Return whether one kernel can multiply the rows of all experts: torch has such a kernel for bf16,
+        row sizes that are multiples of 16 bytes, and Hopper and Blackwell; elsewhere torch would copy the
+        ends to the host.
+        """
         if not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
             return False
         if torch.cuda.get_device_capability(x.device)[0] not in (9, 10):
@@ -67,11 +69,11 @@ class GroupedLinear(ComputeOperator):
         return whole and x.data_ptr() % 16 == self.weight.data_ptr() % 16 == 0
 
     def _ends(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
-        """The end of every expert's rows, on the device of x.
+        """Return the index at which each expert's rows end, on the device of x.
 
-        They are copied on the stream that reads them, from pinned memory: the host waits for nothing. That
-        memory is kept as long as sizes stay the same (experts have a capacity), since a step that is captured
-        copies from it again whenever it is replayed.
+        The ends are copied on the stream that reads them, from pinned memory, so the host does not wait. The
+        pinned memory is kept while sizes stay the same (with a capacity), since every replay of a captured
+        step copies from it again.
         """
         rows_E = self._checked(x, sizes)
         if self._told is None or self._told[0] != rows_E:
@@ -80,7 +82,7 @@ class GroupedLinear(ComputeOperator):
         return self._told[1].to(x.device, non_blocking=True)
 
     def _segments(self, x: Tensor, sizes: Sequence[int] | Tensor) -> Iterator[tuple[int, slice]]:
-        """Every expert that has rows, with its rows."""
+        """Yield the number and the rows of every expert that has rows."""
         end = 0
         for expert, size in enumerate(self._checked(x, sizes)):
             first, end = end, end + size
@@ -88,7 +90,9 @@ class GroupedLinear(ComputeOperator):
                 yield expert, slice(first, end)
 
     def _checked(self, x: Tensor, sizes: Sequence[int] | Tensor) -> list[int]:
-        """The sizes as numbers, which are those of x."""
+        """Return the sizes as numbers; raise ValueError unless there is one per expert and their sum is x's
+        rows.
+        """
         numbers = [int(size) for size in (sizes.tolist() if isinstance(sizes, Tensor) else sizes)]
         if len(numbers) != self.experts or min(numbers) < 0 or sum(numbers) != x.shape[0]:
             raise ValueError(f"sizes={numbers} are not the {x.shape[0]} rows of experts={self.experts}")

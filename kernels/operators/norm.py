@@ -1,10 +1,10 @@
-"""Normalisation: RMSNorm (Zhang and Sennrich 2019), also of heads, and LayerNorm (Ba et al. 2016).
+"""Normalisation: RMSNorm (Zhang and Sennrich 2019), also per head, and LayerNorm (Ba et al. 2016).
 
-Statistics are at least fp32, whatever the dtype of the activations. Gradients over the hidden dim run on the
+Statistics are at least fp32, whatever the dtype of the activations. Gradients over the hidden dim use the
 kernels of torch's native layer norm, which read each operand once.
 
-Legend: t this rank's tokens, D hidden, S statistics of a token. Of heads: T tokens, C columns q, k, v of a
-rank, each head by head; n its query heads and key heads together, d the dimension of a head.
+Legend: t tokens of this rank, D hidden, S statistics of a token. For heads: T tokens, C columns of q, k, v on
+a rank, head by head; n query heads and key heads together, d the dimension of a head.
 """
 
 from typing import Unpack
@@ -19,21 +19,22 @@ _native_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _for_kernel(parameter: Tensor, x_tD: Tensor) -> Tensor:
-    """The parameter in the dtype with which torch's layer-norm kernels keep fp32 statistics.
+    """Return the parameter in the dtype for which torch's layer-norm kernels keep fp32 statistics.
 
-    Beside 16-bit activations the CPU kernels do so only if the parameters are fp32; CUDA's always do, and
-    want parameters of the activations' dtype.
+    With 16-bit activations the CPU kernels keep them only if parameters are fp32; CUDA's kernels always do,
+    and need parameters of the activations' dtype.
     """
     half = x_tD.dtype in (torch.bfloat16, torch.float16)
     return parameter.float() if half and x_tD.device.type == "cpu" else parameter
 
 
 class Norm(ComputeOperator):
-    """What both over the hidden dim have. Gradients take dy, x, the statistics, and perhaps the gradient that
-    reaches x around the norm (``d_skip``)."""
+    """Base of `RMSNorm` and `LayerNorm`. Gradients take dy, x, the statistics, and optionally ``d_skip``, the
+    gradient that reaches x through the residual connection around the norm.
+    """
 
     centred = False
-    """Whether the mean is subtracted, and a bias added."""
+    """Whether the mean is subtracted and a bias is added."""
 
     def __init__(self, *, hidden: int, eps: float, **home: Unpack[Home]) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Norm(ComputeOperator):
     def _backward(
         self, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, mask: list[bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer norm's gradients of input, weight and bias; of those that the mask names."""
+        """Return a layer norm's gradients of input, weight and bias, computed where ``mask`` is True."""
         rstd_t1 = statistics_tS[:, -1].contiguous().unsqueeze(-1)
         mean_t1 = (
             statistics_tS[:, 0].contiguous().unsqueeze(-1) if self.centred else torch.zeros_like(rstd_t1)
@@ -75,7 +76,7 @@ class Norm(ComputeOperator):
 
 
 class RMSNorm(Norm):
-    """y = x / sqrt(mean(x²) + eps) * weight."""
+    """Computes y = x / sqrt(mean(x²) + eps) * weight."""
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor]:
         """Return y_tD and rstd_t1, the reciprocal root mean square (fp32, or float64 if x is)."""
@@ -86,14 +87,14 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+    """Computes y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
     centred = True
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor]:
         """Return y_tD and statistics_t2: mean and reciprocal standard deviation (fp32, or float64 if x is).
 
-        The statistics are stored column by column, so that the backward kernels take them without a copy.
+        The statistics are stored column by column, so that the backward kernels read them without a copy.
         """
         assert self.bias is not None
         weight_D, bias_D = _for_kernel(self.weight, x_tD), _for_kernel(self.bias, x_tD)
@@ -102,9 +103,9 @@ class LayerNorm(Norm):
 
 
 class HeadNorm(ComputeOperator):
-    """x / sqrt(mean(x²) + eps) * weight for every head of q, with one weight, and of k, with another.
+    """Computes x / sqrt(mean(x²) + eps) * weight for each head of q and k; q and k have different weights.
 
-    It comes before they are turned (Henry et al. 2020, as in Qwen3). Values are handed on as they are. All
+    The norm precedes rotary embedding (Henry et al. 2020, as in Qwen3). Values are copied unchanged. All
     arithmetic of the gradients is at least fp32.
     """
 
@@ -138,21 +139,23 @@ class HeadNorm(ComputeOperator):
         return (d_qkv_TC,)
 
     def weight_gradient(self, dy_TC: Tensor, qkv_TC: Tensor, rstd_Tn: Tensor) -> None:
-        """Accumulate the sums over tokens and heads of dy * x * rstd; takes what ``input_gradient`` takes."""
+        """Accumulate the sums over tokens and heads of dy * x * rstd; the arguments are those of
+        ``input_gradient``.
+        """
         dy_Tnd, _ = self._parts(dy_TC)
         sums_nd = self._normed(qkv_TC, rstd_Tn).mul_(dy_Tnd).sum(0)
         self.gradients["q_weight"].add_(sums_nd[: self.heads].sum(0))
         self.gradients["k_weight"].add_(sums_nd[self.heads :].sum(0))
 
     def _normed(self, qkv_TC: Tensor, rstd_Tn: Tensor) -> Tensor:
-        """Queries and keys over their root mean squares, in the statistics' dtype."""
+        """Return queries and keys divided by their root mean squares, in the statistics' dtype."""
         return self._parts(qkv_TC)[0] * rstd_Tn.unsqueeze(-1)
 
     def _weights_nd(self) -> Tensor:
         return torch.cat((self.q_weight.expand(self.heads, -1), self.k_weight.expand(self.kv_heads, -1)))
 
     def _parts(self, columns_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Views: heads that are normed, T x n x d, and the columns of the values."""
+        """Return two views: the heads that are normalised, T x n x d, and the columns of the values."""
         normed = (self.heads + self.kv_heads) * self.head_dim
         first, values = columns_TC[:, :normed], columns_TC[:, normed:]
         return first.unflatten(1, (-1, self.head_dim)), values

@@ -1,19 +1,19 @@
-"""What a compute operator is: a `torch.nn.Module` between two points of communication.
+"""Defines compute operators: `torch.nn.Module`s between two points of communication.
 
 A layer is a graph of operators (`braid.scheduling.model.operators`). The executor knows nothing about what an
-operator computes: it calls one of the three methods below with the values that the graph says the
-operator reads, in that order, and stores what comes back under the names that the graph says it writes.
+operator computes: it calls one of the three methods below with the values that the operator reads according
+to the graph, in that order, and stores the results under the names that the graph gives them.
 
     forward         graph values read              -> tuple of graph values written
     input_gradient  gradients and saved values     -> tuple of gradients
-    weight_gradient gradients and saved values     -> None; adds to what `ComputeOperator.gradients` holds
+    weight_gradient gradients and saved values     -> None; adds to `ComputeOperator.gradients`
 
 None of the three runs under autograd: the executor calls them under `torch.no_grad` (not
-`torch.inference_mode`, under which no local graph can be recorded). An operator that is easier to write
-with autograd derives from, or wraps its module in, `braid.kernels.operators.autograd.AutogradOperator`.
+`torch.inference_mode`, under which no local graph can be recorded). An operator that is easier to write with
+autograd derives from, or wraps its module in, `braid.kernels.operators.autograd.AutogradOperator`.
 
-Operators do not modify what they read, unless their docstring says so. A method that an operator has no
-use for (``weight_gradient`` without parameters) is not in its graph, and raises if it is called.
+Operators do not modify their inputs, unless their docstring says so. A method that an operator does not need
+(``weight_gradient`` without parameters) is not in its graph, and raises if it is called.
 """
 
 from abc import ABC, abstractmethod
@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 
 class Saved(ABC):
-    """What an operator makes that is no tensor: opaque to everybody else."""
+    """An output of an operator that is not a tensor, saved for its gradients and opaque to the executor."""
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
-        """What it keeps alive, for accounts of memory."""
+        """Return the tensors that this value keeps alive, for accounts of memory."""
 
 
 class Home(TypedDict, total=False):
-    """Where parameters are made, and of which kind they are; torch's defaults where nothing is said."""
+    """Device and dtype of new parameters; torch's defaults where a key is missing."""
 
     device: torch.device | None
     dtype: torch.dtype | None
@@ -45,29 +45,34 @@ class ComputeOperator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[str, Tensor] = {}
-        """Where the gradient of every parameter is added up, by the parameter's name; whoever trains sets it:
-        shape of the parameter, perhaps a wider dtype."""
+        """Sums of gradients by parameter name, of the parameter's shape and perhaps a wider dtype; set by the
+        training code.
+        """
 
     def forward(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
-        """Compute the operator's outputs: first what the graph passes on, then what it saves."""
+        """Compute the operator's outputs: first the values that the graph passes on, then the values that it
+        saves.
+        """
         raise NotImplementedError
 
     def input_gradient(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
-        """Turn gradients of the outputs into gradients of the inputs."""
+        """Return the gradients of the inputs, given the gradients of the outputs."""
         raise NotImplementedError
 
     def weight_gradient(self, *values: Any, **optional: Any) -> None:
-        """Add to ``gradients``."""
+        """Add the gradients of the parameters to ``gradients``."""
         raise NotImplementedError
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums and statistics are: fp32, or float64 for float64."""
+    """Return the dtype of sums and statistics: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def check_numbers(what: str, numbers: Tensor, end: int, of: str) -> None:
-    """ValueError for numbers outside [0, end), on the CPU only: elsewhere it would stall the device."""
+    """Raise ValueError for numbers outside [0, end), on the CPU only: elsewhere the check would stall the
+    device.
+    """
     if numbers.device.type == "cpu" and numbers.numel():
         low, high = (int(bound) for bound in torch.aminmax(numbers))
         if low < 0 or high >= end:

@@ -1,11 +1,11 @@
-"""Attention to some of the keys at a time: torch's kernels, whose parts are merged by their log-sum-exp.
+"""Attention to some of the keys at a time; results of torch's kernels are merged by their log-sum-exp.
 
 Softmax over a set of keys is the average of softmaxes over its parts, weighted by their sums of exponentials
 (Milakov and Gimelshein 2018; blockwise: Liu et al. 2023, "Ring Attention with Blockwise Transformers"). The
-gradient of a part needs the merged output and log-sum-exp, and nothing of the other parts. No kernel stores
+gradient of a part needs the merged output and log-sum-exp, but nothing of the other parts. No kernel stores
 scores.
 
-Legend: b samples, s queries and r keys of each, n query heads, m key and value heads, d the dimension of a
+Legend: b samples, each with s queries and r keys; n query heads, m key and value heads, d the dimension of a
 head.
 """
 
@@ -17,14 +17,15 @@ from braid.kernels.operators.operator import Home, Saved, wide
 
 _ATEN = torch.ops.aten
 _ALIGNED = 32
-"""Queries that a log-sum-exp has room for is a multiple of this, in the kernel for fp32 on CUDA."""
+"""CUDA's fp32 kernel needs a log-sum-exp whose number of queries is padded to a multiple of this."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of all queries to all keys, or ``causal`` (as many of both); all are b x heads x tokens x d.
+    """Compute attention of all queries to all keys, or ``causal`` with equally many queries and keys; all
+    tensors are b x heads x tokens x d.
 
-    Returns the output, and the log-sum-exp of every query's scores, b x n x s.
+    Return the output, and the log-sum-exp of every query's scores, b x n x s.
     """
     if q.device.type == "cpu":
         o, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -45,14 +46,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; ``o``, ``lse``: over all keys that the queries meet, not only these."""
+    """Return the gradients of q, k, v; ``o`` and ``lse`` are over all keys that the queries attend to, not
+    only k.
+    """
     if q.device.type == "cpu":
         lse = lse.contiguous()
         d_q, d_k, d_v = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             d_o, q, k, v, o, lse, 0.0, causal
         )
         return d_q, d_k, d_v
-    none = torch.empty(0, dtype=torch.int64, device=q.device)  # lengths of sequences, state of a dropout
+    none = torch.empty(0, dtype=torch.int64, device=q.device)  # for sequence lengths and the dropout state
     if q.dtype in _HALF:
         lengths = q.shape[2], k.shape[2]
         d_q, d_k, d_v = _ATEN._scaled_dot_product_flash_attention_backward(
@@ -75,7 +78,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 
 class Merged(Saved):
-    """What queries have attended to so far: output b x s x n x d and log-sum-exp b x n x s, both wide."""
+    """Attention of queries to all keys so far: output b x s x n x d and log-sum-exp b x n x s, both wide."""
 
     def __init__(self, like_bsnd: Tensor) -> None:
         b, s, n, _ = like_bsnd.shape
@@ -87,7 +90,7 @@ class Merged(Saved):
         return [self.o_bsnd, self.lse_bns]
 
     def attend(self, q_bsnd: Tensor, k_brmd: Tensor, v_brmd: Tensor, work: Blocks) -> None:
-        """Attend to more keys."""
+        """Merge attention to further keys into the result."""
         for block in work:
             o, lse = _forward(*_heads_first(block, q_bsnd, k_brmd, v_brmd), block.causal)
             so_far = self.lse_bns[block.samples, :, block.queries]
@@ -107,7 +110,7 @@ def gradients(
     lse_bns: Tensor,
     work: Blocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for what some blocks add to the output, in the dtype of q."""
+    """Return the gradients of q, k and v due to the attention blocks in ``work``, in the dtype of q."""
     sums = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q_bsnd, k_brmd, v_brmd)]
     for block in work:
         rows, samples = block.queries, block.samples

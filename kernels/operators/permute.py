@@ -1,10 +1,11 @@
-"""Tokens brought to the experts that they visit and back, and rows from one order of segments to another.
+"""Copies tokens to the experts that they visit and back, and changes the order of segments of rows.
 
-A visit is a token and one of its k choices. Every visit has at most one row and every row at most one visit,
-so that rows move by gathers in both directions, and no sum depends on which thread comes first.
+A visit is a token together with one of its k choices. Every visit has at most one row and every row at most
+one visit, so that rows are moved by gathers in both directions, and sums do not depend on the order of
+threads.
 
-Legend: t this rank's tokens, k experts that a token visits, n rows in the order of the experts, D hidden,
-E experts, S sources of rows. Sums are at least fp32, rounded once.
+Legend: t tokens of this rank, k experts that a token visits, n rows in the order of the experts, D hidden, E
+experts, S source ranks of rows. Sums are at least fp32, rounded once.
 """
 
 from dataclasses import dataclass
@@ -18,17 +19,19 @@ from braid.kernels.operators.router import count_visits
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Which visit lies in which row: int64, -1 where there is none."""
+    """Assignment of visits to rows, in both directions: int64, -1 for a row or visit without a partner."""
 
     sources_n: Tensor
     """The visit of every row: token * k + number of the choice."""
     slots_tk: Tensor
     """The row of every visit."""
     complete: bool
-    """Every visit has a row, and every row a visit: there is no -1."""
+    """Whether every visit has a row and every row a visit, so that there is no -1."""
 
     def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
-        """Return rows_nD: the token of each row's visit, times its gate if given; 0 where there is none."""
+        """Return rows_nD: the token of each row's visit, times the visit's gate if given; 0 for rows without
+        a visit.
+        """
         rows, choices = self.sources_n.shape[0], self.slots_tk.shape[1]
         if not x_tD.shape[0]:
             return x_tD.new_zeros(rows, x_tD.shape[1])
@@ -40,7 +43,9 @@ class Places:
         return self._without_absent(rows_nD, self.sources_n)
 
     def combine(self, rows_nD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
-        """Return y_tD: the sum of the rows of each token's visits, first choice first, times their gates."""
+        """Return y_tD: for each token the sum of its visits' rows, first choice first, times their gates if
+        given.
+        """
         self._check(rows_nD)
         tokens, choices = self.slots_tk.shape
         y_tD = rows_nD.new_zeros(tokens, rows_nD.shape[1], dtype=wide(rows_nD.dtype))
@@ -53,7 +58,9 @@ class Places:
         return y_tD.to(rows_nD.dtype)
 
     def gate_gradient(self, dy_tD: Tensor, rows_nD: Tensor) -> Tensor:
-        """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row; 0 if it has none."""
+        """Return d_gates_tk (wide) of `combine`: dy of the token times the visit's row; 0 for visits without
+        a row.
+        """
         self._check(rows_nD)
         dy_tD = dy_tD.to(wide(dy_tD.dtype))
         d_gates_tk = dy_tD.new_empty(self.slots_tk.shape)
@@ -62,13 +69,15 @@ class Places:
         return d_gates_tk
 
     def _visited(self, rows_nD: Tensor, choice: int) -> Tensor:
-        """The row of every token's visit of one choice (t x D); 0 where it has none."""
+        """Return, for each token, the row of its visit with number ``choice`` (t x D); 0 if the visit has no
+        row.
+        """
         slot_t = self.slots_tk[:, choice]
         row_tD = rows_nD.index_select(0, slot_t if self.complete else slot_t.clamp(min=0))
         return self._without_absent(row_tD, slot_t)
 
     def _without_absent(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Rows whose index is -1 zeroed, in place."""
+        """Set rows whose index is -1 to zero, in place."""
         return rows if self.complete else rows.masked_fill_((index < 0).unsqueeze(-1), 0)
 
     def _check(self, rows_nD: Tensor) -> None:
@@ -77,10 +86,11 @@ class Places:
 
 
 class Dispatch(ComputeOperator):
-    """What the way to the experts and the way back share: where visits have their places.
+    """Base of `Permute` and `Unpermute`: assigns visits to rows.
 
-    ``capacity`` None: every visit has one, n = t k. Else every expert has so many, n = E capacity, of which
-    expert e has rows e * capacity on; visits beyond those are dropped, in the order of tokens.
+    ``capacity`` None: every visit has a row, n = t k. Otherwise every expert has ``capacity`` rows, n = E
+    capacity, and those of expert e begin at e * capacity; visits beyond the capacity are dropped, last tokens
+    first.
     """
 
     def __init__(self, experts: int, capacity: int | None) -> None:
@@ -88,9 +98,9 @@ class Dispatch(ComputeOperator):
         self.experts, self.capacity = experts, capacity
 
     def places(self, choice_tk: Tensor) -> Places:
-        """Places in the order of experts, within an expert in the order of tokens.
+        """Return places in the order of experts, and within an expert in the order of tokens.
 
-        Raises ValueError for a choice that is no expert, on the CPU only: elsewhere the check would stall.
+        Raise ValueError for a choice outside [0, experts), on the CPU only: elsewhere the check would stall.
         """
         self._check(choice_tk)
         choice = choice_tk.flatten()
@@ -103,7 +113,7 @@ class Dispatch(ComputeOperator):
         within = place - (counts_E.cumsum(0) - counts_E).index_select(0, choice)
         rows, kept = self.experts * self.capacity, within < self.capacity
         slot = torch.where(kept, choice * self.capacity + within, rows)
-        sources = choice.new_full((rows + 1,), -1).scatter_(0, slot, visit)  # the last is for all that drop
+        sources = choice.new_full((rows + 1,), -1).scatter_(0, slot, visit)  # last row: all dropped visits
         slots_tk = slot.masked_fill(kept.logical_not_(), -1).view(choice_tk.shape)
         return Places(sources_n=sources[:rows], slots_tk=slots_tk, complete=False)
 
@@ -112,37 +122,37 @@ class Dispatch(ComputeOperator):
 
 
 class Permute(Dispatch):
-    """A copy of every token for each of its visits, in the order of the experts."""
+    """Copies every token once for each of its visits; the copies are in the order of the experts."""
 
     def forward(self, x_tD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
-        """Return rows_nD; rows that no visit fills are zero."""
+        """Return rows_nD; rows without a visit are zero."""
         return (self.places(choice_tk).gather(x_tD),)
 
     def input_gradient(self, d_rows_nD: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
-        """Return dx_tD."""
+        """Return dx_tD: for each token the sum of the gradients of its rows."""
         return (self.places(choice_tk).combine(d_rows_nD),)
 
 
 class Unpermute(Dispatch):
-    """What the experts made of a token, weighted and added up: y_t = sum_j gate_tj row of visit (t, j)."""
+    """Sums the experts' results of each token, weighted by gates: y_t = sum_j gate_tj row of visit (t, j)."""
 
     def forward(self, rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor) -> tuple[Tensor]:
-        """Return y_tD, in the dtype of the rows; visits that were dropped count nothing."""
+        """Return y_tD, in the dtype of the rows; dropped visits contribute 0."""
         return (self.places(choice_tk).combine(rows_nD, gates_tk),)
 
     def input_gradient(
         self, dy_tD: Tensor, rows_nD: Tensor, gates_tk: Tensor, choice_tk: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return d_rows_nD and d_gates_tk (wide), both 0 where no visit is."""
+        """Return d_rows_nD and d_gates_tk (wide), both 0 for rows and visits without a partner."""
         places = self.places(choice_tk)
         return places.gather(dy_tD, gates_tk), places.gate_gradient(dy_tD, rows_nD)
 
 
 class Regroup(ComputeOperator):
-    """Rows that come source by source, within a source by expert, put into the order expert by expert.
+    """Reorders rows from the order (source, expert) to the order (expert, source).
 
-    Within an expert they stay in the order of sources, and within a segment as they are. ``back``: forward
-    puts rows from the order expert by expert into that source by source, and the gradient the other way.
+    Rows of one source and expert stay together in their order. ``back``: forward reorders from (expert,
+    source) to (source, expert), and the gradient the other way.
     """
 
     def __init__(self, *, back: bool = False) -> None:
@@ -150,14 +160,14 @@ class Regroup(ComputeOperator):
         self.back = back
 
     def forward(self, rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
-        """Return the rows in the other order: the input itself if there is one source or one expert.
+        """Return the reordered rows: the input itself if there is one source or one expert.
 
-        ``sizes_SE`` (int64, on the host): rows of every source for every expert.
+        ``sizes_SE`` (int64, on the host): number of rows of every source for every expert.
         """
         return (self._regrouped(rows_nD, sizes_SE, self.back),)
 
     def input_gradient(self, d_rows_nD: Tensor, sizes_SE: Tensor) -> tuple[Tensor]:
-        """Return the gradient in the order that the rows had."""
+        """Return the gradient in the order of forward's input."""
         return (self._regrouped(d_rows_nD, sizes_SE, not self.back),)
 
     def _regrouped(self, rows_nD: Tensor, sizes_SE: Tensor, back: bool) -> Tensor:

@@ -1,12 +1,12 @@
-"""The router of a mixture of experts: scores of all experts for every token, and the choice of the best.
+"""The router of a mixture of experts: scores all experts for every token, and chooses the best.
 
-Sources: the choice of k experts, Shazeer et al. 2017; the loss that balances them, Fedus et al. 2021 (Switch
-Transformer), equations 4 to 6; the loss that keeps logits small, Zoph et al. 2022 (ST-MoE), equation 5;
-balancing by a bias instead of a loss, Wang et al. 2024 (arXiv 2408.15664); gates of SparseMixer, Liu et
-al. 2024 (arXiv 2409.12136), whose experts are the best here and not drawn, as where a model is not trained.
+Sources: the choice of k experts, Shazeer et al. 2017; the balance loss, Fedus et al. 2021 (Switch
+Transformer), equations 4 to 6; the z loss, which keeps logits small, Zoph et al. 2022 (ST-MoE), equation 5;
+balancing by a bias instead of a loss, Wang et al. 2024 (arXiv 2408.15664); gates of SparseMixer, Liu et al.
+2024 (arXiv 2409.12136), here without its random choice of experts: the best are chosen, as in inference.
 
-Legend: t this rank's tokens, D hidden, E experts, k experts that a token visits. A visit is a token and one
-of its choices. Logits, softmax and gates are in the wide dtype: fp32, or float64 if the weight is.
+Legend: t tokens of this rank, D hidden, E experts, k experts that a token visits. A visit is a token together
+with one of its choices. Logits, softmax and gates have the wide dtype: fp32, or float64 if the weight has it.
 """
 
 from typing import Any, Unpack
@@ -22,27 +22,29 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 
 def count_visits(choice_tk: Tensor, experts: int) -> Tensor:
-    """Return counts_E (int64): how many visits every expert gets. The host does not wait for the device."""
+    """Return counts_E (int64), the number of visits of every expert. The host does not wait for the
+    device.
+    """
     choice = choice_tk.flatten()
     counts_E = torch.zeros(experts, dtype=torch.int64, device=choice.device)
     return counts_E.scatter_add_(0, choice, torch.ones_like(choice))
 
 
 class Router(ComputeOperator):
-    """Scores x weightᵀ with weight_ED, and the k experts with the best ones.
+    """Computes scores x weightᵀ with weight_ED, and chooses the k experts with the best scores.
 
-    ``softmax_after``: it is over those that were chosen, not before the choice over all experts.
-    ``normalised``: the weights of the chosen are divided by their sum; after the choice they always sum to 1.
-    ``balance_loss`` and ``z_loss``: what the auxiliary losses (`losses`) are multiplied with.
-    ``bias_balanced``: a number for every expert (the parameter ``bias``, E) is added to what the choice
-    compares, and not to the weights. What is compared then are the probabilities if the softmax comes before
-    the choice, else the logits. Its gradient is not the loss's but by how many visits, times E, an expert got
-    more than the average: it is updated by steps of one size against the sign (Wang et al., algorithm 1).
-    ``mixer_jitter``: the gate of a token's n-th choice is a softmax over the experts that were not chosen
-    before it, but for those whose scores are below the best one's by more than twice this part of the best or
-    of their own magnitude, whichever is more; 0: no such gates. What is left out has no gradient.
-    ``evenly``: tokens visit experts in turn instead, k each, which loads all experts alike; gates are those
-    of the experts that they visit. To measure what a balanced load would take.
+    ``softmax_after``: take the softmax over the chosen experts, instead of over all experts before the
+    choice. ``normalised``: divide the gates of the chosen experts by their sum; with ``softmax_after`` they
+    always sum to 1. ``balance_loss`` and ``z_loss``: factors of the auxiliary losses (`losses`).
+    ``bias_balanced``: add a learned number per expert (the parameter ``bias``, E) to the values that the
+    choice compares, but not to the gates. The compared values are then probabilities, or logits with
+    ``softmax_after``. The bias's gradient does not come from the loss: it is E times an expert's visits minus
+    the number of all visits, and the bias is updated by steps of one size against its sign (Wang et al.,
+    algorithm 1). ``mixer_jitter``: if not 0, the gate of a token's n-th choice is a softmax over the experts
+    that were not chosen earlier, except experts whose scores are below the best score by more than twice
+    ``mixer_jitter`` times the greater of the best score and their own magnitude; these have no gradient.
+    ``evenly``: tokens visit experts in turn, k each, which loads all experts equally; gates are those of the
+    visited experts. This measures the time that a balanced load would take.
     """
 
     def __init__(
@@ -68,24 +70,28 @@ class Router(ComputeOperator):
         self.bias = nn.Parameter(torch.empty(experts, **home)) if bias_balanced else None
 
     def forward(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return gates_tk (wide), choice_tk (int64, the best first), counts_E (int64) and scores_tE.
+        """Return gates_tk (wide), choice_tk (int64, best expert first), counts_E (int64) and scores_tE.
 
-        x has the weight's dtype. ``counts``: visits of every expert. ``scores``: the logits (wide). Of equal
-        experts the first is chosen, on every run and device.
+        x has the weight's dtype. ``counts``: number of visits of every expert. ``scores``: the logits (wide).
+        Among experts with equal scores the first is chosen, in every run and on every device.
         """
         scores_tE = F.linear(*(x.to(wide(self.weight.dtype)) for x in (x_tD, self.weight)))
         choice_tk = self._chosen(scores_tE)
         return self._gates(scores_tE, choice_tk), choice_tk, count_visits(choice_tk, self.experts), scores_tE
 
     def input_gradient(self, d_gates_tk: Tensor, scores_tE: Tensor, *more: Any) -> tuple[Tensor]:
-        """Return dx_tD, of the sums of token losses and auxiliary losses; reads what `_d_logits` does."""
+        """Return dx_tD of the sum of token losses and auxiliary losses; arguments are those of
+        `_d_logits`.
+        """
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, *more)
         return ((d_logits_tE @ self.weight.to(d_logits_tE.dtype)).to(self.weight.dtype),)
 
     def weight_gradient(
         self, d_gates_tk: Tensor, scores_tE: Tensor, choice_tk: Tensor, x_tD: Tensor, *more: Any
     ) -> None:
-        """Accumulate the weight's gradient; reads what ``input_gradient`` reads, and x."""
+        """Accumulate the weight's and the bias's gradients; arguments are those of ``input_gradient``,
+        and x.
+        """
         d_logits_tE = self._d_logits(d_gates_tk, scores_tE, choice_tk, *more)
         accumulate_product(self.gradients["weight"], d_logits_tE, x_tD.to(d_logits_tE.dtype))
         if self.bias is not None:
@@ -93,10 +99,12 @@ class Router(ComputeOperator):
             self.gradients["bias"].add_(more_E)
 
     def losses(self, scores_tE: Tensor, load_E: Tensor | None) -> Tensor:
-        """Return the sums over the tokens of the two auxiliary losses (wide), whose gradients are added here.
+        """Return the sums over the tokens of the two auxiliary losses (wide); `input_gradient` adds their
+        gradients.
 
-        Of a token these are balance_loss * E * sum_e load_e p_e, with p the softmax over all experts (all
-        alike: balance_loss), and z_loss * logsumexp(logits)². ``load_E`` may be None without the first.
+        For one token these losses are balance_loss * E * sum_e load_e p_e, with p the softmax over all
+        experts (equal to balance_loss if p is uniform), and z_loss * logsumexp(logits)². ``load_E`` may be
+        None without balance loss.
         """
         sums_2 = scores_tE.new_zeros(2)
         if self.balance_loss:
@@ -118,7 +126,9 @@ class Router(ComputeOperator):
         return order_tE[:, : self.top_k].contiguous()
 
     def _gates(self, scores_tE: Tensor, choice_tk: Tensor) -> Tensor:
-        """Weights of the chosen: divided by their sum, a softmax over all is one over the chosen."""
+        """Return the gates of the chosen experts; a softmax over all, normalised, is a softmax over the
+        chosen.
+        """
         if self.mixer_jitter:
             mixed = zip(choice_tk.split(1, dim=1), self._mixed(scores_tE, choice_tk), strict=True)
             return torch.cat([share_tE.gather(1, choice_t1) for choice_t1, share_tE in mixed], dim=1)
@@ -127,7 +137,9 @@ class Router(ComputeOperator):
         return scores_tE.softmax(-1).gather(1, choice_tk)
 
     def _mixed(self, scores_tE: Tensor, choice_tk: Tensor) -> list[Tensor]:
-        """Of every choice, the softmax (t x E) over the experts that it is made of."""
+        """Return for each choice the softmax (t x E) over the experts that compete for it
+        (``mixer_jitter``).
+        """
         left_tE, found = scores_tE, []
         for choice_t1 in choice_tk.split(1, dim=1):
             best_t1 = left_tE.max(dim=1, keepdim=True).values
@@ -144,11 +156,11 @@ class Router(ComputeOperator):
         load_E: Tensor | None = None,
         scale: Tensor | float | None = None,
     ) -> Tensor:
-        """The gradient of the logits (t x E).
+        """Return the gradient of the logits (t x E).
 
-        ``load_E``: the share of the micro-batch's visits, over all ranks, that every expert got; it has no
-        gradient. ``scale``: the gradient of the sum of token losses, by which the auxiliary losses' is
-        multiplied too. Neither is read where there is no auxiliary loss.
+        ``load_E``: share of every expert in the micro-batch's visits, over all ranks; it has no gradient.
+        ``scale``: gradient of the sum of token losses, which also multiplies the auxiliary losses. Both are
+        unused if there are no auxiliary losses.
         """
         nothing_tE = torch.zeros_like(scores_tE)
         d_gates_tk = d_gates_tk.to(scores_tE.dtype)
@@ -170,7 +182,7 @@ class Router(ComputeOperator):
         return d_logits_tE
 
     def _d_losses(self, scores_tE: Tensor, load_E: Tensor | None) -> Tensor:
-        """The gradient of the logits (t x E) by the sum of both auxiliary losses."""
+        """Return the gradient of the sum of both auxiliary losses with respect to the logits (t x E)."""
         probability_tE = scores_tE.softmax(-1)
         d_logits_tE = torch.zeros_like(scores_tE)
         if self.balance_loss:
@@ -183,6 +195,8 @@ class Router(ComputeOperator):
 
 
 def _through_softmax(d_y: Tensor, y: Tensor) -> Tensor:
-    """y (d_y - sum(y d_y)): the gradient of the inputs of a softmax over the last dim, y."""
+    """Return y (d_y - sum(y d_y)), the gradient of the inputs of a softmax over the last dim with output
+    y.
+    """
     d_x: Tensor = _softmax_backward(d_y, y, -1, y.dtype)
     return d_x

@@ -1,4 +1,4 @@
-"""Which rows of the vocabulary a rank holds; shared by the embedding and the loss.
+"""Rows of the vocabulary that a rank holds; shared by the embedding and the loss.
 
 Legend: T tokens.
 """
@@ -12,7 +12,7 @@ from braid.kernels.operators.operator import check_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """Rows [first_row, first_row + rows) of a vocabulary."""
+    """The range [first_row, first_row + rows) of a vocabulary's rows that one rank holds."""
 
     rows: int
     first_row: int
@@ -27,11 +27,11 @@ class VocabularyShard:
             )
 
     def locate(self, tokens_T: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return each token's local row, and a mask of the tokens of other shards (None: there is no other).
+        """Return each token's local row, and a mask of the tokens of other shards (None if there are none).
 
-        The local rows of tokens from other shards are valid but arbitrary, and spread out, so that
-        scattering zeros to them does not pile up on one row. ValueError for tokens outside the vocabulary,
-        on the CPU only.
+        The local rows of tokens of other shards are valid but arbitrary, and spread out, so that zeros
+        scattered to them do not all go to one row. Raise ValueError for tokens outside the vocabulary, on the
+        CPU only.
         """
         self._check(tokens_T)
         if self.rows == self.vocabulary:

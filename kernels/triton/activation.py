@@ -1,7 +1,7 @@
-"""The kernels of `braid.kernels.operators.activation`, whose legend they share.
+"""Triton kernels of `braid.kernels.operators.activation`, with the same legend.
 
-Arithmetic is in fp32. GELU's
-0.5 h (1 + tanh u) is computed as h sigmoid(2u), which is the same and loses nothing where tanh is near -1.
+Arithmetic is in fp32. GELU's 0.5 h (1 + tanh u) is computed as h sigmoid(2u), which is equal and does not
+lose precision where tanh is near -1.
 """
 
 from typing import Any, Final
@@ -19,7 +19,7 @@ _WARPS: Final = 4
 
 @triton.jit
 def _tile(rows, width, tiles_across, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows (int64), columns and the mask of a program's tile."""
+    """Return rows (int64), columns and mask of a program's tile."""
     tile = tl.program_id(0)
     row = (tile // tiles_across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tile % tiles_across) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -28,7 +28,7 @@ def _tile(rows, width, tiles_across, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gelu_sigmoid(h):
-    """sigmoid(2u) for u = sqrt(2/pi) (h + 0.044715 h^3)."""
+    """Return sigmoid(2u) for u = sqrt(2/pi) (h + 0.044715 h^3)."""
     return tl.sigmoid(1.5957691216057308 * h * (1 + 0.044715 * h * h))
 
 
@@ -44,7 +44,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """SwiGLU of gate and up, or GELU of h."""
+    """Compute SwiGLU of gate and up (``GATED``), or GELU of h."""
     row, column, mask = _tile(rows, width, tiles_across, ROWS, BLOCK)
     place = row * x_stride + column
     x = tl.load(x_ptr + place, mask=mask, other=0).to(tl.float32)
@@ -91,13 +91,13 @@ def gradient_kernel(
 
 
 def tile_of(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile."""
+    """Return the numbers of rows and columns of a tile."""
     block = power_of_two(min(width, _TILE), 16)
     return max(1, _TILE // block), block
 
 
 def _filled(out: Tensor, kernel: Any, *inputs: Tensor, across: int, gated: bool) -> tuple[Tensor]:
-    """``out``, which a kernel fills tile by tile of its rows and ``across`` columns."""
+    """Fill ``out`` by a kernel, tile by tile over its rows and ``across`` columns; return it as a tuple."""
     rows = out.shape[0]
     if out.numel():
         tile_rows, block = tile_of(across)
@@ -109,7 +109,7 @@ def _filled(out: Tensor, kernel: Any, *inputs: Tensor, across: int, gated: bool)
 
 
 class TritonSwiGLU(SwiGLU):
-    """`SwiGLU` in one pass each way."""
+    """`SwiGLU` with one Triton kernel for each direction."""
 
     def forward(self, gu_T2F: Tensor) -> tuple[Tensor]:
         halves = gu_T2F.unflatten(1, (2, -1))
@@ -124,7 +124,7 @@ class TritonSwiGLU(SwiGLU):
 
 
 class TritonGELU(GELU):
-    """`GELU` in one pass each way."""
+    """`GELU` with one Triton kernel for each direction."""
 
     def forward(self, h_TF: Tensor) -> tuple[Tensor]:
         check("gelu", h=(h_TF, "TF"))

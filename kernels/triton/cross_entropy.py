@@ -1,4 +1,5 @@
-"""The kernels of `braid.kernels.operators.cross_entropy`: statistics in one pass, and the gradient in place.
+"""Triton kernels of `braid.kernels.operators.cross_entropy`: statistics in one pass, and the gradient in
+place.
 
 Online softmax: Milakov and Gimelshein 2018. Legend: T tokens, V local vocabulary rows, 3 statistics (fp32).
 """
@@ -27,7 +28,9 @@ def statistics_kernel(
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    """One token per program. A target outside the vocabulary makes its statistics NaN."""
+    """Compute the statistics of one token per program. A target outside the vocabulary makes its logit
+    NaN.
+    """
     token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * stride
     maximum = float("-inf")
@@ -36,7 +39,7 @@ def statistics_kernel(
         column = first + tl.arange(0, BLOCK)
         logit = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(logit, axis=0))
-        # Where everything so far is -inf, differences to it would be NaN.
+        # While all values so far are -inf, differences would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(maximum - base) + tl.sum(tl.exp(logit - base), axis=0)
         maximum = higher
@@ -79,16 +82,18 @@ def gradient_kernel(
 
 
 def tile_of(width: int) -> tuple[int, int]:
-    """Columns of a tile and its warps."""
+    """Return the number of columns of a tile, and its number of warps."""
     block = power_of_two(min(width, _WIDEST_TILE), 16)
     return block, 8 if block >= _WIDEST_TILE else 4
 
 
 class TritonCrossEntropyStatistics(CrossEntropyStatistics):
-    """`CrossEntropyStatistics` in one pass each way."""
+    """`CrossEntropyStatistics` with one Triton kernel for each direction."""
 
     def forward(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor]:
-        """Return statistics_T3. A target outside the vocabulary raises on the CPU and is NaN elsewhere."""
+        """Return statistics_T3. A target outside the vocabulary raises ValueError on a CPU, and gives NaN
+        elsewhere.
+        """
         check("cross_entropy_statistics", logits=(logits_TV, "TV"), targets=(targets_T, "T"))
         self.shard._check(targets_T)
         tokens, width = logits_TV.shape

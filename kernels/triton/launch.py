@@ -1,4 +1,6 @@
-"""What all launchers share: checks of arguments, block sizes, and where kernels can run."""
+"""Functions that all launchers share: checks of arguments, block sizes, and support of Triton's
+interpreter.
+"""
 
 from typing import Any, Final
 
@@ -10,13 +12,15 @@ from triton.runtime import interpreter
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 INTERPRETING: Final[bool] = bool(triton.knobs.runtime.interpret)
-"""Whether kernels are interpreted on the CPU. It multiplies no bf16, so tiles are widened there."""
+"""Whether kernels are interpreted on the CPU. The interpreter multiplies no bf16, so tiles are widened
+there.
+"""
 
 
 def _mend_interpreter() -> None:
-    """Let scalars of Triton 3.6's interpreter count loops beside NumPy 2.4.
+    """Let loops in kernels count with scalars of Triton 3.6's interpreter under NumPy 2.4.
 
-    It keeps them as arrays of one element and one dim, for which NumPy 2.4 refuses ``int(array)``.
+    The interpreter keeps scalars as 1-dim arrays of one element, for which NumPy 2.4 refuses ``int(array)``.
     """
     original = getattr(interpreter, "_patch_lang_tensor", None)
     if original is None:
@@ -34,16 +38,16 @@ if INTERPRETING:
 
 
 def fail(operator: str, argument: str, problem: str) -> None:
-    """Raise the ValueError of a wrong argument."""
+    """Raise the ValueError that reports a wrong argument."""
     raise ValueError(f"{operator}: {argument} {problem}")
 
 
 def check(operator: str, **arguments: tuple[Tensor | None, str]) -> None:
-    """ValueError for tensors that a kernel would read wrongly: it sees addresses and strides alone.
+    """Raise ValueError for tensors that a kernel would misread, since kernels see only addresses and strides.
 
-    ``arguments``: each tensor (None: it is not given), and a letter for each of its dims; equal letters stand
-    for equal sizes. All are on one device, and the elements of their last dims lie side by side; with a blank
-    behind the letters all elements do. The first tensor's dtype is one of `FLOATS`.
+    ``arguments``: each tensor (None if not given), and a letter for each of its dims; equal letters stand for
+    equal sizes. All tensors must be on one device and contiguous in their last dim, or entirely contiguous if
+    a blank follows the letters. The first tensor's dtype must be one of `FLOATS`.
     """
     sizes: dict[str, int] = {}
     device = None
@@ -74,15 +78,15 @@ def check(operator: str, **arguments: tuple[Tensor | None, str]) -> None:
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """The smallest power of two that is at least ``size`` and ``least``."""
+    """Return the smallest power of two that is at least ``size`` and at least ``least``."""
     return 1 << (max(size, least) - 1).bit_length()
 
 
 def ceil_div(size: int, by: int) -> int:
-    """The number of blocks of ``by`` that cover ``size``."""
+    """Return the number of blocks of length ``by`` that cover ``size``."""
     return -(-size // by)
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program whose tile has so many elements: 16 of them a thread, 16 warps at most."""
+    """Return the number of warps for a tile of ``elements``: 16 elements per thread, 16 warps at most."""
     return max(1, min(16, elements // 512))

@@ -1,7 +1,7 @@
-"""The kernels of `braid.kernels.operators.norm`, each one pass over the memory.
+"""Triton kernels of `braid.kernels.operators.norm`, each of which passes over memory once.
 
-Gradients of parameters are the same bits on every run and on any number of multiprocessors: each program
-leaves the sum of its share of the tokens, and one kernel adds these sums in a fixed order.
+Gradients of parameters are bitwise equal in every run and for any number of multiprocessors: each program
+stores the sum of its share of the tokens, and one kernel adds these sums in a fixed order.
 
 Legend: t tokens, D hidden, S statistics of a token (fp32): rstd of an RMSNorm, mean and rstd of a LayerNorm.
 Arithmetic is in fp32.
@@ -18,7 +18,7 @@ from braid.kernels.operators.norm import LayerNorm, Norm, RMSNorm
 from braid.kernels.triton.launch import ceil_div, check, fail, power_of_two, warps_for
 
 WIDEST: Final = 1 << 15
-"""Columns that one program holds at most."""
+"""Greatest number of columns, all of which one program holds."""
 PARTIAL_SUMS: Final = 256
 SUM_COLUMNS: Final = 32
 SUM_ROWS: Final = 32
@@ -113,7 +113,7 @@ def weight_gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partial sums of a program, each of D: weight, shift."""
+    """Store a program's partial sums, each of D elements: gradients of weight and shift."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     in_columns = column < width
@@ -136,7 +136,7 @@ def weight_gradient_kernel(
 
 @triton.jit
 def _normal(x_ptr, statistics_ptr, row, column, rows, mask, x_stride, CENTRED: tl.constexpr):
-    """A tile of x, normalised."""
+    """Return a tile of x, normalised."""
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=mask, other=0).to(tl.float32)
     if CENTRED:
         mean = tl.load(statistics_ptr + row, mask=row < rows, other=0)
@@ -146,7 +146,7 @@ def _normal(x_ptr, statistics_ptr, row, column, rows, mask, x_stride, CENTRED: t
 
 @triton.jit
 def _rstd(statistics_ptr, row, rows, CENTRED: tl.constexpr):
-    """The last row of the statistics."""
+    """Return the reciprocal standard deviations, the last row of the statistics."""
     if CENTRED:
         statistics_ptr += rows
     return tl.load(statistics_ptr + row, mask=row < rows, other=0)
@@ -170,14 +170,14 @@ def add_columns_kernel(
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's tile, and its warps, for rows of ``width``."""
+    """Return rows and columns of a program's tile, and its warps, for rows of length ``width``."""
     block = power_of_two(width, 16)
     rows = max(1, min(16, 2048 // block))
     return rows, block, warps_for(rows * block)
 
 
 def _tiled(rows: int, width: int) -> tuple[int, dict[str, int]]:
-    """How many tiles there are, and what a kernel is told of one."""
+    """Return the number of tiles, and the kernel arguments that describe a tile."""
     tile_rows, block, warps = tile_of(width)
     return ceil_div(rows, tile_rows), {"ROWS": tile_rows, "BLOCK": block, "num_warps": warps}
 
@@ -237,15 +237,15 @@ class _TritonNorm(Norm):
 
 
 def _checked(name: str, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, skip_tD: Tensor | None) -> Tensor:
-    """The statistics as the kernels read them, S x t."""
+    """Check the arguments; return the statistics in the layout that the kernels read, S x t."""
     statistics_St = statistics_tS.t().contiguous()
     check(name, dy=(dy_tD, "tD"), x=(x_tD, "tD"), statistics=(statistics_St, "St"), skip=(skip_tD, "tD"))
     return statistics_St
 
 
 class TritonRMSNorm(_TritonNorm, RMSNorm):
-    """`RMSNorm`."""
+    """`RMSNorm` computed by Triton kernels."""
 
 
 class TritonLayerNorm(_TritonNorm, LayerNorm):
-    """`LayerNorm`."""
+    """`LayerNorm` computed by Triton kernels."""

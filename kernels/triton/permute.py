@@ -1,7 +1,7 @@
-"""Moving tokens to their experts' places and back; every move is a gather, so no sum depends on chance.
+"""Moves token rows to experts and back with Triton; every move is a gather, so sums have a fixed order.
 
-`braid.kernels.operators.permute` says which choice lies in which place (``sources``), and the other way round
-(``slots``), and shares its legend. Sums are in fp32.
+`braid.kernels.operators.permute` computes the visit of each row (``sources``) and the row of each visit
+(``slots``); its legend holds here. Sums are in fp32.
 """
 
 from typing import Final
@@ -31,7 +31,9 @@ def gather_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A place without a token gets zeros, one whose source is beyond all choices NaN."""
+    """Copy a token's row to each place, times its gate if ``WEIGHTED``. A place without a token gets zeros, a
+    place whose source is out of range gets NaN.
+    """
     program = tl.program_id(0)
     place = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +62,9 @@ def combine_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A choice that was dropped adds nothing, one beyond all places NaN."""
+    """Sum the rows of a token's choices. A dropped choice adds nothing, a choice whose slot is out of range
+    NaN.
+    """
     program = tl.program_id(0)
     token = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +94,7 @@ def combine_weight_gradient_kernel(
     choices,
     BLOCK: tl.constexpr,
 ):
-    """One choice of one token per program."""
+    """Compute the gradient of one gate (one choice of one token) per program."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index).to(tl.int64)
     here = (slot >= 0) & (slot < places)
@@ -106,13 +110,15 @@ def combine_weight_gradient_kernel(
 
 
 def _tiles(width: int) -> tuple[int, dict[str, int]]:
-    """How many tiles cover ``width`` columns, and what a kernel is told of one."""
+    """Return the number of tiles that cover ``width`` columns, and the kernel arguments that describe a
+    tile.
+    """
     block = power_of_two(min(width, _COLUMNS), 16)
     return ceil_div(width, block), {"BLOCK": block, "num_warps": 4}
 
 
 class _TritonPlaces(Places):
-    """`Places` that move rows in one pass; the numbers are int32, which the kernels read."""
+    """`Places` that move rows in one pass; ``sources`` and ``slots`` are int32, as the kernels expect."""
 
     def gather(self, x_tD: Tensor, gates_tk: Tensor | None = None) -> Tensor:
         gates_tk = None if gates_tk is None else gates_tk.contiguous()
@@ -157,15 +163,15 @@ class _TritonPlaces(Places):
 
 class _TritonDispatch(Dispatch):
     def places(self, choice_tk: Tensor) -> Places:
-        """Those of `Dispatch`: sorting stays PyTorch's."""
+        """Return the places of `Dispatch` for the kernels: PyTorch sorts."""
         places = super().places(choice_tk)
         sources_n, slots_tk = places.sources_n.int(), places.slots_tk.int()
         return _TritonPlaces(sources_n=sources_n, slots_tk=slots_tk, complete=places.complete)
 
 
 class TritonPermute(_TritonDispatch, Permute):
-    """`Permute` in one pass each way."""
+    """`Permute` with one Triton kernel for each direction."""
 
 
 class TritonUnpermute(_TritonDispatch, Unpermute):
-    """`Unpermute` in one pass, its two gradients in one each."""
+    """`Unpermute` with one Triton kernel for forward and one for each of its two gradients."""

@@ -1,8 +1,8 @@
 """Rotary embedding of queries and keys in one pass, packed for attention.
 
-Dimension i turns with i + d/2. One kernel reads queries, keys and values wherever
-they lie and writes them side by side: forward it splits what one GEMM made, backward (``back``) it gathers
-what attention's gradient left, so that neither needs another copy.
+Dimension i is rotated with i + d/2. One kernel reads queries, keys and values from separate addresses and
+writes them side by side: forward it reads the output of one matrix product, backward (``back``) it reads the
+gradients from attention, so that neither direction needs another copy.
 
 Legend: b samples, s tokens of each, n query heads, k key and value heads, d a head's dimension, h = d/2.
 """
@@ -19,7 +19,7 @@ from braid.kernels.triton.launch import check, power_of_two, warps_for
 def _turn(
     x_ptr, stride_n, out_ptr, cos, sin, heads, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Turn the heads of one token; ``cos`` and ``sin`` are blocks of d/2."""
+    """Rotate the heads of one token; ``cos`` and ``sin`` are blocks of d/2."""
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (head < heads) & (column < HALF)
@@ -58,7 +58,7 @@ def rotary_kernel(
     BLOCK: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """One token per program; x_b, x_s, x_n are the strides of sample, token and head."""
+    """Rotate one token per program; x_b, x_s, x_n are the strides of sample, token and head."""
     token = tl.program_id(0).to(tl.int64)
     sample, position = token // sequence, token % sequence
     column = tl.arange(0, BLOCK)
@@ -82,9 +82,9 @@ def rotary_kernel(
 
 
 def rotary(q: Tensor, k: Tensor, v: Tensor, cos_sh: Tensor, sin_sh: Tensor, *, back: bool) -> Tensor:
-    """Return q and k (b x s x heads x d, any strides but the last), turned (``back``: the other way), and v.
+    """Rotate q and k (b x s x heads x d, any strides but the last), by negative angles if ``back``; append v.
 
-    The result is (b*s) x ((n + 2k) * d), columns q, k, v, each head by head.
+    The result is (b*s) x ((n + 2k) * d): columns q, k, v, head by head.
     """
     tables = {"cos": (cos_sh, "sh "), "sin": (sin_sh, "sh ")}
     check("rotary", q=(q, "bsnd"), k=(k, "bskd"), v=(v, "bskd"), **tables)
@@ -106,7 +106,7 @@ def rotary(q: Tensor, k: Tensor, v: Tensor, cos_sh: Tensor, sin_sh: Tensor, *, b
 
 
 class TritonAttention(Attention):
-    """`Attention` with one kernel that turns queries and keys and packs them with the values."""
+    """`Attention` with one Triton kernel that rotates queries and keys and packs them with the values."""
 
     def _turn_heads(self, qkv_bsnd: Tensor) -> Tensor:
         if self.rotary_base is None:

@@ -1,1 +1,1 @@
-"""Token files, and which samples a rank reads in which step (`samples.py`, `token_files.py`)."""
+"""Token files, and the samples that a rank reads in each step (`samples.py`, `token_files.py`)."""

@@ -10,11 +10,11 @@ _ROUNDS = 24  # four mix large sets; the orders of five samples need so many to 
 
 
 def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
-    """Sample ids at the global positions start ... start + count - 1: [count] int64.
+    """Return the sample ids at the global positions start ... start + count - 1: [count] int64.
 
-    Position n is place n % samples of epoch n // samples, and every epoch is another permutation of
-    [0, samples): a pure function of (seed, n, samples), whatever the number of ranks. Position
-    step * global_batch + i is sample i of a step. Needs memory for ``count`` numbers only.
+    Position n is place n % samples of epoch n // samples, and every epoch is another permutation of [0,
+    samples): a pure function of (seed, n, samples), whatever the number of ranks. Position step *
+    global_batch + i is sample i of a step. Needs memory for ``count`` numbers only.
     """
     assert samples >= 1, samples
     assert start >= 0, start
@@ -26,7 +26,9 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
 
 
 def samples_digest(ids: np.ndarray) -> int:
-    """A number for a multiset of samples; numbers of parts add up to that of their union, modulo 2^64."""
+    """Return a number that identifies a multiset of samples; digests of parts add up to the union's, modulo
+    2^64.
+    """
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -35,7 +37,7 @@ def samples_digest(ids: np.ndarray) -> int:
 
 
 def _permute(keys_RN: np.ndarray, places_N: np.ndarray, samples: int) -> np.ndarray:
-    """Permute [0, samples) by a Feistel network on the next power of two, walking cycles back inside."""
+    """Permute [0, samples) by a Feistel network on the next power of two, applied again to values outside."""
     bits = (samples - 1).bit_length()
     ids_N = _feistel(keys_RN, places_N, bits)
     outside = np.flatnonzero(ids_N >= samples)
@@ -46,7 +48,7 @@ def _permute(keys_RN: np.ndarray, places_N: np.ndarray, samples: int) -> np.ndar
 
 
 def _feistel(keys_RN: np.ndarray, values_N: np.ndarray, bits: int) -> np.ndarray:
-    """A bijection of [0, 2**bits): the high and the low half are hashed into each other by turns."""
+    """Compute a bijection of [0, 2**bits): the high and the low half are hashed into each other in turn."""
     low_bits = np.uint64((bits + 1) // 2)
     low_mask = np.uint64(2 ** ((bits + 1) // 2) - 1)
     high_mask = np.uint64(2 ** (bits // 2) - 1)
@@ -60,14 +62,14 @@ def _feistel(keys_RN: np.ndarray, values_N: np.ndarray, bits: int) -> np.ndarray
 
 
 def _round_keys(seed: int, epochs_N: np.ndarray) -> np.ndarray:
-    """Keys of all rounds: [N] epochs -> [rounds, N] uint64."""
+    """Return the keys of all rounds: [N] epochs -> [rounds, N] uint64."""
     seed_1 = _mix(np.array([seed % 2**64], dtype=np.uint64))
     key_N = _mix(epochs_N + seed_1)  # not symmetric: seed 1 in epoch 2 is not seed 2 in epoch 1
     return np.stack([_mix(key_N + np.array([number], dtype=np.uint64)) for number in range(_ROUNDS)])
 
 
 def _mix(values_N: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection that mixes all bits."""
+    """Apply splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection that mixes all bits."""
     z_N = values_N + _GOLDEN
     z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""A rank's samples, which are its data-parallel replica's, as micro-batches on its device.
+"""Samples of a rank's data-parallel replica, as micro-batches on the rank's device.
 
-Shape suffixes: N samples, S = sequence + 1 tokens of a window, of which a rank has s and their successors,
-M micro-batches, T tokens of a micro-batch.
+Shape suffixes: N samples, S = sequence + 1 tokens of a window, s tokens of a window that a rank has as inputs
+(and their successors as targets), M micro-batches, T tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,17 +30,18 @@ from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.text.pattern import documents_seen
 
 Batches = list[MicroBatch | None]
-"""One for each micro-batch; None on a rank that has no part of the model that sees tokens."""
+"""One entry for each micro-batch; None on a rank whose part of the model reads no tokens."""
 
 
 _Own = tuple[torch.Tensor, list[Documents]] | None
-"""What a rank has of its replica's samples: tokens and their successors, 2 x N x s, and documents by
-micro-batch, where tokens attend to those of their own only; None on a rank that sees no tokens."""
+"""A rank's part of its replica's samples: tokens and their successors, 2 x N x s, and documents by
+micro-batch if tokens attend only to their own document; None on a rank that reads no tokens.
+"""
 _Tokens = TypeVar("_Tokens")
 
 
 class ReadingAhead(Generic[_Tokens]):
-    """Calls ``read(step)`` one step ahead, in a thread: which tokens a step takes is known beforehand."""
+    """Calls ``read(step)`` one step ahead, in a thread: the tokens of a step are known in advance."""
 
     def __init__(self, read: Callable[[int], _Tokens]) -> None:
         self._read = read
@@ -48,7 +49,7 @@ class ReadingAhead(Generic[_Tokens]):
         self._next: tuple[int, Future[_Tokens]] | None = None
 
     def of(self, step: int) -> _Tokens:
-        """What ``read(step)`` gives, or raises; begins to read the next step's."""
+        """Return the result of ``read(step)``, or raise its error; begin to read for the next step."""
         ahead, self._next = self._next, None
         tokens = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
         self._next = step + 1, self._thread.submit(self._read, step + 1)
@@ -59,7 +60,7 @@ class ReadingAhead(Generic[_Tokens]):
 
 
 class ReplicaSamples:
-    """Training samples by step, read one step ahead, and samples of a validation."""
+    """Training samples by step, read one step ahead, and samples for validation."""
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class ReplicaSamples:
         chunks: Collection[int],
         device: torch.device,
     ) -> None:
-        """``place``: the rank's, whose replica has some samples, and which has some tokens of these.
-        ``chunks``: of the model, on the rank.
+        """``place``: the rank's place in the mesh, which determines its replica's samples and its tokens of
+        these. ``chunks``: numbers of the model's chunks on the rank.
 
-        `ValueError` as `TokenShards.open`.
+        Raise `ValueError` as `TokenShards.open` does.
         """
         self._config, self._layout, self._device, self._place = config, layout, device, place
         self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
@@ -91,21 +92,25 @@ class ReplicaSamples:
         self._newest = np.zeros(0, np.int64)
 
     def of_step(self, step: int) -> Batches:
-        """Micro-batches of a training step (from 0); the next step's are read meanwhile."""
+        """Return the micro-batches of a training step (from 0); those of the next step are read in the
+        background.
+        """
         self._newest, own = self._ahead.of(step)
         return self._batches(self._newest, own)
 
     def digest(self) -> int:
-        """Tells the samples of the step that was asked for last from others (`samples_digest`)."""
+        """Return a digest that identifies the samples of the newest step (`samples_digest`)."""
         return samples_digest(self._newest)
 
     @property
     def validation_micro_batches(self) -> int:
-        """Of this replica, as of all others, in one validation; 0 if nothing is held out."""
+        """Number of micro-batches of each replica in one validation; 0 if no samples are held out."""
         return -(-len(self._validated) // (self._config.train.micro_batch * self._layout.sample_ranks))
 
     def of_validation(self) -> Batches:
-        """The samples that every validation takes; samples that only fill up micro-batches do not count."""
+        """Return the micro-batches of a validation; samples that are repeated to fill micro-batches do not
+        count.
+        """
         assert self._validation is not None
         filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.sample_ranks
         ids = self._mine(np.resize(self._validated, filled))
@@ -116,7 +121,9 @@ class ReplicaSamples:
         return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
     def facts(self) -> dict[str, int | str | None]:
-        """The data's identity; and the tokens that a validation predicts, with their bytes of text."""
+        """Return the data's fingerprint, and the number of tokens that a validation predicts and of their
+        text's bytes.
+        """
         facts: dict[str, int | str | None] = {"fingerprint": self._train.index.fingerprint}
         if self._validation is not None:
             targets = self._validation.tokens_at(self._validated)[:, 1:]
@@ -128,10 +135,10 @@ class ReplicaSamples:
         self._ahead.close()
 
     def _mine(self, ids: np.ndarray) -> np.ndarray:
-        """Every dp-th micro-batch of a global batch belongs to this replica.
+        """Return this replica's samples of a global batch: every dp-th micro-batch.
 
-        So those that ranks of ep have at once, whose rows an expert takes up in one product, are next to each
-        other in the batch, and are the same for any dp.
+        So the micro-batches that ranks of ep process at the same time, whose rows an expert multiplies in one
+        product, are adjacent in the batch, and are the same for any dp.
         """
         turns = ids.reshape(-1, self._layout.sample_ranks, self._config.train.micro_batch)
         return turns[:, self._replica].flatten()
@@ -142,7 +149,7 @@ class ReplicaSamples:
         return ids, self._tokens(self._train, ids)
 
     def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own:
-        """On the host, in memory that a GPU can copy from by itself."""
+        """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them."""
         if not self._sees_tokens:
             return None
         windows_NS = torch.from_numpy(shards.tokens_at(ids))
@@ -157,7 +164,9 @@ class ReplicaSamples:
         return tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches]
 
     def _orders(self, inputs_Ns: torch.Tensor, end: int) -> list[TokenOrder]:
-        """Which tokens of every sample are this rank's. ``end``: the token that ends a document."""
+        """Return, for every sample, which tokens this rank has. ``end``: id of the token that ends a
+        document.
+        """
         sequence, ranks = inputs_Ns.shape[1], self._layout.cp
         if not self._config.data.document_mask:
             return [causal_order(ranks, self._context, sequence)] * len(inputs_Ns)
@@ -169,7 +178,9 @@ class ReplicaSamples:
         return orders
 
     def _batches(self, ids: np.ndarray, own: _Own, counted: np.ndarray | None = None) -> Batches:
-        """``counted``: which samples do, where not all of them."""
+        """Split samples into micro-batches on the device. ``counted``: for each sample, whether its loss
+        counts; None: all count.
+        """
         count = len(ids) // self._config.train.micro_batch
         if own is None:
             return [None] * count
@@ -187,9 +198,9 @@ class ReplicaSamples:
 def documents_to_measure(
     samples: ReplicaSamples | None, config: Config, context: ModuleContext
 ) -> list[Mapping[str, Documents]]:
-    """`MicroBatch.documents` of the first step; without data of one whose samples are one document each.
+    """Return `MicroBatch.documents` of the first step; without data, those of samples of one document each.
 
-    None where tokens attend to all of their sample anyway.
+    If tokens attend to their whole sample, the mappings or the list are empty.
     """
     shape, place, layout = context.shape, context.place, config.layout()
     if samples is not None or not shape.documents:
@@ -200,7 +211,9 @@ def documents_to_measure(
 
 
 def _by_degree(documents: Documents, layout: ParallelLayout, place: Place) -> dict[str, Documents]:
-    """Of a micro-batch, and of the samples of this rank's group in layers with degrees of their own."""
+    """Return documents by input name: of the micro-batch, and of the part of its samples that this rank's
+    group processes in layers with their own tp degree.
+    """
     found = {documents_seen(): documents}
     for degree in layout.own_degrees:
         groups = layout.tp // degree

@@ -1,8 +1,8 @@
-"""The reading side of training data: a prepared folder of token shards, and the order of its samples.
+"""Reads training data: a prepared folder of token shards, and the order of its samples.
 
 A prepared data set (`braid.jobs.data.prepare` writes it) is a folder that never changes once it is visible:
 
-    index.json            what is there: tokenizer, dtype, and for every split its shards (`DataIndex`)
+    index.json            the contents: tokenizer, dtype, and for every split its shards (`DataIndex`)
     train-00000.bin ...   tokens, little-endian, nothing else; the split is the shards end to end
     validation-00000.bin ...
 
@@ -38,7 +38,7 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """One file of a split; a document is counted in the shard that holds its end."""
+    """One file of a split; a document is counted in the shard that contains its end."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -51,11 +51,11 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class DataIndex:
-    """What `index.json` says.
+    """Contents of `index.json`.
 
-    ``request`` identifies what the data set was made from (inputs' path, size and time, tokenizer,
-    parameters); ``sources`` and ``parameters`` are the readable part of that. When copies of the inputs are
-    found, their places are written down instead.
+    ``request`` identifies what the data set was made from (the inputs' paths, sizes and times, the tokenizer,
+    parameters); ``sources`` and ``parameters`` are the readable part of ``request``. If the data set is found
+    to fit copies of the inputs, the copies' paths replace the old ones.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -66,24 +66,25 @@ class DataIndex:
     end_of_document: Count
     dtype: Literal["uint16", "uint32"]
     splits: Mapping[str, tuple[TokenShard, ...]]
-    documents_skipped: Count  # not UTF-8, and left out for that
-    documents_empty: Count  # nothing but white space, and left out
+    documents_skipped: Count  # documents that were left out because they are not UTF-8
+    documents_empty: Count  # documents that were left out because they are nothing but white space
     request: str
     parameters: Mapping[str, Any]
     sources: tuple[tuple[str, int, int], ...]  # path, bytes, modification time in ns
     token_bytes: tuple[Count, ...] = ()
-    """UTF-8 bytes of text that every token id stands for, 0 for special tokens; empty in older data sets, and
-    where the tokenizer does not keep the text."""
-    # empty or 0 in older data sets:
-    contents: tuple[str, ...] = ()  # of every source, format and SHA-256
+    """Number of UTF-8 bytes of each token id's text, 0 for special tokens; empty in older data sets, and for
+    tokenizers that do not preserve the text.
+    """
+    # The following fields are empty or 0 in older data sets.
+    contents: tuple[str, ...] = ()  # format and SHA-256 of every source
     end_token: str = ""  # the name of end_of_document
-    characters: Count = 0  # of the documents
-    characters_lost: Count = 0  # without a token
-    tokens_unknown: Count = 0  # the tokenizer's own token for text that it does not know
+    characters: Count = 0  # number of characters of the documents
+    characters_lost: Count = 0  # number of characters without a token
+    tokens_unknown: Count = 0  # number of the tokenizer's tokens for unknown text
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the tokens themselves: the same wherever, whenever and from whatever path prepared."""
+        """Hash of the tokens, which does not depend on where, when and from which path they were prepared."""
         content = [
             INDEX_VERSION,
             self.tokenizer_fingerprint,
@@ -98,19 +99,19 @@ class DataIndex:
         return sum(shard.tokens for shard in self.splits[split])
 
     def bytes_of(self, tokens: np.ndarray) -> int | None:
-        """UTF-8 bytes of the text that tokens stand for; None if that is not known."""
+        """Return the UTF-8 bytes of the text that tokens stand for; None if unknown."""
         return int(np.array(self.token_bytes)[tokens].sum()) if self.token_bytes else None
 
     def to_json(self) -> str:
-        """Text of `index.json`; `read_index` is its inverse."""
+        """Return the text of `index.json`; `read_index` is the inverse."""
         return json.dumps({"format": INDEX_FORMAT, "version": INDEX_VERSION, **asdict(self)}, indent=1)
 
 
 def read_index(directory: Path) -> DataIndex:
     """Read a prepared folder's index and check it against the sizes of the shards.
 
-    Raises `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data
-    set, was written by another version, is damaged, or has a shard of another size. Both name the remedy.
+    Raise `UnreadableError` if a file cannot be read, and ValueError if the folder is not a prepared data set,
+    was written by another version, is damaged, or has a shard of another size. Both errors name the remedy.
     """
     path = directory / INDEX_FILE
     try:
@@ -140,14 +141,14 @@ def read_index(directory: Path) -> DataIndex:
 
 
 def _parse_index(entries: dict[str, Any]) -> DataIndex:
-    """`ValueError` says what is wrong with the first wrong entry."""
+    """Validate the entries of an index; raise `ValueError` that describes the first wrong entry."""
     try:
         index = TypeAdapter(DataIndex).validate_python(entries)
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
     for shard in (shard for shards in index.splits.values() for shard in shards):
-        # a plain file name: an index cannot point outside its folder
+        # Only plain file names are accepted, so that an index cannot point outside its folder.
         if Path(shard.file).name != shard.file or not shard.tokens:
             raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
     if len(index.token_bytes) not in (0, index.vocabulary):
@@ -174,7 +175,7 @@ class TokenShards:
 
     directory: Path
     split: str
-    sequence: int  # tokens that a sample predicts; its window is one longer
+    sequence: int  # number of tokens that a sample predicts; its window is one token longer
     index: DataIndex
     arrays: tuple[np.ndarray, ...]  # one per shard, read-only
     starts: np.ndarray  # [shards + 1] int64: first token of every shard, then the total
@@ -185,9 +186,10 @@ class TokenShards:
     ) -> "TokenShards":
         """Open ``split`` of the data set in ``directory`` for windows of ``sequence`` + 1 tokens.
 
-        index: the folder's, if it was read before: reading it asks for the size of every shard.
+        ``index``: the folder's index if it was read before; None: read it, which checks the size of every
+        shard.
 
-        Raises ValueError as `read_index` does, and if the split is too short for one sample.
+        Raise ValueError as `read_index` does, and if the split is too short for one sample.
         """
         assert sequence >= 1, sequence
         directory = Path(directory)
@@ -217,16 +219,18 @@ class TokenShards:
 
     @property
     def samples(self) -> int:
-        """Samples in one epoch; the last tokens that do not fill a window are left out."""
+        """Number of samples in one epoch; the last tokens, which do not fill a window, are left out."""
         return (self.tokens - 1) // self.sequence
 
     def spread(self, most: int) -> np.ndarray:
-        """Ids of up to ``most`` samples at equal distances over the split, all different: [count] int64."""
+        """Return ids of up to ``most`` different samples at equal distances over the split: [count] int64."""
         count = min(most, self.samples)
         return np.arange(count, dtype=np.int64) * self.samples // count
 
     def tokens_at(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Windows of the given samples: [N] integers -> [N, sequence + 1] int64. IndexError if outside."""
+        """Return the windows of samples: [N] integers -> [N, sequence + 1] int64. Raise IndexError if an id
+        is too large.
+        """
         windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=np.int64)
         for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
             if not 0 <= sample < self.samples:
@@ -237,7 +241,7 @@ class TokenShards:
         return windows_NS
 
     def _read(self, start: int, out_S: np.ndarray) -> None:
-        """Fill ``out_S`` with the split's tokens from ``start`` on, across as many shards as it takes."""
+        """Fill ``out_S`` with the split's tokens from ``start`` on, from as many shards as needed."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         filled = 0
         while filled < len(out_S):
@@ -248,4 +252,9 @@ class TokenShards:
             shard += 1
 
 
+<<<<<<< /tmp/tmpdyouifdb/m
 # The order of samples: a keyed permutation per epoch, computed where it is asked for and never stored.
+=======
+# The order of samples is a keyed permutation per epoch, which is computed when needed and never stored.
+
+>>>>>>> /tmp/tmpdyouifdb/t

@@ -1,1 +1,1 @@
-"""Files that may be slow, damaged or gone: reads with a time limit, digests, checked writes."""
+"""Access to files that may be slow, damaged or missing: reads with a time limit, digests, checked writes."""

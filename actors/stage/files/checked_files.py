@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are hashed while PyTorch writes them, and read back."""
+"""Writes files of a checkpoint, hashes them while PyTorch writes, and reads them back."""
 
 import contextlib
 import errno
@@ -16,23 +16,25 @@ from braid.actors.stage.files.digests import PIECE_BYTES, Digests, damage
 
 
 class CheckedWriter(dcp.FileSystemWriter):
-    """Writes a rank's share of a checkpoint, durably, and knows the digests of what it wrote."""
+    """Writes a rank's share of a checkpoint durably, and records the digests of the written data."""
 
     def __init__(self, directory: Path, progress: Callable[[int], object] = lambda count: None) -> None:
-        """``progress`` is told how many bytes were written or read back since it was last told."""
+        """``progress`` is called with the number of bytes written or read back since its previous call."""
         super().__init__(directory, sync_files=True)
         self._directory, self._progress = directory, progress
         self._files = self.fs = _HashingFiles(progress)
 
     def read_back(self) -> Digests:
-        """Digests of this rank's files; `OSError` (EIO) names the first that is not what was written."""
+        """Read this rank's files and return their digests; raise `OSError` (EIO) that names the first file
+        which differs from the written data.
+        """
         if (what := damage(self._directory, self._files.written, self._progress)) is not None:
             raise OSError(errno.EIO, f"what is read back is not what was written: {what}")
         return self._files.written
 
 
 class _HashingFiles(FileSystem):
-    """PyTorch's way to files."""
+    """File access of PyTorch's checkpointing that hashes written files."""
 
     def __init__(self, progress: Callable[[int], object]) -> None:
         self._progress = progress
@@ -40,7 +42,7 @@ class _HashingFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; if it is written, it is hashed meanwhile."""
+        """Open a file; if it is opened for writing, hash the data as they are written."""
         with super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
@@ -57,7 +59,7 @@ class _HashingFiles(FileSystem):
 
 
 class _HashedStream(io.BufferedIOBase):
-    """A file that is written from its begin to its end; whoever opened the file closes it."""
+    """A file that is written from beginning to end and hashed; whoever opened the file closes it."""
 
     def __init__(self, stream: Any, progress: Callable[[int], object]) -> None:
         self._stream, self._progress = stream, progress
@@ -79,7 +81,7 @@ class _HashedStream(io.BufferedIOBase):
         return len(view)
 
     def _sync_some(self) -> None:
-        """Let the disk take what the kernel has: one sync of all at the end would look like a standstill."""
+        """Write the kernel's buffers to the disk; a single sync at the end would look like a standstill."""
         if self._count - self._synced >= PIECE_BYTES:
             self._stream.flush()
             os.fdatasync(self._stream.fileno())

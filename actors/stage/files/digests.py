@@ -1,7 +1,8 @@
 """Checksums of a checkpoint's files.
 
-A checkpoint of a large model is hashed by its ranks, each its share, and never by one process alone: while
-they write it (`checked_files.py`), when they read back what they wrote, and before they read it again.
+A checkpoint of a large model is hashed by all its ranks, each of which hashes its share, and never by one
+process alone: while ranks write it (`checked_files.py`), when they read back the written data, and before
+they load it.
 """
 
 import contextlib
@@ -15,22 +16,22 @@ from pathlib import Path
 from braid.actors.stage.files.reading import open_regular, read_text
 
 MANIFEST = "manifest.json"
-"""The file of a checkpoint that says what all others are (`braid.actors.controller.state.manifest`)."""
+"""The file of a checkpoint that lists all other files (`braid.actors.controller.state.manifest`)."""
 
 Digests = Mapping[str, tuple[int, str]]
 """Bytes and SHA-256 of files, by their names in a checkpoint's folder."""
 
 
 PIECE_BYTES = 16 << 20
-"""What is read or written between two signs of progress: 2 MB/s are enough for one every 8 seconds."""
+"""Number of bytes read or written between two signs of progress: at 2 MB/s there is one every 8 seconds."""
 
 
 def damage(
     directory: Path, files: Digests, progress: Callable[[int], object] = lambda count: None
 ) -> str | None:
-    """The first file that differs from its digest, and how; None if none does.
+    """Return a description of the first file that differs from its digest; None if all files are intact.
 
-    ``progress`` is told how many bytes were read since it was last told.
+    ``progress`` is called with the number of bytes read since its previous call.
     """
     for name, (size, digest) in files.items():
         try:
@@ -46,17 +47,19 @@ def damage(
 
 
 def damage_in_share(directory: Path, rank: int, ranks: int) -> str | None:
-    """`damage` in one rank's share of the files in a checkpoint's manifest: of about as many bytes each."""
+    """Check one rank's share of the files in a checkpoint's manifest (as `damage`); shares have about equal
+    sizes.
+    """
     try:
         files = dict(json.loads(read_text(directory / MANIFEST))["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:  # the controller could read it a moment ago
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the controller has just read it
         return f"{MANIFEST} cannot be read ({error})"
     largest_first = sorted(files, key=lambda name: (-files[name][0], name))
     return damage(directory, {name: (files[name][0], files[name][1]) for name in largest_first[rank::ranks]})
 
 
 def _sha256(file: BufferedReader, progress: Callable[[int], object]) -> str:
-    """Of what is on the disk, not of what the kernel still remembers of its writing."""
+    """Return the SHA-256 of a file as it is on the disk, not in the kernel's page cache."""
     with contextlib.suppress(OSError, AttributeError):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     digest = hashlib.sha256()

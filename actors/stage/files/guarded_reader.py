@@ -1,9 +1,9 @@
 """Reads a distributed checkpoint without trusting it.
 
-PyTorch keeps a checkpoint's table of contents, ``.metadata``, as a pickle and reads it with `pickle.load`,
-which runs whatever the file asks for. Checksums do not help against somebody who can write the manifest too,
-as in a checkpoint that came from elsewhere. Here only the classes that such a table is made of are found, and
-only files in the checkpoint's own directory are read.
+PyTorch stores a checkpoint's table of contents, ``.metadata``, as a pickle and reads it with `pickle.load`,
+which runs any code that the file requests. Checksums do not help against somebody who can also write the
+manifest, as in a checkpoint from elsewhere. Here unpickling finds only the classes that such a table consists
+of, and only files in the checkpoint's own directory are read.
 """
 
 import pickle
@@ -34,7 +34,7 @@ _CLASSES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "pathlib": {"Path", "PosixPath"},
-    "pathlib._local": {"Path", "PosixPath"},  # their home in Python 3.13
+    "pathlib._local": {"Path", "PosixPath"},  # their module in Python 3.13
 }
 
 
@@ -46,15 +46,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 class RefusedError(ValueError):
-    """A checkpoint that holds something which no checkpoint needs."""
+    """Raised for a checkpoint that contains something which no checkpoint needs."""
 
 
 class FailedTogetherError(RuntimeError):
-    """A save or load that failed on some rank and was given up by all: the ranks themselves are well."""
+    """Raised for a save or load that failed on some rank and that all ranks gave up; the ranks can
+    continue.
+    """
 
 
 class GuardedReader(FileSystemReader):
-    """`FileSystemReader` that runs nothing and leaves the directory for nothing."""
+    """`FileSystemReader` that runs no code of a checkpoint and reads no files outside its directory."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -62,8 +64,9 @@ class GuardedReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents, read once; `ValueError` if it is anything else, `UnreadableError` if the
-        file cannot be read."""
+        """Return the table of contents, which is read once; raise `ValueError` if the file holds anything
+        else, `UnreadableError` if the file cannot be read.
+        """
         if self._metadata is None:
             self._metadata = self._read()
         assert self._metadata.storage_meta is not None
@@ -71,7 +74,7 @@ class GuardedReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """What the plan asks for; `RefusedError` if there is anything but tensors."""
+        """Read the tensors of a plan; raise `RefusedError` if files contain anything but tensors."""
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
@@ -102,7 +105,9 @@ class GuardedReader(FileSystemReader):
 
     @staticmethod
     def plain(error: CheckpointException) -> Exception:
-        """PyTorch's error of a load or save, itself no `Exception`, as one: refused, or failed together."""
+        """Convert PyTorch's error of a load or save, itself no `Exception`, to a `RefusedError` or
+        `FailedTogetherError`.
+        """
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
         refused = next((cause for cause in causes.values() if isinstance(cause, RefusedError)), None)
         told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())

@@ -1,11 +1,12 @@
-"""Weights as Hugging Face directories hold them: names, shapes, files. Importable without torch.
+"""Names, shapes and files of weights in Hugging Face directories. Importable without torch.
 
-A stored tensor is one global parameter of ours, or several stacked along their rows (GPT-2's fused q, k, v),
-and perhaps transposed (GPT-2 keeps matrices as inputs x outputs). Where a global parameter holds the matrices
-of all experts (E x rows x columns), a stored tensor is one expert's; or, in the other form that
-`transformers` writes (``save_original_format=False``), all experts' too, gates stacked on up projections.
+A stored tensor is one global parameter of Braid, or several stacked along their rows (GPT-2's fused q, k, v),
+and may be transposed (GPT-2 stores matrices as inputs x outputs). If a global parameter holds the matrices of
+all experts (E x rows x columns), a stored tensor holds those of one expert; or, in the other form that
+`transformers` writes (``save_original_format=False``), those of all experts, with gate and up projections
+stacked.
 
-Only safetensors are ever opened: they are numbers behind a JSON header, while pickles can run code when they
+Only safetensors files are opened: they are numbers behind a JSON header, while pickles can run code when they
 are read.
 """
 
@@ -25,16 +26,16 @@ SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 READABLE: Final = ("F64", "F32", "F16", "BF16")
-"""Element types, as safetensors name them."""
+"""Names of supported element types in safetensors."""
 
 STACKED: Final = ".mlp.experts.down_proj"
-"""How names of down projections end that hold all experts'."""
+"""Suffix of the names of down projections that hold all experts' matrices."""
 
 _MIXTRAL: Final = {"gate": "w1", "up": "w3", "down": "w2"}
-"""How files of Mixtral and Phi-3.5-MoE call an expert's matrices."""
+"""Names of an expert's matrices in files of Mixtral and Phi-3.5-MoE."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _BUFFERS = re.compile(r".*\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
-"""Constants that old files hold beside the weights: causal masks, rotary frequencies."""
+"""Pattern of names of constants that old files contain as well: causal masks, rotary frequencies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,36 +47,39 @@ class StoredTensor:
     columns: int | None = None
     transposed: bool = False
     experts: int = 0
-    """How many experts' matrices each of the global parameters holds; 0: they are no experts'."""
+    """Number of experts whose matrices each of the global parameters holds; 0 if the tensor belongs to no
+    experts.
+    """
     expert: int | None = None
-    """The one of them that is stored; None: all, experts x rows x columns."""
+    """Number of the expert whose matrix is stored; None: those of all experts, experts x rows x columns."""
 
     @property
     def leading(self) -> tuple[int, ...]:
         return (self.experts,) if self.experts and self.expert is None else ()
 
     def source_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the global parameter that has so many rows here."""
+        """Return the shape of the global parameter that has ``rows`` rows in this tensor."""
         experts = (self.experts,) if self.experts else ()
         return (*experts, rows) if self.columns is None else (*experts, rows, self.columns)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """In our orientation: rows are outputs."""
+        """Shape in Braid's orientation: rows are outputs."""
         rows = sum(count for _, count in self.sources)
         return (*self.leading, rows) if self.columns is None else (*self.leading, rows, self.columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it stands in the file."""
+        """Shape in the file."""
         return self.stacked_shape[::-1] if self.transposed else self.stacked_shape
 
 
 def stored_tensors(shape: ModelShape, stacked: bool = False) -> tuple[StoredTensor, ...]:
-    """Every tensor that a model of this shape is stored as; `ValueError` if it has no such form.
+    """Return all tensors that a model of this shape is stored as; raise `ValueError` if it has no stored
+    form.
 
-    ``stacked``: matrices of all experts are one tensor, as in the modules of `transformers` 5; else they are
-    tensors of their own, as in published files.
+    ``stacked``: matrices of all experts are one tensor, as in the modules of `transformers` 5; otherwise each
+    expert has its own tensors, as in published files.
     """
     gpt = architecture_of(shape) is GPT2
     return tuple(_gpt2(shape) if gpt else _llama(shape, stacked))
@@ -127,7 +131,9 @@ def _norm(shape: ModelShape, stored: str, ours: str) -> Iterator[StoredTensor]:
 
 
 def _experts(shape: ModelShape, stored: str, ours: str, stacked: bool) -> Iterator[StoredTensor]:
-    """Router and experts of a layer, whose names begin so."""
+    """Yield the stored tensors of a layer's router and experts; ``stored`` and ``ours`` are the layer's name
+    prefixes.
+    """
     hidden, width, experts = shape.hidden, shape.expert_width, shape.experts
     matrices = {part: (f"{ours}.experts.{part}.weight", width, hidden) for part in ("gate", "up")}
     down = matrices["down"] = (f"{ours}.experts.down.weight", hidden, width)
@@ -180,14 +186,16 @@ def _gpt2_linear(stored: str, outputs: dict[str, int], inputs: int) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True)
 class HubDirectory:
-    """A directory of safetensors that was looked through; ``places`` maps a tensor's name to its file."""
+    """A directory of safetensors files; ``places`` maps a tensor's name to its file."""
 
     path: Path
     places: dict[str, Path]
 
     @classmethod
     def open(cls, path: Path) -> "HubDirectory":
-        """Find the tensors. `ValueError` for pickles, names that lead out of the directory, lost files."""
+        """Find the tensors. Raise `ValueError` for pickles, file names outside the directory, and missing
+        files or tensors.
+        """
         if (path / SINGLE).is_file():
             return cls(path=path, places=dict.fromkeys(_header(path / SINGLE), path / SINGLE))
         if not (path / INDEX).is_file():
@@ -209,16 +217,18 @@ class HubDirectory:
         return cls(path=path, places=places)
 
     def stored_name(self, tensor: StoredTensor) -> str:
-        """A tensor's name here: GPT-2 is also published without the first part of its names."""
+        """Return a tensor's name in this directory: GPT-2 is also published without the prefix of its
+        names.
+        """
         bare = tensor.name.removeprefix("transformer.")
         return bare if tensor.name not in self.places and bare in self.places else tensor.name
 
     def tensors(self, shape: ModelShape) -> tuple[StoredTensor, ...]:
-        """All tensors of such a model, in the form that the directory has experts in."""
+        """Return all tensors of a model of this shape, with experts stacked if this directory stacks them."""
         return stored_tensors(shape, stacked=any(name.endswith(STACKED) for name in self.places))
 
     def check(self, shape: ModelShape) -> None:
-        """`ValueError` unless the directory holds exactly the tensors of such a model, in their shapes."""
+        """Raise `ValueError` unless the directory holds exactly the tensors of a model of this shape."""
         tensors = {self.stored_name(tensor): tensor for tensor in self.tensors(shape)}
         if missing := [name for name in tensors if name not in self.places]:
             raise ValueError(
@@ -246,7 +256,9 @@ class HubDirectory:
 
 
 def check_initial(path: Path | None, shape: ModelShape) -> None:
-    """Look through ``model.initial``, if there is one, before anything starts; `ValueError` if it is bad."""
+    """Check ``model.initial``, if it is given, before anything starts; raise `ValueError` if it does not
+    fit.
+    """
     if path is not None:
         HubDirectory.open(path).check(shape)
 
@@ -276,7 +288,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and element type of every tensor in a file, by name."""
+    """Return shape and element type of every tensor in a file, by name."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Opens files that a run depends on, so that none of them can make it wait for ever. Imports no torch."""
+"""Opens the files that a run depends on, such that no file can block it for ever. Does not import torch."""
 
 import errno
 import os
@@ -8,11 +8,13 @@ from pathlib import Path
 
 
 class UnreadableError(OSError):
-    """A file that cannot be read. The message is for the user: it names the file and the remedy."""
+    """Raised if a file cannot be read. The message is for the user: it names the file and the remedy."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading; `OSError` for anything else, such as a FIFO, whose writer may never come."""
+    """Open a regular file for reading; raise `OSError` for others, such as a FIFO that may never be
+    written.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -21,6 +23,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file; `OSError` if it cannot be read, `UnicodeDecodeError` for other bytes."""
+    """Return the content of a UTF-8 file; raise `OSError` if it cannot be read, `UnicodeDecodeError` if it is
+    not UTF-8.
+    """
     with open_regular(path) as file:
         return file.read().decode("utf-8")

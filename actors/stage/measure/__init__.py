@@ -1,3 +1,3 @@
-"""What is measured on a rank: operators for the profile (`profiling.py`), kernels (`kernel_choice.py`), spans
-of steps (`telemetry.py`, `span_stream.py`), memory.
+"""Measurements on a rank: operators for the profile (`profiling.py`), kernels (`kernel_choice.py`), spans of
+steps (`telemetry.py`, `span_stream.py`), memory.
 """

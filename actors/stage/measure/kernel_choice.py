@@ -1,4 +1,6 @@
-"""Which kernels a rank's operators take: what ``train.kernels: auto`` asks about a run's model on GPUs."""
+"""Chooses the kernels of a rank's operators on GPUs by measuring them in a run's sizes (``train.kernels:
+auto``).
+"""
 
 import os
 from collections.abc import Iterator
@@ -16,19 +18,19 @@ from braid.scheduling.model.sizes import PartSizes
 
 
 class KernelChoice:
-    """A rank's, over all generations: what was chosen once stays."""
+    """The kernel choices of one rank, which remain the same over all generations."""
 
     def __init__(self) -> None:
         self._kept = KeptChoices(choices_folder(os.environ))
         self.told = ""
-        """What was chosen, for people; empty where nothing was to choose."""
+        """Description of the chosen kernels for the user; empty if there was no choice."""
 
     def family(
         self, kernels: str, sizes: PartSizes, mesh: Mesh, device: torch.device, dtype: torch.dtype
     ) -> OperatorFamily:
-        """What makes operators for ``train.kernels``; all ranks call this together.
+        """Return the operator family for ``train.kernels``; all ranks call this together.
 
-        ValueError as `operator_family`.
+        Raise ValueError as `operator_family` does.
         """
         self.told = ""
         return operator_family(kernels, device, dtype, lambda: self._choose(sizes, mesh, device, dtype))
@@ -51,14 +53,14 @@ class KernelChoice:
 
 
 def _measured(question: Question, device: torch.device, dtype: torch.dtype) -> Iterator[Measured]:
-    """Every operator in all its places, on this rank's device; the rank's log tells the times."""
+    """Measure every operator in all its places, on this rank's device; print the times to the rank's log."""
     laboratory = Laboratory(device=device, dtype=dtype, clock=DeviceClock(device))
     for operator in question.operators:
         used = [use for use in question.uses if use.operator == operator]
         measured = laboratory.measure(used, candidates(operator, device, dtype))
         print(f"{HEADER} {operator}: {', '.join(f'{name} {_told(one)}' for name, one in measured.items())}")
         yield measured
-    del laboratory  # its clock holds memory
+    del laboratory  # its clock holds memory on the device
     torch.cuda.empty_cache()
 
 
@@ -67,9 +69,9 @@ def _told(measured: int | str) -> str:
 
 
 def uses(sizes: PartSizes) -> Iterator[Use]:
-    """The operators of a model on its fullest rank, as `braid.actors.stage.model.layers` makes them.
+    """Yield the operators of a model on its fullest rank, as `braid.actors.stage.model.layers` makes them.
 
-    Layers of one's own count like built-in ones.
+    Layers that a user defines are counted as if they were built-in layers.
     """
     shape = sizes.shape
     layers, local = shape.layers, sizes.local_tokens
@@ -99,7 +101,9 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
 
 
 def _experts(sizes: PartSizes) -> Iterator[Use]:
-    """What works on rows of experts. Routing is balanced: a rank gets as many rows as it sends."""
+    """Yield the operators on rows of experts. Routing is assumed balanced: a rank gets as many rows as it
+    sends.
+    """
     shape, local, times = sizes.shape, sizes.local_tokens, sizes.shape.expert_layers
     capacity = shape.capacity(local) if shape.capacity_factor else None
     rows = sizes.tp * (local * shape.top_k if capacity is None else shape.experts * capacity)

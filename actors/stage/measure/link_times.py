@@ -1,5 +1,6 @@
-"""What transfers outside layers take: of what replicas share, of stages over nodes and inside, of messages
-between pipeline stages."""
+"""Times transfers outside layers: sums and gathers over replicas, stages of collectives inside and between
+nodes, messages between pipeline stages.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,15 +19,16 @@ from braid.kernels.collectives.primitives import Launch
 from braid.scheduling.mesh.mesh import beyond
 
 _ALONG: Final = ("tp", "pp", "dp", "edp", "ep", "replica")
-"""Axes over which gradients, or squares of them, are summed."""
+"""Axes over which gradients or their squares are summed."""
 
 _LARGE: Final = 2**18
-"""Elements of a sum that tells the rate of a link: a bucket's, or as many as take a fortieth of a second over
-a slow one."""
+"""Number of elements of a sum that shows the rate of a link: about a bucket, or what a slow link transfers in
+a fortieth of a second.
+"""
 
 
 class LinkTimes:
-    """Measures on one rank; all ranks call the same at the same time."""
+    """Measures transfers on one rank; all ranks call the same methods at the same time."""
 
     def __init__(self, mesh: Mesh, streams: Streams, model: StageModel) -> None:
         self._mesh, self._streams = mesh, streams
@@ -35,7 +37,7 @@ class LinkTimes:
         self._like = torch.empty(0, device=context.device, dtype=context.dtype)
         self._factors = [str(factor) for factor in mesh.topology.factors()]
         self._beyond = [beyond(degree) for degree in mesh.layout.own_degrees if degree > 1]
-        # As many gradients as a message has elements: a layer's would take the time of many operators.
+        # As many gradients as a message has elements: a whole layer's would take as long as many operators.
         elements = self._shape[0] * self._shape[1]
         axes = {SUM: "dp", **{f"{factor}/sum": factor for factor in self._factors}}
         self._sums = {
@@ -43,19 +45,19 @@ class LinkTimes:
             for name, axis in axes.items()
             if axis in mesh.lines
         }
-        # A message goes each way between two neighbouring stages; the last of an odd number has no partner.
+        # Neighbouring stages swap messages in pairs; with an odd number of stages the last has no partner.
         paired = mesh.layout.pp > 1 and mesh.layout.pp % 2 == 0
         self._message = self._like.new_zeros(self._shape if paired else 0)
         self.names = [*self._sums, *([MESSAGE] if paired else [])]
-        """Transfers that can be started at any time, `start`: sums, and a message."""
+        """Names of the transfers that `start` can begin at any time: sums of gradients, and a message."""
 
     @property
     def axes(self) -> list[str]:
-        """All that ranks exchange along."""
+        """All axes and factors along which ranks exchange data."""
         return [*self._mesh.place.mesh.axes, *self._factors]
 
     def start(self, name: str) -> Transfer:
-        """Start one of `names`."""
+        """Start the transfer that ``name``, one of `names`, stands for."""
         if name == MESSAGE:
             peer = self._mesh.position["pp"] ^ 1
             launch, stream = self._mesh.neighbours.swap(self._message, peer), self._mesh.stream_to(peer)
@@ -65,8 +67,9 @@ class LinkTimes:
         return self._streams.start(self._mesh.stream(axis), launch, awaited_next=False, lane="data")
 
     def meet(self) -> None:
-        """Let all ranks of the tensor-parallel group begin together, as they do after every collective, and
-        all replicas."""
+        """Let all ranks of the tensor-parallel group, which are aligned after every collective, and all
+        replicas begin together.
+        """
         self._streams.lead()
         for axis in ("tp", "dp"):
             if axis in self._mesh.lines:
@@ -74,12 +77,12 @@ class LinkTimes:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Of `names`, sums inside nodes and between them."""
+        """Pairs of `names`: a sum inside nodes, and the sum between nodes of the same axis."""
         inside, between = self._factors[1::2], self._factors[::2]
         return [(f"{inner}/sum", f"{outer}/sum") for inner, outer in zip(inside, between, strict=True)]
 
     def both(self, start: Callable[[str], Transfer], names: tuple[str, str]) -> Together:
-        """Two transfers over different links, started at the same time, the second one first."""
+        """Time two transfers over different links that are started together, the second one first."""
         self.meet()
         begin = self._streams.mark()
         second, first = transfers = [start(name) for name in reversed(names)]
@@ -91,10 +94,10 @@ class LinkTimes:
         return Together(operator_ns=ends[0], other_ns=ends[1], both_ns=max(ends))
 
     def alone(self, rounds: int) -> dict[str, list[tuple[int, int]]]:
-        """Times of two sizes (bytes of the whole, nanoseconds), by axis and kind.
+        """Time transfers of two sizes; return pairs (payload bytes, nanoseconds), by axis and kind.
 
-        What is shared travels in buckets, far larger than a message of few tokens: a rate that is found with
-        those alone would be that of buffers.
+        Gradients and parameters are transferred in buckets, far larger than a message of few tokens: a rate
+        measured with messages alone would be the rate of copies into buffers.
         """
         measured: dict[str, list[tuple[int, int]]] = defaultdict(list)
         elements = self._shape[0] * self._shape[1]
@@ -121,7 +124,7 @@ class LinkTimes:
         return dict(measured)
 
     def drawn(self, random: Random, others: list[str]) -> list[str]:
-        """All of `names` and others, in an order that is drawn."""
+        """Return all of `names` and ``others`` in random order."""
         names = sorted(others) + self.names
         return random.sample(names, len(names))
 
@@ -137,7 +140,9 @@ class LinkTimes:
         return self._between(begin, self._streams.mark())
 
     def _there_and_back(self, x: Tensor) -> int:
-        """Half of a round trip between a stage and its neighbour (the last of an odd number: with none)."""
+        """Return half the time of a round trip between a stage and its neighbour; 0 for a last stage without
+        neighbour.
+        """
         stage, stages = self._mesh.position["pp"], self._mesh.layout.pp
         other = stage ^ 1
         self._streams.lead()

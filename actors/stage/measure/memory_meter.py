@@ -1,4 +1,4 @@
-"""How many bytes of tensors an executor holds: for memory reports, not for the step itself."""
+"""Counts the bytes of tensors that an executor holds: for memory reports, not for the step itself."""
 
 from collections.abc import Callable, Iterable, Iterator
 from weakref import WeakKeyDictionary
@@ -12,11 +12,11 @@ from braid.kernels.operators.operator import Saved
 from braid.scheduling.schedule.operations import Operation
 
 _KEPT_BY_GRAPHS: WeakKeyDictionary[AutogradGraph, list[Tensor]] = WeakKeyDictionary()
-"""Autograd is asked once for each graph."""
+"""Tensors that autograd graphs keep alive, so that autograd is queried only once per graph."""
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
-    """The tensors that a value keeps alive, in recorded graphs and transfers too."""
+    """Yield the tensors that a value keeps alive, including tensors in recorded graphs and transfers."""
     match value:
         case Tensor():
             yield value
@@ -36,15 +36,15 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 
 def held_bytes(*values: object) -> int:
-    """Bytes of all storages, each counted once."""
+    """Return the bytes of all storages of the values' tensors, each storage counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors_of(values))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class MemoryMeter:
-    """Notes the most bytes that an executor holds after any operation, before that frees anything.
+    """Records the most bytes that an executor holds after any operation, before the operation frees anything.
 
-    ``more``: what is held beside activations and messages.
+    ``more``: function that returns further tensors to count, in addition to activations and messages.
     """
 
     def __init__(self, more: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -53,6 +53,6 @@ class MemoryMeter:
         self.peak_bytes = 0
 
     def __call__(self, operation: Operation) -> None:
-        """An operation ran (`Executor` watch)."""
+        """Update the peak after an operation (`Executor` calls this as its ``watch``)."""
         assert self.executor is not None
         self.peak_bytes = max(self.peak_bytes, held_bytes(self.executor.held(), *self._more()))

@@ -1,4 +1,4 @@
-"""How much memory a rank has needed: in a step, and since its process began."""
+"""Peak memory of a rank: in a step, and since its process began."""
 
 import contextlib
 import resource
@@ -10,13 +10,15 @@ from braid.actors.stage.rank.allocator import give_back_what_is_free
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _STEPS = 32
-"""After so many the heap is tidied: what was given back has to be asked for again, which takes time."""
+"""Number of steps between returns of free heap memory to the kernel; memory returned takes time to allocate
+again.
+"""
 _RESET_PEAK = "5"
-"""What Linux takes as: the largest resident size begins anew (proc(5))."""
+"""Text that makes Linux reset the largest resident size (proc(5))."""
 
 
 class PeakMemory:
-    """Bytes on a device: allocated ones on a GPU, resident ones of this process on the CPU."""
+    """Peak bytes of a device: allocated memory on a GPU, resident memory of this process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,7 +26,7 @@ class PeakMemory:
         self._steps = 0
 
     def begin(self) -> None:
-        """A step begins. Where the system cannot forget what was before, `of_step` is of the lifetime."""
+        """Begin a step. If the system cannot reset its peak, `of_step` returns the lifetime's peak."""
         self._lifetime = max(self._lifetime, self.of_step())
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -36,7 +38,7 @@ class PeakMemory:
                 _CLEAR.write_text(_RESET_PEAK)
 
     def of_step(self) -> int:
-        """The most since `begin`."""
+        """Return the peak bytes since `begin`."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         with contextlib.suppress(OSError):
@@ -46,5 +48,5 @@ class PeakMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def of_lifetime(self) -> int:
-        """The most since the process began, as far as this object has seen it."""
+        """Return the peak bytes since the process began, as far as this object has observed them."""
         return max(self._lifetime, self.of_step())

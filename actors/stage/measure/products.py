@@ -1,4 +1,6 @@
-"""Matrix products as the profiler needs them: computation beside an operator, and what warms a clock."""
+"""Matrix products for the profiler: computation at the same time as an operator, and work that warms up a
+device.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +14,13 @@ from braid.scheduling.mesh.cluster import Stream
 
 _SIZES = {"cpu": 192}
 _SIZE = 2048
-"""Rows and columns, on a CPU and elsewhere: one takes some 0.1 ms."""
+"""Rows and columns of the matrices, on a CPU and on other devices: one product takes some 0.1 ms."""
 _WARM_NS = 300_000_000
-"""A device that has been idle takes about so long to raise its clock."""
+"""Nanoseconds that an idle device takes to raise its clock rate."""
 
 
 class Products:
-    """Of one rank."""
+    """Computes matrix products on one rank."""
 
     def __init__(self, streams: Streams, device: torch.device, dtype: torch.dtype) -> None:
         self._streams = streams
@@ -28,12 +30,14 @@ class Products:
         self._thread = ThreadPoolExecutor(1, "beside", torch.set_num_threads, (torch.get_num_threads(),))
 
     def multiply(self, times: int) -> None:
-        """On the compute stream."""
+        """Compute ``times`` products on the compute stream."""
         self._multiply(times, torch.empty_like(self._factor))
 
     def aside(self, times: int) -> Callable[[], object]:
-        """In another thread, or on another stream; returns what makes compute wait for the end."""
-        product = torch.empty_like(self._factor)  # made where it is given back, on the compute stream
+        """Compute products in another thread or on another stream; return a function that lets compute wait
+        for their end.
+        """
+        product = torch.empty_like(self._factor)  # allocated and freed on the compute stream
         if not self._streams.asynchronous:
             return self._thread.submit(self._multiply, times, product).result
 
@@ -51,7 +55,7 @@ class Products:
         return wait
 
     def warm_clock(self) -> None:
-        """Of a device that was idle: with a low one, compute would look longer than it is."""
+        """Raise the clock rate of a device that was idle; at a low rate compute would seem to take longer."""
         if not self._streams.asynchronous:
             return
         begin = self._streams.nanoseconds(self._streams.mark())
@@ -64,7 +68,7 @@ class Products:
 
 
 class _Ended:
-    """Work that streams order by themselves."""
+    """Work whose order streams ensure by themselves, so that nothing waits for it."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""

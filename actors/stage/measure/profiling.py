@@ -1,15 +1,16 @@
-"""Times operators on one rank, alone and beside communication, at a run's real shapes and groups.
+"""Times operators on one rank, alone and at the same time as communication, at a run's real shapes and
+groups.
 
-The parts of the model run as they do in training, forward and backward, in the order of their graphs, so
-that every operator finds the caches as it will find them then. Beside an operator a spare transfer is under
-way, or another computation, or nothing; which is drawn anew for every operator and round, so that load that
-comes and goes reaches all of them alike. All ranks draw the same numbers.
+The parts of the model run as in training, forward and backward, in the order of their graphs, so that caches
+have the same contents as in training. At the same time as an operator runs a spare transfer, or another
+computation, or nothing; this is drawn anew for every operator and round, so that varying load affects all of
+them equally. All ranks draw the same numbers.
 
-Alone, operators run as in the serial schedule, without further barriers: what ranks wait for each other is
-part of what a collective takes there. Beside something, ranks begin every operator together.
+Alone, operators run as in the serial schedule, without further barriers: the time of a collective then
+includes waiting for other ranks. When something else runs as well, ranks begin every operator together.
 
-Where a device works for itself, its own time is measured: the host gets ahead of it before every mark, and
-ranks begin collectives together, since a host that has just read a mark is behind in no schedule.
+On asynchronous devices the device's own time is measured: the host gets ahead of it before every mark, and
+ranks begin collectives together, since in a schedule no host is delayed by reading marks.
 """
 
 import random
@@ -42,27 +43,31 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Precis
 from braid.scheduling.text.pattern import is_layer, own_degree
 
 Values = dict[str, Any]
-"""Of a part, by name."""
+"""Values of a part, by name."""
 
 _ROOM = 1.5
-"""So many times an operator's length is left to it before a transfer's end, so that it ends within."""
+"""An operator begins this many times its own duration before a transfer's end, at the latest, so that it ends
+first.
+"""
 
 
 @dataclass(frozen=True)
 class _Spare:
-    """A transfer that can be started at any time: a collective of a layer with a tensor of its own."""
+    """A transfer that can be started at any time: a collective of a layer with its own tensor."""
 
     operator: Operator
     x: Tensor
     extents: Sequence[Any]
-    """How many rows go where, if it is told."""
+    """Numbers of rows for each rank, if the collective takes them; otherwise empty."""
     part: str
-    """Where it was first met; stages that share the part know it. All measure layers of every kind."""
+    """Name of the part in which the collective was met first; stages that share this part know the
+    collective. All stages measure layers of every kind.
+    """
 
 
 @dataclass
 class Profiler:
-    """Measures on one rank; all ranks of a run call `run` at the same time."""
+    """Measures operators and transfers on one rank; all ranks of a run call `run` at the same time."""
 
     parts: Mapping[str, Part]
     model: StageModel
@@ -70,15 +75,15 @@ class Profiler:
     streams: Streams
     seed: int = 0
     documents: Sequence[Mapping[str, Documents]] = ()
-    """`MicroBatch.documents` of some, by turns."""
+    """`MicroBatch.documents` of some micro-batches, used in turn."""
     choices: Sequence[Tensor] = ()
-    """`RepeatedRouting.choices`."""
+    """Routers' choices, used in turn (`RepeatedRouting`)."""
     _solo: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _together: dict[tuple[str, str], list[Together]] = field(default_factory=lambda: defaultdict(list))
     _spare_times: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _handling: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     _lasted: dict[str, int] = field(default_factory=dict)
-    """How long a spare transfer took last."""
+    """Duration of each spare transfer when it ran last, in nanoseconds."""
     _spares: dict[str, _Spare] = field(default_factory=dict)
     _spare_of: dict[str, str] = field(default_factory=dict)
 
@@ -87,7 +92,7 @@ class Profiler:
         context = self.model.context
         self._generator = torch.Generator(context.device).manual_seed(self.seed)
         self._products = Products(self.streams, context.device, context.dtype)
-        # One after the other: the parameters of one that ran just before would still be in the caches.
+        # Instances take turns: parameters of an instance that ran just before would still be in the caches.
         held = self.model.of_every_kind(self.seed)
         self._instances = {name: cycle(instances) for name, instances in held.items()}
         tp = self.mesh.layout.tp > 1
@@ -100,13 +105,13 @@ class Profiler:
 
     @torch.no_grad()
     def run(self, rounds: int, square: Callable[[], object], update: Callable[[], object]) -> Samples:
-        """Measure ``rounds`` times what stands alone, and as often what stands together."""
+        """Measure ``rounds`` times: each operator alone, and each together with other work."""
         self._products.warm_clock()
         for turn in range(-1, rounds):
             self._ways = WAYS[turn % len(WAYS)]
             for name, instances in self._instances.items():
                 for beside in (False, True):
-                    # Stages hold different parts; those that they share must draw alike.
+                    # Stages hold different parts; for shared parts they must draw the same numbers.
                     self._random.seed(f"{self.seed} {turn} {name} {beside}")
                     self._pass(self.parts[name], next(instances), beside, counts=turn >= 0)
         self._spares_alone(rounds)
@@ -136,7 +141,7 @@ class Profiler:
     # -- passes --------------------------------------------------------------------------------------------
 
     def _pass(self, part: Part, instance: PartInstance, beside: bool, counts: bool) -> None:
-        """One forward and backward pass through a part; nothing is freed before its end."""
+        """Run one forward and backward pass through a part; values are freed only at its end."""
         values = self._inputs(part)
         self._run(part, part.forward, instance, values, beside, counts)
         output = part.values[part.output]
@@ -145,7 +150,7 @@ class Profiler:
         self._run(part, part.backward, instance, values, beside, counts)
 
     def _inputs(self, part: Part) -> Values:
-        """Random inputs of a part."""
+        """Return random inputs of a part, by name."""
         context = self.model.context
         values: Values = {}
         documents = next(self._documents, {})
@@ -202,7 +207,9 @@ class Profiler:
                 values.update(zip(operator.writes, self._routing.of(operator, results), strict=True))
 
     def _one_piece(self, call: Callable[..., Any], x: Tensor, whole: Tensor, *, key: str) -> None:
-        """Run a GEMM on one piece of its rows, as `intra_batch` does, in one of the numbers of pieces."""
+        """Time a matrix product on one piece of its rows, as `intra_batch` cuts them, with the current number
+        of pieces.
+        """
         ways, ranks = self._ways, (self.mesh.layout.tp,)
         held = Region("tp", ranks, (DimRanks.ALL,))
         piece = replace(held, rows=(1, ways))
@@ -220,7 +227,7 @@ class Profiler:
         x: Tensor = values[source]
         extents = [values[name] for name in more]
         size = part.values[source].bytes(self.model.context.dtype.itemsize)
-        # Collectives of one class take the same time, of rows of experts with as many on average.
+        # Collectives of one class take the same time; for rows of experts only the average size is equal.
         self._spare_of[operator.key] = name = f"{operator.axis}/{operator.kind.value} {size}"
         if name not in self._spares:
             spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
@@ -271,10 +278,10 @@ class Profiler:
         return results
 
     def _delay_ns(self, key: str, name: str) -> float:
-        """When to begin an operator that is shorter than the transfer beside it: at any time meanwhile.
+        """Return a random delay after which to begin an operator that is shorter than the transfer beside it.
 
-        On a CPU most of what a transfer costs the rank falls to its begin and its end. Operators that always
-        stood at its begin would tell of that alone, as if all of the transfer were like it.
+        On a CPU most of a transfer's cost to the rank occurs at its begin and its end. If operators always
+        ran at its begin, they would measure only this cost, as if the whole transfer were like its begin.
         """
         share = self._random.random()
         alone = median(self._solo.get(key, [0]))
@@ -287,7 +294,9 @@ class Profiler:
         return self._start(spare.operator, spare.x, spare.extents, awaited_next=False)
 
     def _spares_alone(self, rounds: int) -> None:
-        """Spare transfers with nothing beside them, and those between nodes beside those inside them."""
+        """Time spare transfers alone, and transfers between nodes at the same time as transfers inside
+        nodes.
+        """
         self._random.seed(f"{self.seed} transfers")
         for _ in range(rounds):
             for name in self._links.drawn(self._random, list(self._spares)):
@@ -301,7 +310,7 @@ class Profiler:
                 self._together[pair].append(self._links.both(self._start_spare, pair))
 
     def _of_two_links(self) -> list[tuple[str, str]]:
-        """Layers' spare transfers inside nodes, each with those between nodes."""
+        """Return pairs of layers' spare transfers: one inside nodes, one between nodes."""
         streams = self.mesh.topology.streams()
         links: dict[Stream, list[str]] = {Stream.INTRA: [], Stream.INTER: []}
         for name, spare in sorted(self._spares.items()):
@@ -311,7 +320,9 @@ class Profiler:
         return list(product(links[Stream.INTRA], links[Stream.INTER]))
 
     def _beside_compute(self, call: Callable[..., Any], arguments: list[Any], key: str, counts: bool) -> Any:
-        """Multiplications that take about as long, in another thread or stream; not expected to pay."""
+        """Run an operator together with products that take about as long, in another thread or stream; this
+        is not expected to save time.
+        """
         one_ns = self._time(partial(self._products.multiply, 1))
         times = max(1, round(median(self._solo.get(key, [one_ns])) / one_ns))
         other_ns = self._time(partial(self._products.multiply, times))
@@ -336,7 +347,9 @@ class Profiler:
     # -- helpers -------------------------------------------------------------------------------------------
 
     def _copies(self, rounds: int) -> list[float]:
-        """Of rows from one place to another, every other row of twice as many."""
+        """Return nanoseconds per byte to copy every other row of a tensor to every other row of another
+        tensor.
+        """
         context = self.model.context
         shape = (context.sizes.local_tokens, 2, self.model.shape.hidden)
         x = torch.zeros(shape, device=context.device, dtype=context.dtype)

@@ -1,7 +1,8 @@
-"""Streams a rank's spans: the training thread fills a queue of bounded size, a thread of its own empties it.
+"""Streams a rank's spans: the training thread fills a queue of bounded size, and a separate thread empties
+it.
 
-The training thread never waits and never fails here. What the queue cannot hold is dropped and counted; when
-streaming costs more than its budget, only every second, fourth, ... step is streamed, and the batches say so.
+The training thread never waits and never fails here. Spans that do not fit the queue are dropped and counted;
+if streaming costs more than its budget, only every second, fourth, ... step is streamed, as batches report.
 """
 
 import contextlib
@@ -15,23 +16,25 @@ from braid.scheduling.trace.batches import Batch, Labels, Records
 
 
 class Sink(Protocol):
-    """Where batches go."""
+    """Receiver of batches."""
 
     def send(self, batch: bytes) -> bool:
-        """Take a batch; False: not now, ask again. `OSError`: there is nobody any more."""
+        """Take a batch; return False if the batch must be sent again later. Raise `OSError` if the receiver
+        is gone.
+        """
 
     def close(self, timeout_s: float) -> None:
-        """Nothing more comes; wait until everything has arrived."""
+        """End the stream: wait until everything sent has arrived, at most ``timeout_s`` seconds."""
 
 
 CAPACITY = 1 << 16
-"""Records: while so many wait (2 MiB), further steps are dropped."""
+"""Number of queued records (2 MiB) at which further steps are dropped."""
 MOST_SKIPPED = 64
 _CLOSE_SECONDS = 2.0
 
 
 class SpanStream:
-    """One rank's stream in one generation."""
+    """The span stream of one rank in one generation."""
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class SpanStream:
         interval_s: float = 0.5,
         budget: float = 0.01,
     ) -> None:
-        """``budget``: the share of a core that streaming may take before steps are left out."""
+        """``budget``: share of a CPU core that streaming may use before steps are left out."""
         self._rank, self._generation, self._sink = rank, generation, sink
         self._capacity, self._count = capacity, 0
         self._waiting: deque[tuple[int, Labels, Records]] = deque()
@@ -54,16 +57,16 @@ class SpanStream:
         self._told = Labels()
         self._sequence = self._in_hand = 0
         self.dropped = 0
-        """Spans that were not sent and will not be."""
+        """Number of spans that were dropped."""
         self.every = 1
-        """Spans of every so many steps are streamed."""
+        """Interval of streaming, in steps: spans of every n-th step are streamed."""
         self._interval_s, self._budget = interval_s, budget
         self._spent_ns = 0
         self._thread = threading.Thread(target=self._run, name="span stream", daemon=True)
         self._thread.start()
 
     def put(self, labels: Labels, records: Records, step: int) -> None:
-        """Hand over a step's records, and the labels that they name."""
+        """Queue a step's records, and the labels that the records refer to by number."""
         if step % self.every or not len(records):
             return
         begin = time.thread_time_ns()
@@ -78,7 +81,7 @@ class SpanStream:
             self._wake.set()
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most."""
+        """Send the queued spans, for two seconds at most, and close the sink."""
         self._closing = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
@@ -95,7 +98,7 @@ class SpanStream:
                 unsent = None
             if self._broken:
                 return
-            if self._told is told:  # labels are new once: to leave out steps would not save that
+            if self._told is told:  # new labels occur once: leaving out steps would not save their cost
                 self._spent_ns += time.thread_time_ns() - begin
             if last and unsent is None:
                 return
@@ -109,8 +112,8 @@ class SpanStream:
     def _try(self, batch: bytes) -> bool:
         try:
             return self._sink.send(batch)
-        except Exception:  # whatever it is, it is not worth a training run
-            with self._lock:  # nobody listens: all that comes is dropped, and counted
+        except Exception:  # no error of streaming may end a training run
+            with self._lock:  # the receiver is gone: all further spans are dropped and counted
                 self._broken = True
                 self.dropped += self._count + self._in_hand
                 self._count = 0
@@ -124,7 +127,7 @@ class SpanStream:
             self.every //= 2
 
     def _next(self) -> bytes | None:
-        """The oldest step as a batch; None if there is none."""
+        """Return the oldest queued step, encoded as a batch; None if the queue is empty."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -148,7 +151,7 @@ class SpanStream:
 
 
 class SocketSink:
-    """Sends batches to a Unix socket of this machine, which may be gone by now."""
+    """Sends batches to a Unix socket of this machine, whose receiver may be gone."""
 
     def __init__(self, path: str) -> None:
         self._path: str | None = path
@@ -156,7 +159,7 @@ class SocketSink:
         self._socket.settimeout(5.0)
 
     def send(self, batch: bytes) -> bool:
-        """Send; `OSError` if there is no other side, or it takes nothing for five seconds."""
+        """Send a batch; raise `OSError` if nobody listens, or the receiver takes nothing for five seconds."""
         if self._path is not None:
             self._socket.connect(self._path)
             self._path = None
@@ -164,5 +167,5 @@ class SocketSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """What was sent arrives without further ado."""
+        """Close the socket; batches that were sent arrive nevertheless."""
         self._socket.close()

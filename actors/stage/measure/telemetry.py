@@ -1,4 +1,6 @@
-"""Spans of one step as the executor records them, as records to be streamed, and the numbers made of them."""
+"""Records the spans of one step in the executor, and turns them into records to be streamed and overlap
+numbers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,15 +24,18 @@ OPERATOR, _SINGLE_BLOCK, _PAIRED_BLOCK, _WAITING = map(
     KINDS.index, ("operator", "block", "paired block", "waiting")
 )
 ALL, SOME, NEIGHBOURS = range(3)
-"""Who has to have issued a collective before it ends: all members, those that send each other something, or
-each rank with its two neighbours on the axis."""
+"""Which ranks must have issued a collective before it can end: all members (`ALL`), members that exchange
+data (`SOME`), or a rank and its two neighbours on the axis (`NEIGHBOURS`).
+"""
 _MEETING = {Kind.ALL_TO_ALL.value: SOME, Kind.SEND_RECEIVE.value: NEIGHBOURS}
 MarkedSpan = tuple[Label, Pass | None, int, Mark, Mark]
-"""A span: what ran, for which block, its kind (a place in `KINDS`), begin and end."""
+"""A span: its label, the pass that names its block, its kind (index in `KINDS`), begin and end."""
 Rows = tuple[MarkedSpan, ...]
-"""Spans that are no longer a recorder's."""
+"""Spans that a recorder has given away."""
 Exchange = Callable[[str, IntArray], IntArray]
-"""Takes an axis and an array (n, 4) of this rank, returns those of all ranks along the axis (ranks, n, 4)."""
+"""Function of an axis and this rank's array (n, 4) that returns the arrays of all ranks along the axis
+(ranks, n, 4).
+"""
 _STRAND = {strand: STRANDS.index(strand.value) for strand in Strand}
 _DIRECTION = {
     Direction.FORWARD: DIRECTIONS.index("forward"),
@@ -39,10 +44,10 @@ _DIRECTION = {
 
 
 class Recorder:
-    """Collects marks while a step runs, and makes records (`RECORD`) of them when it is over.
+    """Collects marks while a step runs, and makes records (`RECORD`) of the marks when the step is over.
 
-    Steps run the same operators of the same blocks in the same order, so all but the times of a step's
-    records is that of the step before, nearly always.
+    Steps run the same operators of the same blocks in the same order, so, nearly always, only the times of a
+    step's records differ from the previous step's records.
     """
 
     def __init__(
@@ -55,53 +60,58 @@ class Recorder:
         self._given: Rows = ()
         self._ahead_ns = 0
         self._epoch_ns = streams.epoch_ns()
-        """On that clock, the fixed point that the step's marks count from."""
+        """Wall-clock time, in nanoseconds, of the fixed point that the step's marks count from."""
         self._progress = 0
-        """When `pulse` was called last."""
+        """Progress at the previous call of `pulse`."""
         self._asking = ""
-        """The axis along which other ranks are asked what they have seen of the step."""
+        """Axis along which this rank is exchanging times with other ranks; empty if it is not."""
         self.recording = recording
-        """Whether spans are kept; may change between steps."""
+        """Whether spans are recorded; may change between steps."""
         self._numbers: dict[int, int] = {}
-        """Of labels, by their identity; `_kept` keeps them alive."""
+        """Numbers of labels, by the labels' ``id``; `_kept` keeps the labels alive."""
         self._kept: list[Label] = []
         self._labels: list[Label] = []
-        """All labels that were ever met, by number, with the solo times that are known."""
+        """All labels recorded so far, by number, with solo times where these are known."""
         self._table = Labels()
         self._ran: tuple[Any, ...] = ()
         self._timeless: Records = np.zeros(0, RECORD)
-        """Labels, blocks and kinds of the newest step's spans, and its records but for their times."""
+        """`_ran`: labels, blocks and kinds of the newest step's spans; `_timeless`: its records without
+        times.
+        """
         self._along: dict[str, IntArray] = {}
-        """Rows of the newest step that are collectives, by axis."""
+        """Indices of the newest step's records that are collectives, by axis."""
         self._met: dict[str, IntArray] = {}
-        """What became of them, by axis (`_met`)."""
+        """Times of these collectives over all members, by axis (see the function `_met`)."""
         self._fullest_bytes = 0
-        """Of the newest step's collectives, what their members sent that had most to send, summed up."""
+        """Bytes that the newest step's collectives sent between nodes: for each, those of the member that
+        sent most, added up.
+        """
 
     def set_clock(self, ahead_ns: int) -> None:
-        """By how much this host's wall clock is ahead of the one that spans are told by."""
+        """Set by how many nanoseconds this host's wall clock is ahead of the clock that spans refer to."""
         self._ahead_ns = ahead_ns
         self._epoch_ns = self._streams.epoch_ns() - ahead_ns
 
     def mark(self) -> Mark:
-        """Now, if spans are kept."""
+        """Return a mark of the present time; None if spans are not recorded."""
         return self._streams.mark() if self.recording else None
 
     def compute(self, label: Label, block: Pass | None, begin: Mark, end: Mark) -> None:
-        """An operator ran on the compute stream."""
+        """Record that an operator ran on the compute stream."""
         if self.recording:
             self._compute.append((label, block, OPERATOR, begin, end))
 
     def transfer(self, label: Label, block: Pass | None, transfer: Transfer) -> None:
-        """A transfer was issued; its end is read when the step is over."""
+        """Record that a transfer was issued; its end is read when the step is over."""
         if self.recording:
             self._transfers.append((label, block, transfer))
 
     def collectives(self) -> dict[str, list[tuple[int, int, int, int]]]:
-        """Of the step so far, by axis, in the order of issue: when each was issued and ended, nanoseconds of
-        the wall clock, the bytes that this rank has sent to other nodes, and who meets (`ALL`).
+        """Return the collectives of the step so far, by axis, in the order of issue. Each is (time of issue,
+        time of end, in nanoseconds of the wall clock; bytes that this rank has sent to other nodes; who
+        meets, see `ALL`).
 
-        None of a step that a graph repeats: its marks may stand still (`StepGraph`).
+        Return none for a step that a graph replays: its marks may not have advanced (`StepGraph`).
         """
         at = self._streams.nanoseconds
         found: dict[str, list[tuple[int, int, int, int]]] = {}
@@ -113,7 +123,9 @@ class Recorder:
         return found
 
     def messages_bytes(self) -> int:
-        """What this rank has sent to other nodes in messages between stages, in the step so far."""
+        """Return the bytes that this rank has sent to other nodes in messages between stages, in the step so
+        far.
+        """
         return sum(self._sent(label, one) for label, _, one in self._transfers if not label.axis)
 
     @staticmethod
@@ -123,15 +135,18 @@ class Recorder:
         return label.bytes if one.sent is None else one.sent
 
     def pulse(self) -> tuple[int, str]:
-        """What was done so far; and, if that was nothing since the last call, which transfer has not ended.
+        """Return the progress so far, and, if it is the same as at the previous call, the transfer that has
+        not ended.
 
-        Called by another thread, whatever the step is at.
+        Another thread calls this, at any point of a step.
         """
         before, self._progress = self._progress, self._streams.progress()
         return self._progress, self._under_way() if before == self._progress else ""
 
     def _under_way(self) -> str:
-        """The oldest transfer that has not ended; empty if all have, or spans are not kept."""
+        """Return the name of the oldest transfer that has not ended; empty if all have, or spans are not
+        recorded.
+        """
         if axis := self._asking:
             return f"peers {axis}"
         for label, block, transfer in list(self._transfers):
@@ -140,13 +155,17 @@ class Recorder:
         return ""
 
     def block(self, paired: bool, block: Pass, begin: Mark, end: Mark) -> None:
-        """A block ran; ``block`` is the first of its passes, ``paired`` whether it has several."""
+        """Record that a block ran. ``block``: the first of its passes; ``paired``: whether it has several
+        passes.
+        """
         if self.recording:
             label, kind = (_PAIRED, _PAIRED_BLOCK) if paired else (_BLOCK, _SINGLE_BLOCK)
             self._blocks.append((label, block, kind, begin, end))
 
     def clear(self) -> None:
-        """Forget the step's spans and marks, and what other ranks told of them; another step begins."""
+        """Begin another step: forget the previous step's spans and marks, and the times that other ranks
+        reported.
+        """
         self._epoch_ns, self._asking = self._streams.epoch_ns() - self._ahead_ns, ""
         spans = (mark for rows in (self._compute, self._blocks) for row in rows for mark in row[3:])
         transfers = (mark for _, _, one in self._transfers for mark in (one.begin, one.end))
@@ -158,30 +177,34 @@ class Recorder:
         self._met, self._fullest_bytes = {}, 0
 
     def take(self) -> Rows:
-        """The spans so far, for `give`: this recorder lets go of them, and of their marks."""
+        """Return the spans so far for later use by `give`; this recorder forgets these spans and their
+        marks.
+        """
         rows = tuple(self._marked())
         self._compute, self._transfers, self._blocks, self._given = [], [], [], ()
         return rows
 
     def give(self, rows: Rows) -> None:
-        """Spans that a graph repeats, with marks that are its own."""
+        """Add spans that a graph replays; their marks belong to the graph."""
         self._given = rows
 
     @property
     def count(self) -> int:
-        """Spans of the step so far, without blocks."""
+        """Number of spans of the step so far, without blocks."""
         given = sum(kind == OPERATOR for _, _, kind, _, _ in self._given)
         return given + len(self._compute) + len(self._transfers)
 
     def _marked(self) -> list[MarkedSpan]:
-        """All spans: compute operators, transfers, blocks."""
+        """Return all spans: compute operators, transfers, blocks."""
         transfers = ((label, block, OPERATOR, one.begin, one.end) for label, block, one in self._transfers)
         return [*self._given, *self._compute, *transfers, *self._blocks]
 
     def meet(self, rank: int, exchange: Exchange) -> None:
-        """Learn when the other members of the step's collectives issued them, and when theirs had ended.
+        """Learn when the other members of the step's collectives issued them, and when the collectives ended
+        there.
 
-        All ranks call this at the same point of a step, when its collectives have ended. rank: this one.
+        All ranks call this at the same point of a step, when its collectives have ended. ``rank``: this
+        rank's number.
         """
         if not self.recording:
             return
@@ -200,16 +223,17 @@ class Recorder:
 
     @property
     def labels(self) -> Labels:
-        """What the records so far name by number."""
+        """Labels by the numbers that records contain."""
         if len(self._table) < len(self._labels):
             self._table = Labels(self._labels)
         return self._table
 
     def records(self) -> Records:
-        """The step's records: compute operators, transfers, blocks, waiting; times are of the wall clock.
+        """Return the step's records: compute operators, transfers, blocks, waiting; times are of the wall
+        clock.
 
-        After `meet` a collective is a transfer from its last member's issue to its last member's end, and
-        waiting from this rank's own issue until then.
+        After `meet` a collective is a transfer from the last member's issue to the last member's end,
+        preceded by a record of waiting from this rank's issue to the last member's issue.
         """
         rows = self._marked()
         if not rows:
@@ -221,13 +245,13 @@ class Recorder:
         epoch, at = self._epoch_ns, self._streams.nanoseconds
         found["start_ns"] = np.array([*map(at, begins)], np.int64) + epoch
         found["end_ns"] = np.array([*map(at, ends)], np.int64) + epoch
-        # What the step before has started counts from this one's begin on; it may have ended by then.
+        # A transfer that the previous step started counts from this step's begin; it may have ended earlier.
         np.maximum(found["start_ns"], found["end_ns"], out=found["end_ns"])
         waits = [_as_met(found, self._along[axis], met) for axis, met in self._met.items()]
         return np.concatenate([found, *waits]) if waits else found
 
     def numbers(self, records: Records) -> OverlapNumbers:
-        """What overlap came to in a step with these records."""
+        """Return the overlap numbers of a step with these records."""
         return replace(numbers_of_records(records, self.labels), fullest_bytes=self._fullest_bytes)
 
     def _without_times(
@@ -255,11 +279,12 @@ class Recorder:
 
 
 def _on_one_clock(members: IntArray) -> IntArray:
-    """Times of ranks (m, n, 4), moved where they contradict each other: clocks of hosts and devices drift.
+    """Shift the times of ranks (m, n, 4) that contradict each other, since clocks of hosts and devices drift.
 
-    A collective of `ALL` ends on no member before another one has issued it. That bounds by how much each
-    clock may be ahead of the first member's; where none at all is not possible, it is taken to be the middle
-    of what is. What the step before has begun, and may have ended before this one, says nothing.
+    A collective of kind `ALL` ends on no member before every other member has issued it. This bounds by how
+    much each clock may be ahead of the first member's clock; a shift of zero is preferred, and if it is
+    impossible, the middle of the bounds is used. Collectives that the previous step began are ignored, since
+    they may have ended before this step.
     """
     says = (members[:, :, 3] == ALL).all(0) & (members[:, :, 1] > members[:, :, 0]).all(0)
     if not says.any():
@@ -274,10 +299,11 @@ def _on_one_clock(members: IntArray) -> IntArray:
 
 
 def _met(ranks: IntArray, members: IntArray) -> IntArray:
-    """Of n collectives (3, n), as some members (m, n, 4) have seen them; ranks (m,): their numbers.
+    """Combine n collectives as seen by m members (m, n, 4) into an array (3, n); ``ranks`` (m,): the members'
+    numbers.
 
-    When the last member had issued each, and when the last one's had ended (nanoseconds of the wall clock);
-    which rank was the last to issue it.
+    Rows of the result: time at which the last member issued each collective; time at which it ended on the
+    last member (nanoseconds of the wall clock); rank that issued it last.
     """
     issued = members[:, :, 0]
     begins = issued.max(0)
@@ -285,7 +311,9 @@ def _met(ranks: IntArray, members: IntArray) -> IntArray:
 
 
 def _as_met(found: Records, rows: IntArray, met: IntArray) -> Records:
-    """Give collectives (rows of ``found``) the times of all their members; returns what was waiting."""
+    """Set the times of collectives (indices ``rows`` of ``found``) to the times over all members; return
+    records of waiting.
+    """
     issued, ended, last = met
     rows = rows[: len(issued)]
     waits = found[rows]

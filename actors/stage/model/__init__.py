@@ -1,6 +1,6 @@
 """The stage's part of the model as modules.
 
-`model.py` builds the chunks of a stage, `layers.py` the modules of every built-in layer and the protocol of a
-user's own, written with `context.py`; `expert_modules.py` a mixture of experts; `routing.py` counts what
-routers do.
+`model.py` builds the chunks of a stage; `layers.py` has the modules of every built-in layer and the protocol
+of user-defined layers, which are written with `context.py`; `expert_modules.py` builds a mixture of experts;
+`routing.py` counts the routers' choices.
 """

@@ -1,4 +1,4 @@
-"""What definitions of layers are written with: sizes of a part on this rank, and builders of its modules."""
+"""Tools for definitions of layers: sizes of a part on this rank, and builders of its modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ from braid.scheduling.model.sizes import PartSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleContext:
-    """What building a module needs to know: sizes, the place in the tensor group, device, dtype, kernels."""
+    """Everything that building a module depends on: sizes, the rank's place in the mesh, device, dtype,
+    kernels.
+    """
 
     sizes: PartSizes
     place: Place
@@ -41,18 +43,18 @@ class ModuleContext:
 
     @property
     def tensor(self) -> tuple[str, ...]:
-        """The factors that matrices are cut over."""
+        """The mesh factors along which matrices are cut."""
         return self.place.mesh.factors_of(self.sizes.tensor_axis)
 
     @property
     def home(self) -> Home:
-        """Where parameters are made, and their dtype."""
+        """Device and dtype of new parameters."""
         return {"device": self.device, "dtype": self.dtype}
 
-    # The builders below are what layer definitions are written with.
+    # Definitions of layers use the builders below.
 
     def norm(self, name: str) -> OperatorModule:
-        """RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
+        """Build an RMSNorm or LayerNorm over the hidden size, replicated over ``tp``."""
         size = (self.shape.hidden,)
         slices = {"weight": whole(GlobalParameter(name=f"{name}.weight", shape=size, constant=1.0))}
         kind: Callable[..., ComputeOperator] = self.operators.rms_norm
@@ -63,7 +65,7 @@ class ModuleContext:
         return OperatorModule(module=module, slices=slices)
 
     def head_norm(self, q_name: str, k_name: str) -> OperatorModule:
-        """RMSNorm over every head of queries and keys, whose weights are replicated over ``tp``."""
+        """Build an RMSNorm over every head of queries and keys, with weights replicated over ``tp``."""
         sizes = {**self._heads, "eps": self.shape.norm_eps}
         weights = {
             key: whole(GlobalParameter(name=f"{name}.weight", shape=(self.shape.head_dim,), constant=1.0))
@@ -72,7 +74,9 @@ class ModuleContext:
         return OperatorModule(module=HeadNorm(**sizes, **self.home), slices=weights)
 
     def columns(self, names: dict[str, int], inputs: int, *, bias: bool = False) -> OperatorModule:
-        """A weight whose outputs are split over ``tp``: ``names`` maps global names to output widths."""
+        """Build a linear map whose outputs are cut over ``tp``; ``names`` maps global names to output
+        widths.
+        """
         weights = [
             GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
             for name, width in names.items()
@@ -87,7 +91,9 @@ class ModuleContext:
         )
 
     def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
-        """A weight whose inputs are split over ``tp``; it feeds the residual stream, so it begins smaller."""
+        """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
+        weights are smaller.
+        """
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
         slices = cut([weight], self.place, {1: self.tensor})
         module = Linear(inputs=slices[0].sizes[1], outputs=outputs, bias=False, **self.home)
@@ -95,17 +101,19 @@ class ModuleContext:
 
     @property
     def smaller(self) -> float:
-        """The deviation of initial weights that feed the residual stream."""
+        """Standard deviation of initial weights that feed the residual stream."""
         return INITIAL_DEVIATION / (2 * self.shape.layers) ** 0.5
 
     def residual(self, bias_name: str = "") -> OperatorModule:
-        """An addition; with the bias of the row-parallel weight before it, if that has one of a name."""
+        """Build a residual addition, which also adds the bias named ``bias_name`` of the preceding
+        row-parallel weight.
+        """
         hidden, bias = self.shape.hidden, bool(bias_name)
         slices = {"bias": whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))} if bias else {}
         return OperatorModule(module=Residual(hidden=hidden, bias=bias, **self.home), slices=slices)
 
     def attention(self) -> OperatorModule:
-        """This rank's heads, and with context parallelism its tokens."""
+        """Build attention for this rank's heads, and with context parallelism for this rank's tokens."""
         shape, sizes = self.shape, self.sizes
         settings = {
             **self._heads,
@@ -120,15 +128,15 @@ class ModuleContext:
 
     @property
     def _heads(self) -> dict[str, Any]:
-        """This rank's."""
+        """Numbers of this rank's query and key heads, and the heads' dimension."""
         shape, tp = self.shape, self.sizes.tensor
         return {"heads": shape.heads // tp, "kv_heads": shape.kv_heads // tp, "head_dim": shape.head_dim}
 
     @property
     def order(self) -> TokenOrder:
-        """Which tokens of a sample this rank has."""
+        """Token order: the tokens of a sample that this rank has, and the keys that they attend to."""
         return causal_order(self.sizes.cp, self.place.on("cp"), self.shape.sequence)
 
     def activation(self) -> OperatorModule:
-        """SwiGLU or GELU."""
+        """Build SwiGLU or GELU."""
         return OperatorModule(module=self.operators.swiglu() if self.shape.gated else self.operators.gelu())

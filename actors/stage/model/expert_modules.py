@@ -1,4 +1,4 @@
-"""The modules of a mixture of experts: experts are cut over ``ep``, the width of each over ``tp``."""
+"""Modules of a mixture of experts: experts are divided over ``ep``, the width of each expert over ``tp``."""
 
 from collections.abc import Mapping
 from math import prod
@@ -18,7 +18,9 @@ from braid.kernels.operators.router import Router
 
 
 def expert_modules(context: ModuleContext, name: str) -> dict[str, OperatorModule]:
-    """Router, permutations and matrices of a mixture of experts, by operator. ``name``: the layer's."""
+    """Return router, permutations and matrices of a mixture of experts, by operator. ``name``: prefix of the
+    layer.
+    """
     shape, sizes, operators = context.shape, context.sizes, context.operators
     capacity = shape.capacity(sizes.local_tokens) if shape.capacity_factor else None
     rows = ExpertRows(
@@ -78,9 +80,11 @@ def _grouped(
     cuts: Mapping[int, tuple[str, ...]],
     deviation: float,
 ) -> OperatorModule:
-    """A matrix of every expert that this rank has, of one global tensor, or of several one by one.
+    """Build the grouped matrices of this rank's experts: one global tensor, or several whose experts
+    alternate.
 
-    ``matrices``: outputs and inputs of each, by name; ``cuts``: of a tensor's dims over factors.
+    ``matrices``: (outputs, inputs) of one expert, by the global tensor's name; ``cuts``: mesh factors that
+    cut a tensor's dim.
     """
     experts, place = context.shape.experts, context.place
     sources = [

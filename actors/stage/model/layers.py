@@ -1,7 +1,7 @@
 """The built-in layers as modules, and the protocol by which a user's own layer plugs in.
 
-A layer definition gives two things that must fit each other: the operator graph, written forward (`graph`),
-and, for every operator with a module, the module with the global names of its parameters (`modules`).
+A layer definition has two parts that must fit each other: the operator graph, written forward (`graph`), and,
+for every operator with a module, the module with the global names of its parameters (`modules`).
 """
 
 import hashlib
@@ -31,24 +31,26 @@ from braid.scheduling.text.pattern import DENSE, UNIFORM
 
 
 class LayerDefinition(Protocol):
-    """A kind of layer; see `docs/examples/parallel_layer.py` for one of a user's own."""
+    """A kind of layer; `docs/examples/parallel_layer.py` is an example of a user-defined kind."""
 
     def graph(self, g: LayerBuilder) -> str:
-        """Write the operators, from ``g.input()`` on; returns the value that the layer hands on."""
+        """Write the operators, beginning with ``g.input()``; return the name of the value that the layer
+        passes on.
+        """
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
-        """For every operator that has a module, the module of layer ``index``, by the operator's name."""
+        """Return the modules of layer ``index``, by name, for every operator that has a module."""
 
 
 class TransformerLayer:
-    """The pre-norm Llama or GPT layer, as ``model.family`` says."""
+    """The pre-norm Llama or GPT layer, depending on ``model.family``."""
 
     def graph(self, g: LayerBuilder) -> str:
-        """That of `braid.scheduling.model.layers.transformer_layer`."""
+        """Write the graph of `braid.scheduling.model.layers.transformer_layer`."""
         return transformer_layer(g)
 
     def modules(self, context: ModuleContext, index: int) -> dict[str, OperatorModule]:
-        """Modules of the operators but for the collectives."""
+        """Return the modules of all operators except collectives."""
         shape, prefix = context.shape, f"layers.{index}"
         widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
         qkv = {f"{prefix}.qkv.{part}": width for part, width in widths.items()}
@@ -70,7 +72,7 @@ class TransformerLayer:
     def _mlp(
         self, context: ModuleContext, prefix: str, width: int, part: str = ""
     ) -> dict[str, OperatorModule]:
-        """``part``: what names of operators and parameters begin with."""
+        """Return the modules of an MLP; ``part``: prefix of the names of its operators and parameters."""
         shape = context.shape
         inner = ("gate", "up") if shape.gated else ("up",)
         mlp_in = {f"{prefix}.{part}mlp_in.{name}": width for name in inner}
@@ -90,7 +92,7 @@ class TransformerLayer:
 
 
 def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
-    """The built-in layer and the user's own (`ModelConfig.own_layers`), by kind."""
+    """Return the built-in layer and the user's own layers (`ModelConfig.own_layers`), by kind."""
     own = {
         kind: load_layer(reference, "model.layer" if kind == UNIFORM else f"model.layer.{kind}")
         for kind, reference in references.items()
@@ -99,9 +101,10 @@ def load_layers(references: Mapping[str, str]) -> dict[str, LayerDefinition]:
 
 
 def load_layer(reference: str, key: str = "model.layer") -> LayerDefinition:
-    """The class that a key names: ``package.module:Class`` or ``path/to/file.py:Class``.
+    """Load the class that ``reference`` names (``package.module:Class`` or ``path/to/file.py:Class``) and
+    return an instance; ``key`` is the setting to name in errors.
 
-    Its module runs: it can do whatever the user can.
+    Its module is executed, with all rights of the user. Raise ValueError if it cannot be loaded.
     """
     place, _, class_name = reference.rpartition(":")
     try:
@@ -116,13 +119,13 @@ def load_layer(reference: str, key: str = "model.layer") -> LayerDefinition:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module that a file holds, under a name that no other module has."""
+    """Load a file as a module, under a name that no other module has."""
     name = f"braid_layer_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up there what their annotations mean
+    sys.modules[name] = module  # dataclasses look up their annotations there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -132,7 +135,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
-    """Modules of the embedding part."""
+    """Return the modules of the embedding part."""
     shape = context.shape
     size = (shape.vocabulary, shape.hidden)
     table = GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
@@ -154,9 +157,9 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
 
 
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
-    """Modules of the head part: final norm, vocabulary-parallel logits, cross-entropy.
+    """Return the modules of the head part: final norm, vocabulary-parallel logits, cross-entropy.
 
-    The output matrix is the embedding's own table where the head is tied.
+    If the head is tied, its matrix is the embedding's table.
     """
     shape = context.shape
     name = "embedding" if shape.tied_head else "head"
@@ -171,5 +174,5 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
 
 
 def _rows(context: ModuleContext, piece: ParameterSlice) -> dict[str, Any]:
-    """Of the vocabulary, which a rank has of a table."""
+    """Return the range of vocabulary rows that this rank has of a table, as arguments of operators."""
     return {"rows": piece.sizes[0], "first_row": piece.offsets[0], "vocabulary": context.shape.vocabulary}

@@ -29,7 +29,8 @@ class PartInstance:
 
 
 class StageModel:
-    """All parts and parameters of one rank. ``layers``: what layers of every kind are, by default built in.
+    """All parts and parameters of one rank. ``layers``: definitions of layers by kind, by default the
+    built-in layers.
 
     ``chunks`` maps a chunk's number to its parts in the order of the forward pass.
     """
@@ -79,7 +80,9 @@ class StageModel:
 
     @property
     def tells_loss(self) -> bool:
-        """Whether no other rank has the same losses, of those that say them."""
+        """Whether this rank reports losses: ranks along tp compute the same losses, and only the first
+        reports them.
+        """
         return self.context.place.on("tp") == 0
 
     def _instance(self, name: str, index: int, chunk: int, part: int) -> PartInstance:
@@ -113,10 +116,12 @@ class StageModel:
         return PartInstance(name=name, index=index, modules=_by_operator(modules))
 
     def of_every_kind(self, seed: int) -> dict[str, list[PartInstance]]:
-        """Its parts by name, layers first, and one layer of every kind that it does not hold.
+        """Return the rank's parts by name, layers first, with one additional layer of every kind that it does
+        not hold.
 
-        Those are for measurements, which stages make together. Where gradients are in shares (ZeRO 2), which
-        are whole for moments only, all are others than it holds: two of those that it holds several of.
+        The parts are for measurements, which all stages make together. Under ZeRO 2 and 3, which keep only
+        shards of gradients, all are new parts: two for each name of which the rank holds several, otherwise
+        one.
         """
         held: dict[str, list[PartInstance]] = {kind: [] for kind in self._kinds}
         for instance in (one for instances in self.chunks.values() for one in instances):
@@ -127,7 +132,9 @@ class StageModel:
         return {name: instances or [self._another(name, seed)] for name, instances in held.items()}
 
     def _another(self, kind: str, seed: int) -> PartInstance:
-        """A part beside those that this rank holds, with gradients of its own."""
+        """Build a part in addition to those that this rank holds, with gradients that are not in any
+        bucket.
+        """
         index = self._kinds.index(kind) if is_layer(kind) else 0
         entries = self._modules(kind, index)
         for entry in entries.values():
@@ -139,13 +146,13 @@ class StageModel:
         return PartInstance(name=kind, index=index, modules=_by_operator(entries))
 
     def initialise(self, seed: int) -> None:
-        """Give every parameter its initial value, the same in every layout."""
+        """Set every parameter to its initial value, which is the same in every layout."""
         for parameter in self.parameters:
             parameter.initialise(seed)
 
 
 def _by_operator(entries: Mapping[str, OperatorModule]) -> dict[str, ComputeOperator]:
-    """The module of every operator of a part, by the operator's name."""
+    """Return the module of every operator of a part, by the operator's name."""
     found = {}
     for name, entry in entries.items():
         found[name] = entry.module

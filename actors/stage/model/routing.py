@@ -1,8 +1,9 @@
-"""What routers did in the training passes of a step: sums for records, and choices that profiles repeat.
+"""Observes routers in the training passes of a step: sums for records, and choices that profiles repeat.
 
-Every rank routes tokens of its own: a step's are cut over dp, cp and tp. So sums over ranks count each once.
+Every rank routes its own tokens: a step's tokens are divided over dp, cp and tp. So sums over ranks count
+each token once.
 
-Legend: t this rank's tokens, k experts that a token visits, E experts, L layers of this rank with a router.
+Legend: t tokens of this rank, k experts that a token visits, E experts, L layers of this rank with a router.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +19,14 @@ from braid.kernels.operators.router import Router, count_visits
 from braid.scheduling.model.operators import Kind, Operator, Phase
 
 _KEPT = 64
-"""Choices, as many as a profile of some rounds asks for."""
+"""Number of choices that are stored, enough for a profile of some rounds."""
 
 
 class Routing:
-    """Sums of one rank, on its device, read once at a step's end.
+    """Routers' statistics of one rank, added up on its device and read once at a step's end.
 
-    `watched` is asked when training code is bound, and for no other code: validation and profiling count
-    nothing, and what is recomputed has another phase than what was computed first.
+    `watched` is called only when training code is bound: validation and profiling are not counted, and
+    recomputation has another phase than the first forward pass.
     """
 
     def __init__(self, model: StageModel) -> None:
@@ -37,22 +38,24 @@ class Routing:
         self._sums_LX = torch.zeros(
             len(self._layers), shape.experts + 3, dtype=torch.float64, device=model.context.device
         )
-        """Visits of every expert, visits that were dropped, the two auxiliary losses: one tensor, so that
-        one copy reads it. Float64 counts exactly up to 2^53."""
+        """Visits of every expert, dropped visits, and the two auxiliary losses, in one tensor, so that one
+        copy reads all. Float64 counts exactly up to 2^53.
+        """
 
     def clear(self) -> None:
-        """A step begins."""
+        """Set all sums to 0; called when a step begins."""
         self._sums_LX.zero_()
 
     def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of a part's module that also adds to the sums, if it is a router's; else itself.
+        """Return a method that calls ``call`` and also adds to the sums, if ``op`` is a router; otherwise
+        ``call`` itself.
 
-        Forward counts visits. The auxiliary losses are added up where their gradients are made, as only
-        there scores and the load of the whole micro-batch are at hand.
+        The forward method counts visits. The auxiliary losses are added up where their gradients are
+        computed, as only there scores and the load of the whole micro-batch are available.
         """
         module = instance.modules.get(op.module)
         if op.kind is not Kind.ROUTER or not isinstance(module, Router):
-            return call  # sums of gradients that reach a router's input bear its name, too
+            return call  # sums of gradients at a router's input have the router's name, too
         sums_X = self._sums_LX[self._layers.index(instance.index)]
         match op.phase:
             case Phase.FORWARD:
@@ -75,7 +78,7 @@ class Routing:
         return forward
 
     def read(self) -> RoutingSums:
-        """The sums since `clear`; the host waits for the device."""
+        """Return the sums since `clear`; the host waits for the device."""
         sums_LX = self._sums_LX.cpu().numpy()
         return RoutingSums(
             layers=self._layers,
@@ -86,7 +89,7 @@ class Routing:
 
 
 def routing_of(model: StageModel) -> Routing | None:
-    """None for models without experts."""
+    """Return the statistics of a model's routers; None for models without experts."""
     return Routing(model) if model.shape.experts else None
 
 
@@ -105,16 +108,20 @@ def _adding_losses(call: Callable[..., Any], module: Router, losses_2: Tensor) -
 
 
 class ChoicesMade(Routing):
-    """Keeps which experts routers chose in the forward passes of a step, layer by layer as they ran."""
+    """Stores which experts routers chose in the forward passes of a step, layer by layer in the order of
+    execution.
+    """
 
     def __init__(self, model: StageModel) -> None:
         super().__init__(model)
         self.choices: list[Tensor] = []
-        """Each (t, k)."""
+        """Choices of experts, each tensor (t, k)."""
         self.wanted = exchanges_rows(model)
 
     def watched(self, op: Operator, instance: PartInstance, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A router's forward method that also keeps its choice; else itself."""
+        """Return a router's forward method that also stores the choice; for other operators return
+        ``call``.
+        """
         if op.phase is not Phase.FORWARD or not isinstance(instance.modules.get(op.module), Router):
             return call
 
@@ -128,27 +135,27 @@ class ChoicesMade(Routing):
 
 
 def exchanges_rows(model: StageModel) -> bool:
-    """Whether ranks send each other as many rows of tokens as their routers choose."""
+    """Return whether ranks exchange as many rows of tokens as their routers' choices require."""
     return model.layout.ep > 1 and not model.shape.capacity_factor
 
 
 class RepeatedRouting:
-    """``choices``: of a run, each (t, k). By turns they stand in the place of what routers choose."""
+    """Replaces routers' choices by recorded ``choices`` of a run, each (t, k), which are used in turn."""
 
     def __init__(self, model: StageModel, choices: Sequence[Tensor]) -> None:
         self._exchanges = exchanges_rows(model)
         self._choices = cycle(choices) if choices else None
         self.rows: list[int] = []
-        """That came to this rank's experts, pass by pass."""
+        """Number of rows that this rank's experts received, pass by pass."""
 
     def of(self, operator: Operator, results: Sequence[Any]) -> Sequence[Any]:
-        """An operator's results; a router's with the next choices of the run."""
+        """Return an operator's results; those of a router with the next recorded choices."""
         if not self._exchanges or operator.kind is not Kind.ROUTER or operator.phase is not Phase.FORWARD:
             return results
         match results:
-            case _, _, _, _, sizes:  # of `ExpertRows`, which follow from all ranks' choices
+            case _, _, _, _, sizes:  # from `ExpertRows`, which has all ranks' choices
                 self.rows.append(sum(sizes))
-            case gates_tk, _, _, scores_tE if self._choices is not None:  # of `Router`
+            case gates_tk, _, _, scores_tE if self._choices is not None:  # from `Router`
                 choice_tk = next(self._choices)
                 return gates_tk, choice_tk, count_visits(choice_tk, scores_tE.shape[1]), scores_tE
         return results

@@ -1,4 +1,4 @@
-"""The Ray shell around a rank: the only Ray import of the stage."""
+"""The Ray actor around a rank, the only module of the stage that imports Ray."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from braid.actors.stage.measure.span_stream import Sink
 from braid.actors.stage.rank.worker import Worker
 
 _UNDER_WAY = 8
-"""Most batches of spans that may be on their way to the collector."""
+"""Greatest number of batches of spans that may be on their way to the collector."""
 
 
 BESIDE = "beside"
@@ -23,7 +23,9 @@ class StageActor(Worker):
     """One rank as an actor, with the methods of `Worker`."""
 
     def __init__(self, rank: int, inherited: Mapping[str, str]) -> None:
-        """``inherited``: variables of the run's command, which Ray would show as a runtime environment."""
+        """Start the rank; ``inherited``: environment variables of the run's command, set here since Ray would
+        show them as a runtime environment.
+        """
         os.environ.update(inherited)
         super().__init__(rank, ray.util.get_node_ip_address())
 
@@ -40,7 +42,7 @@ class StageActor(Worker):
         }
 
     def number_as(self, rank: int) -> None:
-        """Set the rank's number; must precede all other calls."""
+        """Set the number of this rank; must precede all other calls."""
         self.rank = rank
 
 
@@ -59,7 +61,9 @@ class ActorSink:
         self._under_way: list[Any] = []
 
     def send(self, batch: bytes) -> bool:
-        """Push a batch; False if too many are on their way. `OSError` once the collector is gone."""
+        """Push a batch; return False if too many are on their way. Raise `OSError` once the collector is
+        gone.
+        """
         if len(self._under_way) >= _UNDER_WAY:
             done, self._under_way = ray.wait(self._under_way, num_returns=_UNDER_WAY, timeout=0)
             try:
@@ -72,7 +76,7 @@ class ActorSink:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all pushed batches have arrived, at most ``timeout_s`` seconds."""
+        """Wait until all pushed batches have arrived, for ``timeout_s`` seconds at most."""
         if self._under_way:
             with contextlib.suppress(RayError):
                 ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)

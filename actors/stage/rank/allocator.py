@@ -5,10 +5,10 @@ import gc
 import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-"""Parameters of mallopt(3)."""
+"""Numbers of parameters of mallopt(3)."""
 _LARGEST = 2**31 - 1
 _VARIABLES = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
-"""Environment variables for the same parameters."""
+"""Environment variables that set the same parameters."""
 
 
 def keep_freed_memory() -> bool:
@@ -47,7 +47,7 @@ def give_back_what_is_free() -> None:
 
 
 def set_aside_what_lasts() -> None:
-    """Exclude all present objects from garbage collection: modules, the model, the schedule.
+    """Exclude all objects that exist now (modules, the model, the schedule) from garbage collection.
 
     A step that records some ten thousand spans makes as many objects, which would trigger a collection over
     hundreds of thousands of torch's objects in every step or two.

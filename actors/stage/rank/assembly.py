@@ -1,5 +1,6 @@
-"""Assembles one rank from a run's plan, for workers, for the model of the CUDA machine and for measurements
-on one GPU."""
+"""Assembles one rank from a run's plan, for workers, for tests on a simulated CUDA machine and for
+measurements on one GPU.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,30 +45,36 @@ class Assembly:
     parts: Mapping[str, Part]
     """Operator graphs by the names of the model's parts."""
     code: Code
-    """The linked training schedule."""
+    """The training schedule, linked for this layout."""
     model_of: Callable[..., StageModel]
-    """Makes this run's model for a ``place`` in the mesh, on a ``device``."""
+    """Makes this run's model for a ``place`` in the mesh and a ``device``."""
     model: StageModel
     streams: Streams
     recorder: Recorder
     buckets: RankBuckets
     optimizer: Optimizer
     executor: Executor
-    """Runs `code`."""
+    """Runs the code of `Assembly.code`."""
 
     def bind(self, code: Code, **how: Any) -> Executor:
-        """Return an executor of other code, or one that is watched; ``how``: keywords of `Executor`."""
+        """Return an executor of the given code; ``how``: further keywords of `Executor`, for example an
+        observer.
+        """
         return Executor(
             code=code, model=self.model, mesh=self.mesh, streams=self.streams, buckets=self.buckets, **how
         )
 
     def update(self, step: int, intact: Callable[[], None] = lambda: None) -> StepUpdate:
-        """Return the end of optimizer step ``step`` (from 0). ``intact``: raises after a break-off."""
+        """Return the update that ends optimizer step ``step`` (from 0). ``intact`` raises if communication
+        was broken off.
+        """
         return StepUpdate(self.optimizer, step, intact)
 
 
 def join(plan: RunPlan, rank: int, hosts: Sequence[str], groups: Groups) -> Mesh:
-    """Return the connected mesh of a run; all ranks call this together. ``hosts``: by rank; empty for one."""
+    """Make and connect the mesh of a run; all ranks call this together. ``hosts``: host of each rank; empty
+    if there is one host.
+    """
     layout = plan.config.layout()
     mesh = build_mesh(
         layout,
@@ -88,7 +95,7 @@ def assemble(
     accelerator: Accelerator | None,
     kernels: KernelChoice | None = None,
 ) -> Assembly:
-    """Assemble a rank for a run's plan; all ranks call this together (`put_together`)."""
+    """Assemble a rank from the plan of a run; all ranks call this together (see `put_together`)."""
     config, train = plan.config, plan.config.train
     definitions = load_layers(config.model.own_layers)
     sizes = config.sizes(plan.shape)
@@ -136,8 +143,9 @@ def put_together(
 ) -> Assembly:
     """Assemble a rank; all ranks call this together, since they choose kernels together.
 
-    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own, by kind.
-    ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators alone, for spans.
+    ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by kind.
+    ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run alone, for the
+    recorder of spans.
     """
     layout = mesh.layout
     model_of = partial(
@@ -185,7 +193,7 @@ def put_together(
 
 
 def code_of(schedule: Schedule, sizes: PartSizes, parts: Mapping[str, Part], layout: ParallelLayout) -> Code:
-    """Link a schedule over the model's parts."""
+    """Link a schedule over the model's parts and return the code of all stages."""
     units = scheduled_parts(
         parts, layout, sizes.kinds, unit_layers=schedule.unit_layers, partitions=schedule.partitions
     )

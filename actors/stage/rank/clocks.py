@@ -1,8 +1,8 @@
 """Differences between the hosts' clocks, so that all spans share one time axis.
 
 NTP makes hosts agree to milliseconds; a trace needs microseconds. The first rank of every host asks rank 0
-for the time, as NTP does: the answer was given between question and reply, so its error is at most half of
-their distance.
+for the time, as NTP does: rank 0 reads its clock between question and reply, so the error is at most half of
+the time between them.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 _QUESTIONS = 16
-"""Questions of each host; the quickest answer counts."""
+"""Number of questions that each host asks; the reply that arrived soonest counts."""
 
 
 class Gathers(Protocol):
@@ -33,7 +33,7 @@ class Difference:
 
     @property
     def told_ns(self) -> int:
-        """The difference; 0 if it is within the uncertainty."""
+        """The difference of the clocks in nanoseconds; 0 if it is within the uncertainty."""
         return self.ahead_ns if abs(self.ahead_ns) > self.unsure_ns else 0
 
 
@@ -69,7 +69,7 @@ def ask() -> Difference:
 
 
 def answer(rank: int) -> None:
-    """As rank 0, tell a rank the time."""
+    """Answer one question of rank ``rank`` with the time; called by rank 0."""
     answer_ns = torch.zeros(1, dtype=torch.int64)
     dist.recv(answer_ns, rank)
     answer_ns.fill_(time.time_ns())

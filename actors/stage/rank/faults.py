@@ -1,8 +1,8 @@
 """Faults that a rank injects into itself at an exact instruction, for drills (`braid drill`) only.
 
-A fault fires once in a run, even if its step is repeated: firing first leaves a file in ``runs/NAME/faults``,
-which also proves that and when it fired. Only ``skip`` fires whenever its step runs. A fault without a step
-waits for the file that calls it.
+A fault fires once in a run, even if its step is repeated: before it fires, the rank writes a file in
+``runs/NAME/faults``, which also proves the fault and its time. Only ``skip`` fires whenever its step runs. A
+fault without a step waits until another process calls it by creating a file.
 """
 
 import os
@@ -21,19 +21,19 @@ from braid.scheduling.schedule.operations import Compute, Direction, Gather, Nor
 from braid.scheduling.schedule.schedule import passes_in, sums_in
 
 FOLDER = "faults"
-"""Folder of a run's directory for the marks of fired faults."""
+"""Name of the folder, in a run's directory, of the files that mark faults as fired."""
 _HOLD_SECONDS = 30.0
-"""Time after which a rank on hold continues by itself."""
+"""Seconds after which a rank that a ``hold`` fault stops continues by itself."""
 _SPOILS = ("nan", "skip")
-"""Kinds of faults that make a gradient NaN."""
+"""Kinds of faults that set a gradient to NaN."""
 _TRANSFERS: dict[str, type] = {"reduce": Reduce, "gather": Gather}
-"""Types of the transfers before which faults of these phases fire."""
+"""Type of the transfer before which a fault fires, by the fault's phase."""
 
 
 def fire(folder: Path, name: str) -> bool:
-    """Mark a fault as fired, with the present time; False if it fired before.
+    """Mark a fault as fired at the present time; return False if it fired before.
 
-    The mark is an empty file, which a full disk accepts as well.
+    The mark is an empty file, which can be made on a full disk as well.
     """
     folder.mkdir(exist_ok=True)
     now = time.time_ns()
@@ -51,27 +51,31 @@ def fired_at(folder: Path, name: str) -> float:
 
 
 def call(folder: Path, name: str) -> None:
-    """Call a fault that has no step of its own."""
+    """Call a fault that has no step of its own: let it fire at the next opportunity."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.called").touch()
 
 
 def let_go(folder: Path, name: str) -> None:
-    """Let a rank continue that a fault holds."""
+    """Let a rank continue that waits in a ``hold`` fault."""
     (folder / f"{name}.released").touch()
 
 
 class Saboteur:
-    """The faults of one rank."""
+    """Injects the faults of one rank."""
 
     def __init__(self, faults: Sequence[Fault], rank: int, run: Path, stretches: Sequence[Stretch]) -> None:
-        """``stretches``: the rank's code of a training step."""
+        """Select the faults of ``rank``; ``stretches``: this rank's code of a training step, ``run``: the
+        run's directory.
+        """
         self._folder = run / FOLDER
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._positions = {fault: _position(fault, stretches) for fault in self._faults}
 
     def before(self, step: int, buckets: RankBuckets) -> Callable[[int], None] | None:
-        """Return the executor's callback before every instruction of a step; None if no fault is due."""
+        """Return a callback for the executor to call before every instruction of a step; None if no fault is
+        due.
+        """
         due = [fault for fault in self._due(step) if fault.phase not in _TRANSFERS]
 
         def look(position: int) -> None:
@@ -83,7 +87,9 @@ class Saboteur:
         return look if due else None
 
     def transfers(self, step: int) -> Callable[[Reduce | Gather], None] | None:
-        """Return the executor's callback before every gradient sum and gather; None if no fault is due."""
+        """Return a callback for the executor to call before every gradient sum and gather; None if no fault
+        is due.
+        """
         due = [fault for fault in self._due(step) if fault.phase in _TRANSFERS]
         begun: Counter[type] = Counter()
 
@@ -98,7 +104,9 @@ class Saboteur:
         return look if due else None
 
     def during_save(self, steps_done: int, folder: Path) -> None:
-        """Kill this process once the save has begun to write into its folder."""
+        """If a fault is due, start a thread that kills this process once the save has begun to write into
+        ``folder``.
+        """
         for fault in self._faults:
             due = self._is_called(fault) if fault.step is None else fault.step < steps_done
             if fault.phase == "save" and due and not (self._folder / fault.name).exists():
@@ -107,7 +115,7 @@ class Saboteur:
                 return
 
     def _due(self, step: int) -> Iterator[Fault]:
-        """Yield the faults that are due in a step."""
+        """Yield the faults that are due in a step, except faults of saves."""
         for fault in self._faults:
             due = self._is_called(fault) if fault.step is None else fault.step == step
             if due and fault.phase != "save":
@@ -138,7 +146,7 @@ class Saboteur:
 
 
 def _counts(transfer: object) -> bool:
-    """Tell whether a transfer moves gradients or parameters, unlike the norm's sum."""
+    """Tell whether a transfer moves gradients or parameters; the sum of the gradient norm does not."""
     return isinstance(transfer, Gather) or (isinstance(transfer, Reduce) and transfer.chunk is not None)
 
 
@@ -158,7 +166,7 @@ def _position(fault: Fault, stretches: Sequence[Stretch]) -> int:
         directions = {each.direction for each in passes_in(instruction)}
         if fault.phase == "optimizer":
             return instruction == Compute(Step())
-        if fault.kind in _SPOILS:  # it reaches all ranks that sum it
+        if fault.kind in _SPOILS:  # the NaN reaches all ranks that sum this gradient
             return instruction == Compute(Norm()) or bool(sums_in(instruction))
         return (Direction.FORWARD if fault.phase == "forward" else Direction.BACKWARD) in directions
 

@@ -1,7 +1,7 @@
-"""A rank's position in the mesh and its process groups: a line of ranks per mesh axis.
+"""A rank's position in the mesh and its process groups: one "line" of ranks for each mesh axis.
 
-Strands share a line: the order of issue is static and the same on all ranks. On CPU two connections would
-halve each other's rate, on GPUs two communicators behind one side stream gain nothing.
+Both strands use the same lines, since the order of issue is static and the same on all ranks. On a CPU two
+connections would halve each other's rate; on GPUs two communicators on one side stream gain nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,14 @@ LAYER_AXES: Final = ("tp", "cp", "ep")
 """Axes over which layers communicate."""
 
 MessageKind = tuple[Direction, str]
-"""Kind of messages between stages: direction of their pass, and "down" or "up" the pipeline."""
+"""Kind of messages between stages: the direction of their pass, and "down" or "up" the pipeline."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The process groups ("lines") of this rank, by mesh axis or by `Factor` of an axis; an axis of degree 1
-    has none. Ranks of a line are numbered by their position on the axis."""
+    """The process groups ("lines") of this rank, by mesh axis or by `Factor` of an axis; axes of degree 1
+    have no line. Ranks of a line are numbered by their position on the axis.
+    """
 
     layout: ParallelLayout
     rank: int
@@ -45,12 +46,14 @@ class Mesh:
     lines: dict[str, Line]
     channels: dict[MessageKind, Channel]
     ends: Line | None
-    """The line of first and last stage, on these two, if both hold a table that embedding and head share."""
+    """The line of the first and the last stage, if both hold the table that embedding and head share; None on
+    other ranks.
+    """
     groups: "Groups | None" = None
-    """The maker of the lines."""
+    """The object that made the lines."""
 
     def shared(self, axis: str) -> Line:
-        """Return the line of the ranks that share parameters along an axis (`Buckets.axes`)."""
+        """Return the line of the ranks that share parameters along an axis (see `Buckets.axes`)."""
         if axis == "ends":
             assert self.ends is not None
             return self.ends
@@ -58,11 +61,13 @@ class Mesh:
 
     @property
     def position(self) -> Position:
-        """This rank's coordinates."""
+        """The coordinates of this rank, by mesh axis."""
         return self.place.position
 
     def line(self, axis: str) -> Line:
-        """Return the line of an axis or factor; `ValueError` if ranks are not placed so on nodes."""
+        """Return the line of an axis or factor; raise `ValueError` if the ranks' placement on nodes gives no
+        such factor.
+        """
         if axis not in self.lines:
             factors = ", ".join(name for name in self.lines if "." in name) or "none"
             raise ValueError(
@@ -73,14 +78,14 @@ class Mesh:
 
     @property
     def neighbours(self) -> Channel:
-        """The pipeline, over the connections of forward passes: for measurements."""
+        """The channel between neighbouring pipeline stages that forward passes use, for measurements."""
         down, up = (self.channels[Direction.FORWARD, way] for way in ("down", "up"))
         if isinstance(down, MessageLine) and isinstance(up, MessageLine):
             return MessageLine(up.group, down.group)
         return up
 
     def stream(self, axis: str) -> Stream:
-        """Return the stream of the transfers along an axis (`shared`)."""
+        """Return the stream that carries the transfers along an axis (as for `shared`)."""
         if axis == "ends":
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
         if (factor := factor_of(axis)) is not None:
@@ -90,8 +95,8 @@ class Mesh:
     def warm_up(self) -> None:
         """Use every line once, in the same order on all ranks.
 
-        NCCL makes communicators and connections at their first use, while the host waits for the other side;
-        in a step the other side may be waiting for something else.
+        NCCL makes communicators and connections at their first use, and the host waits there for the peer;
+        during a step the peer may be waiting for something else.
         """
         used: list[Channel] = [*self.lines.values(), *self.channels.values()]
         used += [self.ends] if self.ends else []
@@ -108,10 +113,10 @@ class Mesh:
 
 
 def make_world(backend: str, store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> None:
-    """Make the group of all ranks; after a failure it may be called again, with another store.
+    """Make the group of all ranks; after a failure this may be called again, with another store.
 
-    The group is not bound to a device, which would make communicators at once: torch would then split new
-    groups off this group, for which all ranks would have to come, members or not. `Mesh.warm_up` makes them.
+    The group is not bound to a device: torch would then create its communicator at once and split each new
+    group off this one, a collective call of all ranks, members or not. `Mesh.warm_up` creates communicators.
     """
     # torch names groups by a count. It resets the count when groups are destroyed, but not if making the
     # first group failed: this rank and a new rank would look for each other under different names for ever.
@@ -144,9 +149,9 @@ def build_mesh(
     hosts: Sequence[str] = (),
     groups: Groups | None = None,
 ) -> Mesh:
-    """Create all groups. Making a group is a collective call: every rank passes the same arguments.
+    """Create all process groups. Making a group is a collective call: every rank passes the same arguments.
 
-    ``hosts``: of all ranks; by default they share one host. ``groups``: by default torch's process groups.
+    ``hosts``: host of each rank; empty if they share one host. ``groups``: torch's process groups by default.
     """
     place = Place.of(layout.mesh, rank)
     groups = groups or TorchGroups(rank, timeout)
@@ -173,9 +178,9 @@ def build_mesh(
 
 @dataclass(frozen=True)
 class TorchGroups:
-    """Torch's process groups: NCCL's on GPUs, messages by gloo elsewhere.
+    """Makes torch's process groups: NCCL groups on GPUs, gloo groups that exchange messages elsewhere.
 
-    Only the members of a group make it: a thousand ranks have more than a thousand lines.
+    Only its members make a group: a thousand ranks have more than a thousand lines.
     """
 
     rank: int
@@ -183,7 +188,7 @@ class TorchGroups:
     nccl: "NcclConfig | None" = None
 
     def line(self, axis: str, lines: Sequence[Sequence[int]]) -> Line | None:
-        """Make this rank's line; on CPU collectives of layers have a connection for each direction."""
+        """Make this rank's line; on a CPU, collectives of layers get one connection for each direction."""
         members = next((ranks for ranks in lines if self.rank in ranks), None)
         if members is None:
             return None
@@ -193,7 +198,7 @@ class TorchGroups:
         return MessageLine(self._group(members), self._group(members) if both else None)
 
     def channel(self, lines: Sequence[Sequence[int]]) -> Channel:
-        """Make this rank's channel; on GPUs a communicator with each neighbour in a ring of stages."""
+        """Make this rank's channel; on GPUs, a communicator with each neighbour in the ring of stages."""
         (members,) = (ranks for ranks in lines if self.rank in ranks)
         if not self._on_gpus:
             return MessageLine(self._group(members))
@@ -204,12 +209,12 @@ class TorchGroups:
         return "nccl" in dist.get_backend_config()
 
     def _group(self, ranks: Sequence[int], axis: str = "") -> dist.ProcessGroup:
-        """Make a group; ``axis``: the axis whose limits NCCL gets, empty for gloo."""
+        """Make a group; ``axis``: mesh axis whose limits NCCL gets, empty for a gloo group."""
         group = dist.new_group(
             list(ranks),
             timeout=self.timeout,
             use_local_synchronization=True,
-            backend="nccl" if axis else None,  # otherwise a mesh of gloo would exist beside each of NCCL
+            backend="nccl" if axis else None,  # None would add a gloo group to each NCCL group
             pg_options=nccl_options(self._limits(axis), self.timeout) if axis else None,
         )
         assert group is not None
@@ -227,7 +232,7 @@ class TorchGroups:
 
 
 def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
-    """Return torch's options for a communicator: limits, and a stream whose kernels take precedence."""
+    """Return torch's options for an NCCL communicator: the limits, and a high-priority stream."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if limits is not None and limits.max_ctas is not None:
@@ -236,7 +241,7 @@ def nccl_options(limits: "NcclLimits | None", timeout: timedelta) -> Any:
 
 
 def pairs_of(ranks: Sequence[int], rank: int, make: Callable[[Sequence[int]], Communicator]) -> Pairs:
-    """Return communicators of a rank with its neighbours in a ring of pipeline stages."""
+    """Make the communicators of a rank with its neighbours in the ring of pipeline stages ``ranks``."""
     stages = len(ranks)
     neighbours = {tuple(sorted((stage, (stage + 1) % stages))) for stage in range(stages)}
     stage_of_rank = ranks.index(rank)

@@ -20,12 +20,12 @@ from braid.actors.stage.rank.messages import (
 
 
 class Pulse(NamedTuple):
-    """A working rank's answer to the question whether it is alive."""
+    """A working rank's answer when the controller asks whether it is alive."""
 
     progress: int | None
-    """Amount of work done so far; None if unknown at present."""
+    """Counter of the work done so far; None if unknown at present."""
     awaits: str = ""
-    """The transfer that has been under way longest, if nothing was done since the previous pulse."""
+    """Name of the transfer that has been under way longest, if nothing was done since the previous pulse."""
 
 
 class Rank(ABC):
@@ -42,14 +42,15 @@ class Rank(ABC):
 
     @abstractmethod
     def interrupt(self, generation: int | None = None) -> None:
-        """Make the method that waits for other ranks raise; the process groups are unusable afterwards.
+        """Make the method that is waiting for other ranks raise; the process groups are unusable afterwards.
 
-        ``generation``: the generation to break off, however late the call comes; None: the present one.
+        ``generation``: the generation to break off, however late the call comes; None for the present
+        generation.
         """
 
     @abstractmethod
     def open_log(self, run: str, generation: int) -> None:
-        """Write to ``logs/rank-N.log`` of a run; generation 1 begins the file anew."""
+        """Direct all output to ``logs/rank-N.log`` of a run; generation 1 empties the file first."""
 
     @abstractmethod
     def open_store(self, timeout_s: float) -> int:
@@ -59,7 +60,7 @@ class Rank(ABC):
     def setup(self, plan: RunPlan, rendezvous: Rendezvous) -> str:
         """Join the process groups, build the model and bind the schedules.
 
-        Returns the kernels that measurements chose, for people; empty if there was no choice.
+        Return a text about the kernels that measurements chose; empty if there was no choice.
         """
 
     @abstractmethod
@@ -72,7 +73,7 @@ class Rank(ABC):
 
     @abstractmethod
     def data_facts(self) -> dict[str, int | str | None]:
-        """Return facts about the data (`ReplicaSamples.facts`)."""
+        """Return facts about the data (see `ReplicaSamples.facts`)."""
 
     @abstractmethod
     def profile(self, rounds: int, seed: int) -> Samples:
@@ -87,21 +88,22 @@ class Rank(ABC):
 
     @abstractmethod
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream the spans of all further steps to a collector (its ``target``)."""
+        """Stream the spans of all further steps to a collector, whose address is ``target``."""
 
     @abstractmethod
     def record_spans(self, on: bool) -> None:
-        """Switch the recording of spans on or off, to measure its cost in one process."""
+        """Switch the recording of spans on or off, so that its cost can be measured in one process."""
 
     @abstractmethod
     def keep_copy(self, step: int) -> None:
-        """Store a copy of the state after ``step`` steps, here and at the partner."""
+        """Store a copy of the state after ``step`` steps in this rank's memory and in its partner's."""
 
     @abstractmethod
     def pair_copies(self, shift: int) -> None:
-        """Send further copies of this rank's state to the rank ``shift`` further on; all ranks are called.
+        """Send further copies of this rank's state to the rank ``shift`` positions further on; all ranks are
+        called.
 
-        Stored copies of other ranks than the new partner are deleted.
+        Stored copies of ranks other than the new partner are deleted.
         """
 
     @abstractmethod
@@ -110,7 +112,9 @@ class Rank(ABC):
 
     @abstractmethod
     def restore_copies(self, step: int, sources: Sequence[int]) -> None:
-        """Restore a step that all ranks' copies hold; all ranks are called."""
+        """Restore the state after ``step`` steps from copies; all ranks are called. ``sources``: for each
+        rank, the rank that holds its copy.
+        """
 
     @abstractmethod
     def rescue(self, directory: str, plan: Rescue) -> Written:
@@ -128,11 +132,11 @@ class Rank(ABC):
 
     @abstractmethod
     def save_finished(self, wait: bool) -> Written | None:
-        """Return the result of the save that was begun; None while it is under way."""
+        """Return the result of the save that `begin_save` began; None while it is under way."""
 
     @abstractmethod
     def save(self, directory: str, step: int) -> Written:
-        """Write this rank's shards into a checkpoint directory that the controller publishes."""
+        """Write this rank's share of a checkpoint into a directory, which the controller publishes."""
 
     @abstractmethod
     def damage(self, directory: str) -> str | None:
@@ -140,11 +144,11 @@ class Rank(ABC):
 
     @abstractmethod
     def load(self, directory: str, step: int) -> None:
-        """Load parameters and optimizer from a verified checkpoint, whatever layout wrote it."""
+        """Load parameters and optimizer state from a verified checkpoint, whatever layout wrote it."""
 
     @abstractmethod
     def load_initial(self, directory: str) -> None:
-        """Begin with the weights of a Hugging Face directory instead of random weights."""
+        """Begin training with the weights of a Hugging Face directory instead of random weights."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -156,7 +160,7 @@ class Rank(ABC):
 
     @abstractmethod
     def hardware(self) -> str:
-        """Return the rank's device as profiles name it."""
+        """Return a description of the rank's device, as profiles name it."""
 
     @abstractmethod
     def process_id(self) -> int:

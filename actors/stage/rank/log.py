@@ -16,9 +16,9 @@ from typing import Any, Final
 
 FOLDER: Final = "logs"
 HEADER: Final = "==="
-"""Begin of the first line that a rank writes in every generation."""
+"""Prefix of the line that a rank writes first in every generation."""
 _MOST_BYTES: Final = 8 << 20
-"""Size above which a log is put aside; each rank has at most one such file."""
+"""Bytes above which a log is renamed to ``NAME.1``; each rank keeps at most one such file."""
 
 
 def log_file(run: Path, rank: int) -> Path:
@@ -27,7 +27,7 @@ def log_file(run: Path, rank: int) -> Path:
 
 
 def put_aside(log: Path) -> Path:
-    """Return the path of the older part of a log that grew too long."""
+    """Return the path to which a log that grew too long is renamed."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -42,9 +42,10 @@ def anything_said(run: Path) -> bool:
 
 
 def write_to(log: Path, header: str, *, anew: bool) -> bool:
-    """Let this process write ``header`` and all further output to a log, after its content unless ``anew``.
+    """Redirect all further output of this process to a log, beginning with ``header``; ``anew``: empty the
+    log first.
 
-    False if the log cannot be written: the output then goes where it went before.
+    Return False if the log cannot be written: the output then goes where it went before.
     """
     try:
         log.parent.mkdir(exist_ok=True)
@@ -70,7 +71,7 @@ def write_to(log: Path, header: str, *, anew: bool) -> bool:
 
 
 class _Unfailing(io.FileIO):
-    """Drops output for which the disk has no room: training matters more than its log."""
+    """Drops output that the disk has no room for: training matters more than its log."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -82,8 +83,8 @@ class _Unfailing(io.FileIO):
 class Logged:
     """A rank whose process logs its output and the exceptions of its public methods.
 
-    The controller reports the first rank's error only; other ranks' errors show what they were doing. A
-    `ValueError` is for the user, who sees it without a trace.
+    The controller reports the error of one rank only; the logs show what other ranks were doing. A
+    `ValueError` is meant for the user; its trace is not logged.
     """
 
     rank: int
@@ -105,7 +106,7 @@ class Logged:
         self._logs = write_to(self._log, header, anew=generation == 1)
 
     def rotate_log(self) -> None:
-        """Put the log aside if it has grown too long; called between the calls of other methods."""
+        """Rename the log if it has grown too long; called before every public method."""
         if self._logs and os.fstat(2).st_size > _MOST_BYTES:
             write_to(self._log, f"{HEADER} goes on from {put_aside(self._log).name}", anew=False)
 

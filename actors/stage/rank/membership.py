@@ -1,4 +1,6 @@
-"""A rank's membership: it joins all ranks for a generation, may be broken off at any moment, and leaves."""
+"""A rank's membership in the process groups of a generation: join them, break off at any moment, leave
+them.
+"""
 
 import threading
 from datetime import timedelta
@@ -15,17 +17,19 @@ from braid.actors.stage.rank.network import Connections, bind_gloo, store_on
 
 
 class RefersToGroups(Protocol):
-    """A CUDA graph with collectives: it refers to process groups."""
+    """A CUDA graph with collectives, which refers to process groups."""
 
     def drop(self) -> None:
-        """Give up the references to the groups; callable from any thread."""
+        """Drop the references to the groups; callable from any thread."""
 
 
 class Membership:
-    """The store where ranks meet, their connections, and the rank's device."""
+    """Holds the store where ranks meet, the connections between them, and the rank's device."""
 
     graph: RefersToGroups | None = None
-    """Dropped before the groups are destroyed: NCCL destroys no communicator that a graph still refers to."""
+    """The CUDA graph of a step. It is dropped before the groups are destroyed: NCCL destroys no communicator
+    that a graph still refers to.
+    """
 
     def __init__(self, address: str) -> None:
         self.device = torch.device("cpu")
@@ -33,7 +37,7 @@ class Membership:
         self._store: dist.TCPStore | None = None
         self._connections: Connections | None = None
         self._generation, self._broken_off = 0, -1
-        """The present generation, and the newest that was broken off."""
+        """The present generation, and the newest generation that was broken off."""
         self._lock = threading.Lock()
 
     def host_store(self, timeout_s: float) -> int:
@@ -42,7 +46,9 @@ class Membership:
         return int(self._store.port)
 
     def begin(self, cluster: ClusterConfig, rank: int, rendezvous: Rendezvous) -> None:
-        """Begin a generation: take the rank's device, and note the connections made from now on."""
+        """Begin a generation: choose the rank's device, and observe which connections are opened from
+        now on.
+        """
         with self._lock:  # an abort of the previous generation has ended
             if self._generation == rendezvous.generation:  # the same generation again
                 self._broken_off = -1
@@ -53,7 +59,7 @@ class Membership:
         self._connections = Connections()
 
     def join(self, cluster: ClusterConfig, rendezvous: Rendezvous, rank: int, ranks: int) -> None:
-        """Join the group of all ranks."""
+        """Join the process group of all ranks."""
         timeout = timedelta(seconds=cluster.group_timeout_s)
         bind_gloo(self._address)
         if self._store is None:
@@ -65,7 +71,7 @@ class Membership:
         make_world(backend, store, rank, ranks, timeout)
 
     def connected(self, mbit: float | None) -> None:
-        """Note that all groups have been made; ``mbit``: limit of each connection's rate, in Mbit/s."""
+        """Record that all groups have been made; ``mbit``: limit of each connection's rate, in Mbit/s."""
         assert self._connections is not None
         self._connections.made()
         if mbit is not None:
@@ -74,8 +80,8 @@ class Membership:
     def break_off(self, generation: int | None = None) -> None:
         """Make calls that wait for other ranks raise, or return garbage; callable from any thread.
 
-        ``generation``: the generation to break off; None: the present one. If it is over, nothing happens. If
-        it has not begun yet, its `begin` will raise.
+        ``generation``: the generation to break off; None for the present one. A generation that is over is
+        left alone. If the generation has not begun yet, its `begin` will raise.
         """
         with self._lock:
             meant = self._generation if generation is None else generation
@@ -99,7 +105,7 @@ class Membership:
 
     @property
     def broken(self) -> bool:
-        """Whether communication was broken off."""
+        """Whether communication of the present generation was broken off."""
         return self._broken_off == self._generation
 
     def intact(self) -> None:
@@ -113,7 +119,7 @@ class Membership:
             torch.accelerator.set_device_index(self.device)
 
     def leave(self) -> None:
-        """Give up all groups."""
+        """Destroy all process groups and drop the store."""
         self._drop_graph()
         self._destroy()
         self._store = self._connections = self.graph = None

@@ -17,26 +17,30 @@ if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Meeting point of the ranks of one generation."""
+    """The address at which the ranks of one generation meet."""
 
     address: str
     port: int
     generation: int
     hosts: tuple[str, ...] = ()
-    """Host of every rank; transfers within a host stay inside a node. Empty: there is one host."""
+    """Host of every rank, which tells transfers inside a node from transfers between nodes. Empty: there is
+    one host.
+    """
     copies_shift: int = 0
-    """Copies of a rank's state go to the rank ``copies_shift`` further on; 0: no copies are sent."""
+    """Copies of a rank's state go to the rank ``copies_shift`` positions further on; 0: no copies are
+    sent.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rescue:
-    """The checkpoint that survivors of lost ranks write from copies of all ranks' states."""
+    """Plan of the checkpoint that survivors of lost ranks write from copies of all ranks' states."""
 
     meeting: Rendezvous
     survivors: tuple[int, ...]
     step: int
     sources: tuple[int, ...]
-    """For every rank, lost ones too, the survivor that has its state."""
+    """For every rank, lost ranks too, the survivor that has its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +48,9 @@ class Written:
     """Result of writing a rank's share of a checkpoint."""
 
     files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """(bytes, SHA-256) of the files that the rank wrote and read back, by name."""
+    """(bytes, SHA-256) of each file that the rank wrote and read back, by the file's name."""
     failure: str = ""
-    """Why files could not be written, although the rank works; empty on success."""
+    """Reason why files could not be written, although the rank works; empty on success."""
 
 
 FaultKind = Literal["kill", "stop", "nan", "skip", "hold"]
@@ -58,21 +62,28 @@ class Fault:
     """A fault that a rank injects into itself in a drill."""
 
     name: str
-    """Name of its mark's file in the run's directory."""
+    """Name of the file in the run's directory that marks the fault as fired."""
     kind: FaultKind
-    """SIGKILL, SIGSTOP, a NaN gradient (nan: once; skip: whenever the step runs, so that the step is
-    skipped), or a wait until `faults.let_go`."""
+    """Effect of the fault: SIGKILL (kill), SIGSTOP (stop), a NaN gradient (nan: once; skip: whenever the step
+    runs, so that the step is skipped), or a wait until `faults.let_go` (hold).
+    """
     rank: int
     step: int | None
-    """Step from 0; in a save, the first save after it. None: as soon as it is called (`faults.call`)."""
+    """Step of the fault, from 0; with phase "save", the first save after this step. None: as soon as the
+    fault is called (`faults.call`).
+    """
     phase: FaultPhase
     place: float = 0.0
-    """Position in [0, 1) among the blocks of the phase, or among its transfers."""
+    """Point of the phase at which the fault fires, in [0, 1): a fraction of the phase's blocks or
+    transfers.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesHeld:
-    """Copies in a rank's memory: steps of its own state, and of the state of the rank it is partner of."""
+    """Copies in a rank's memory, named by step: of its own state, and of the state of rank ``partner``, which
+    sends its copies here.
+    """
 
     own: tuple[int, ...]
     partner: int | None
@@ -85,7 +96,7 @@ class SerialStep:
 
     seconds: float
     alpha: float
-    """Communication's share of the step."""
+    """Share of the step's time that is communication."""
 
     @property
     def limit_speedup(self) -> float:
@@ -94,7 +105,9 @@ class SerialStep:
         return 1 / (1 - shorter)
 
     def recovered(self, seconds: float) -> float | None:
-        """Return the share of the possible gain that a measured step achieved; None without gain."""
+        """Return the share of the greatest possible gain that a measured step achieved; None if there is no
+        gain.
+        """
         best = self.seconds / self.limit_speedup
         return (self.seconds - seconds) / (self.seconds - best) if self.seconds > best else None
 
@@ -110,29 +123,33 @@ class RunPlan:
     solo_ns: Mapping[str, int] = field(default_factory=dict)
     """Measured times of operators alone, by their names in the profile; empty without a profile."""
     profile: str = ""
-    """Source of the profile behind the decisions: hardware that ranks are checked against."""
+    """Source of the profile behind the decisions; names the hardware that ranks are checked against."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Stream of each mesh axis in that profile."""
+    """Stream of each mesh axis in this profile."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Further files for the run directory that decisions were based on (``profile.json``, ...)."""
+    """Files on which decisions were based (``profile.json``, ...), to be written into the run directory, by
+    name.
+    """
     serial: SerialStep | None = None
-    """The step without any overlap by the profile; None without a profile."""
+    """The simulated step without any overlap; None without a profile."""
     faults: tuple[Fault, ...] = ()
-    """Faults of a drill."""
+    """Faults that a drill injects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSums:
-    """Statistics of one rank's routers in a step's training passes, for the rank's own tokens, by layer."""
+    """Statistics of one rank's routers in a step's training passes, for this rank's own tokens, by layer."""
 
     layers: tuple[int, ...]
-    """Indices in the model, from 0, of the rank's L layers with experts."""
+    """Indices in the model, from 0, of the L layers with experts on this rank."""
     visits: NDArray[np.int64]
-    """(L, experts). A visit is a token with one of its choices, whether accepted or dropped."""
+    """(L, experts): numbers of visits. A visit is a token with one of its choices, whether accepted or
+    dropped.
+    """
     dropped: NDArray[np.int64]
-    """(L,): visits that were dropped for lack of capacity."""
+    """(L,): numbers of visits that were dropped for lack of capacity."""
     losses: NDArray[np.float64]
-    """(L, 2): sums over tokens of balance loss and z loss; 0 where the model lacks the loss."""
+    """(L, 2): sums over tokens of the balance loss and the z loss; 0 where the model lacks the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,43 +168,47 @@ class StepResult:
     applied: bool = True
     """Whether the parameters were updated; False if gradients were not finite."""
     samples: int = 0
-    """Digest of this replica's samples (`samples_digest`); 0 on all but one of its ranks."""
+    """Digest of this replica's samples (`samples_digest`); 0 on all but one of the replica's ranks."""
     discarded: int = 0
-    """Number of passes whose gradients were not finite."""
+    """Number of attempts at the step whose gradients were not finite."""
     dropped_spans: int = 0
-    """Number of spans that could not be streamed so far."""
+    """Number of spans so far that could not be streamed."""
     sampled_every: int = 1
-    """Spans of one in so many steps are streamed."""
+    """Interval of streaming, in steps: spans of every n-th step are streamed."""
     routing: RoutingSums | None = None
-    """None for models without experts."""
+    """Statistics of the routers; None for models without experts."""
 
 
 COMPUTE: Final = "compute"
-"""Name of a second computation that runs beside an operator."""
+"""Name, in measurements, of a second computation that runs at the same time as an operator."""
 
 
 MESSAGE: Final = "pp/message"
-"""Name of messages between neighbouring stages that run beside an operator."""
+"""Name, in measurements, of messages between neighbouring stages that run at the same time as an operator."""
 SUM: Final = "dp/sum"
-"""Name of a sum of gradients that runs beside an operator; along a factor the name has the same end."""
+"""Name, in measurements, of a sum of gradients that runs at the same time as an operator; along a factor of
+an axis the name ends alike.
+"""
 OUTSIDE: Final = ("/message", "/sum")
-"""Ends of the names of transfers that are not collectives of a layer."""
+"""Suffixes of the names of transfers that are not collectives of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """One measurement of an operator beside another operator or transfer; nanoseconds."""
+    """One measurement, in nanoseconds, of an operator that runs at the same time as another operator or
+    transfer.
+    """
 
     operator_ns: int
     other_ns: int
     both_ns: int
-    """From the begin of the first to the end of the last."""
+    """Time from the beginning of the first to the end of the last."""
     delay_ns: int = 0
-    """From the begin of the other to the begin of the operator."""
+    """Time from the beginning of the other operator or transfer to the beginning of the operator."""
 
     @property
     def overlap_ns(self) -> int:
-        """How long both were running."""
+        """Time for which both were running."""
         return min(self.operator_ns, self.other_ns - self.delay_ns)
 
 
@@ -197,25 +218,28 @@ class Samples:
 
     solo_ns: Mapping[str, list[int]]
     together: Mapping[tuple[str, str], list[Together]]
-    """Measurements by operator and its companion: a spare transfer's class or `COMPUTE`."""
+    """Measurements by operator and companion: the class of a spare transfer, or `COMPUTE`."""
     spares: Mapping[str, list[int]]
-    """Times of spare transfers alone, by class."""
+    """Times of spare transfers (run for measurement only) alone, by class."""
     handling: Mapping[str, list[tuple[int, int]]]
-    """For spare transfers beside an operator, by class: how long starting them, and continuing after their
-    end, occupied the rank."""
+    """Time for which the rank itself was busy with a spare transfer beside an operator, by class: to start
+    the transfer, and to continue after its end.
+    """
     spare_of: Mapping[str, str]
-    """The class of every collective of the graphs: equal kind, axis and size."""
+    """Class of every collective of the graphs; collectives of equal kind, axis and size are of one class."""
     transfers: Mapping[str, list[tuple[int, int]]]
-    """Payload bytes and time, by ``AXIS/KIND``."""
+    """Pairs of payload bytes and time, by ``AXIS/KIND``."""
     streams: Mapping[str, Stream]
     """Stream of the transfers of this rank's groups, by axis."""
     norm_ns_per_parameter: list[float]
     optimizer_ns_per_parameter: list[float]
     copy_ns_per_byte: list[float] = field(default_factory=lambda: [0.0])
     expert_rows: list[int] = field(default_factory=list)
-    """Rows of this rank's experts, by pass; empty if all ranks have equally many."""
+    """Numbers of rows that this rank's experts computed, one for each pass; empty if all ranks have equally
+    many.
+    """
     experts_with: tuple[int, ...] = ()
-    """The ranks that received tokens of these passes: this rank's group along ep."""
+    """The ranks that exchanged tokens in these passes: this rank's group along ep."""
     transfers_alone: bool = False
-    """Whether ranks began every collective together, so that its time contains no waiting for others."""
+    """Whether ranks began every collective together, so that its time contains no waiting for other ranks."""
     hardware: str

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 _SIOCGIFADDR = 0x8915
 _SO_MAX_PACING_RATE = 47
-"""From Linux's `asm-generic/socket.h`; in bytes per second. TCP keeps the rate by itself."""
+"""Socket option for a limit in bytes per second, which TCP keeps; from Linux's `asm-generic/socket.h`."""
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that holds an IPv4 address; None if unknown.
+    """Return the network interface that has an IPv4 address; None if unknown.
 
-    The loopback interface answers to all of 127.0.0.0/8, and reports one of these addresses.
+    The loopback interface answers to all of 127.0.0.0/8, but reports only one of these addresses.
     """
     first = address.partition(".")[0]
     for _, name in socket.if_nameindex():
@@ -40,7 +40,7 @@ def bind_gloo(address: str) -> None:
 
 
 def store_on(address: str, timeout: timedelta) -> dist.TCPStore:
-    """Host a store on a free port of one address; by itself torch would listen on all addresses."""
+    """Host a store on a free port of one address only; torch itself would listen on all addresses."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     return dist.TCPStore(
@@ -54,11 +54,12 @@ def store_on(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 class Connections:
-    """The sockets opened while process groups were made: they can be paced, and shut to end waiting calls.
+    """The sockets opened while process groups were made: their rate can be limited, and they can be shut down
+    to end waiting calls.
 
     gloo has no other way to end a collective whose peer is silent: a waiting thread returns when its sockets
-    are shut, and not before (measured; docs/design.md, Failure). Sockets that other threads happen to open in
-    this time are shut too; Ray renews its connections by itself.
+    are shut down, and not before (measured; docs/design.md, Failure). Sockets that other threads happen to
+    open in this time are shut down too; Ray renews its connections by itself.
     """
 
     def __init__(self) -> None:
@@ -66,13 +67,14 @@ class Connections:
         self._of_groups: dict[int, int] = {}
 
     def made(self) -> None:
-        """Note that the groups have been made."""
+        """Record that the groups have been made: sockets opened later do not belong to them."""
         self._of_groups = dict(_sockets().items() - self._before.items())
 
     def shut(self) -> None:
-        """Shut the connections in both directions, except connections that were closed in the meantime.
+        """Shut the connections down in both directions, except connections that were closed in the meantime.
 
-        Listening sockets are not shut: gloo ends the process when one of its listening sockets is shut.
+        Listening sockets are left alone: gloo ends the process when one of its listening sockets is shut
+        down.
         """
         self._each(lambda connection: connection.shutdown(socket.SHUT_RDWR))
 
@@ -91,7 +93,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, int]:
-    """Return inodes of this process's sockets, by file descriptor."""
+    """Return the inode of each socket of this process, by file descriptor."""
     sockets = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

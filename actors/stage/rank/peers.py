@@ -1,4 +1,6 @@
-"""Exchange between ranks along an axis, once a step: begins and ends of their collectives."""
+"""Exchange between the ranks along an axis, once a step, of the times at which their collectives began and
+ended.
+"""
 
 from dataclasses import dataclass
 
@@ -11,16 +13,17 @@ from braid.scheduling.trace.arrays import IntArray
 
 @dataclass(frozen=True)
 class Peers:
-    """The other ranks, as one rank reaches them."""
+    """Exchanges integers between this rank and the other ranks along an axis."""
 
     mesh: Mesh
     streams: Streams
     device: torch.device
 
     def told(self, axis: str, values: IntArray) -> IntArray:
-        """Gather 64-bit integers (n, ...) of every rank along an axis: (ranks, *values.shape).
+        """Gather 64-bit integers (n, ...) of every rank along an axis; return an array (ranks,
+        *values.shape).
 
-        All ranks along the axis call this with arrays of one shape. Raises what a collective raises.
+        All ranks along the axis call this with arrays of one shape. Errors of the collective are raised.
         """
         launch = self.mesh.shared(axis).all_gather(torch.from_numpy(values).to(self.device))
         transfer = self.streams.start(self.mesh.stream(axis), launch, awaited_next=True)

@@ -65,7 +65,7 @@ class Worker(Logged, Rank):
         self._samples: ReplicaSamples | None = None
 
     def pulse(self) -> Pulse:
-        """See `Rank.pulse`; called from another thread, as is `interrupt`."""
+        """Answer `Rank.pulse`; this method and `interrupt` are called from another thread."""
         self._membership.use_device()
         if (saves := self._saves) is not None and (awaited := saves.awaited) is not None:
             return Pulse(awaited.read())
@@ -107,7 +107,7 @@ class Worker(Logged, Rank):
 
     @property
     def _parts(self) -> Assembly:
-        """The objects that this rank trains with, from `setup` to `leave`."""
+        """The objects that this rank trains with; they exist from `setup` to `leave`."""
         assert self._assembly is not None, "the rank has not been set up"
         return self._assembly
 
@@ -216,7 +216,9 @@ class Worker(Logged, Rank):
         self._parts.buckets.zero()
 
     def stream_spans(self, target: Any, generation: int) -> None:
-        """Stream the spans of all further steps to a collector (here: the path of a Unix socket)."""
+        """Stream the spans of all further steps to a collector; ``target`` is the path of a Unix socket
+        here.
+        """
         if self._config.telemetry.spans:
             self._stream = SpanStream(self.rank, generation, self._span_sink(target))
 

@@ -1,7 +1,7 @@
-"""A rank's interface to the accelerator it computes on: streams, events, and waiting.
+"""Interface of a rank to the accelerator that it computes on: streams, events, and waiting.
 
-The interface is small, so that classes which order work (`CudaStreams`) can run on a model of the machine
-that checks them (tests/cuda), and on every accelerator that torch supports.
+The interface is small, so that classes which order work (`CudaStreams`) can run on every accelerator that
+torch supports, and in tests on a simulated machine that checks the order (tests/cuda).
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     def record(self, stream: "DeviceStream") -> None:
         """Place the event behind all work that the stream has so far."""
@@ -28,7 +28,7 @@ class Event(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work that a device does in order."""
+    """A queue of work that a device executes in order."""
 
     def wait_event(self, event: Event) -> None:
         """Let all later work of the stream wait for the event."""
@@ -41,49 +41,52 @@ class CapturedGraph(Protocol):
     """Work that was captured as a graph."""
 
     def replay(self) -> None:
-        """Give all captured work to the current stream, in one call, on the memory of the capture."""
+        """Issue all captured work to the current stream, in one call; it uses the memory of the capture."""
 
     def reset(self) -> None:
-        """Release the work and its references, also to communicators; a replay under way still completes."""
+        """Release the work and its references, for example to communicators; a running replay still
+        completes.
+        """
 
 
 class Accelerator(Protocol):
     """A device with streams."""
 
     def current(self) -> DeviceStream:
-        """Return the stream that operators are given to."""
+        """Return the stream on which operators are launched."""
 
     def stream(self) -> DeviceStream:
         """Return a new stream, whose kernels take precedence over waiting kernels of normal streams."""
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[object]:
-        """Give operators to a stream while the context lasts."""
+        """Launch operators on a stream while the context lasts."""
 
     def event(self) -> Event:
-        """Return a new event that measures time."""
+        """Return a new event that records time."""
 
     def graph_event(self) -> Event:
-        """Return an event that is part of a graph if recorded during capture: each replay sets its time.
+        """Return an event that belongs to a graph if recorded during capture: each replay sets its time.
 
-        It orders no work.
+        The event orders no work.
         """
 
     def capture(self) -> AbstractContextManager[CapturedGraph]:
-        """Capture this thread's work, instead of doing it, while the context lasts, on a new current stream.
+        """Capture this thread's work instead of executing it while the context lasts, on a new current
+        stream.
 
-        Streams that wait for it are captured too; it must have waited for all of them in the end. Raises
-        RuntimeError for work that cannot be captured, such as a value that the host reads.
+        Streams that wait for the current stream are captured too; at the end it must have waited for all of
+        them. Raise RuntimeError for work that cannot be captured, such as a value that the host reads.
         """
 
     def spin(self, ns: float) -> None:
         """Occupy the current stream, and hardly any of the device, for ``ns`` nanoseconds."""
 
     def synchronise(self) -> None:
-        """Let the host wait until the device has done all work."""
+        """Let the host wait until the device has finished all work."""
 
 
 class TorchAccelerator:
-    """A device by PyTorch."""
+    """A device that is controlled through PyTorch's device-independent interface."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,11 +104,11 @@ class TorchAccelerator:
         return cast(AbstractContextManager[object], stream)
 
     def event(self) -> Event:
-        """Return an event with a time."""
+        """Return an event that records time."""
         return cast(Event, torch.Event(device=self._device, enable_timing=True))
 
     def graph_event(self) -> Event:
-        """Raise `RuntimeError`: torch has such events for CUDA only."""
+        """Raise `RuntimeError`: torch has events inside graphs for CUDA only."""
         raise RuntimeError(f"{self._device.type} has no events that are part of a graph")
 
     def capture(self) -> AbstractContextManager[CapturedGraph]:
@@ -113,7 +116,7 @@ class TorchAccelerator:
         raise RuntimeError(f"{self._device.type} has no graphs")
 
     def spin(self, ns: float) -> None:
-        """Do nothing: torch has such a kernel for CUDA only."""
+        """Do nothing: torch has a kernel that spins for CUDA only."""
 
     def synchronise(self) -> None:
         """Wait for all streams."""
@@ -121,7 +124,9 @@ class TorchAccelerator:
 
 
 class CudaAccelerator(TorchAccelerator):
-    """A GPU. Streams and events are of `torch.cuda`, since events of graphs measure time only among these."""
+    """A GPU. It uses streams and events of `torch.cuda`: events in graphs measure time only between such
+    events.
+    """
 
     def current(self) -> DeviceStream:
         """Return the current stream of this thread."""
@@ -136,11 +141,11 @@ class CudaAccelerator(TorchAccelerator):
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
     def event(self) -> Event:
-        """Return an event with a time."""
+        """Return an event that records time."""
         return cast(Event, torch.cuda.Event(enable_timing=True))
 
     def graph_event(self) -> Event:
-        """Return an external event of CUDA."""
+        """Return an external CUDA event."""
         return cast(Event, torch.cuda.Event(enable_timing=True, external=True))
 
     @contextmanager
@@ -151,7 +156,9 @@ class CudaAccelerator(TorchAccelerator):
             yield graph
 
     def spin(self, ns: float) -> None:
-        """Occupy the stream at least ``ns``, assuming a clock of 2 GHz, as CUDA 13 does not tell it."""
+        """Occupy the stream for at least ``ns`` at clocks up to 2 GHz, as CUDA 13 does not report the clock
+        rate.
+        """
         torch.cuda._sleep(int(2 * ns))
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # benchmarks on one GPU run where numpy is not installed
     from braid.actors.stage.model.routing import Routing
 
 Registers = list[Any]
-"""Registers of a frame, by number."""
+"""Registers of a frame (one micro-batch in one chunk), by number."""
 Bound = Callable[[Sequence[Registers], Sequence[Pass]], None]
-"""An operation of a stretch, called with the frames and the passes of the stretch."""
+"""Function of a bound operation; its arguments are the frames and the passes of the operation's stretch."""
 
 
 def _all_gather(line: Line, x: Tensor, shares: Sequence[int] | None = None) -> Launch:
@@ -46,9 +46,10 @@ def _reduce_scatter(line: Line, x: Tensor, shares: Sequence[int] | None = None) 
 
 
 def collective_of(kind: Kind, phase: Phase = Phase.FORWARD) -> Callable[..., Launch]:
-    """Return the launch function of a collective, of a line, x, and perhaps the numbers of rows per rank.
+    """Return the function that launches a kind of collective, given line, x, and perhaps the rows of each
+    rank.
 
-    Gradients go around a ring in the opposite direction.
+    Gradients are passed around a ring in the opposite direction.
     """
     match kind:
         case Kind.ALL_GATHER:
@@ -112,7 +113,9 @@ class Binder:
         return run
 
     def _compute_piece(self, operation: Compute, node: Node, frame: Frame, instance: PartInstance) -> Bound:
-        """Bind an operator on rows or columns of its input; its result goes into the whole value."""
+        """Bind an operator on some rows or columns of its input; its result is copied into the whole
+        value.
+        """
         op, label = node.operator, self._label(node, instance)
         source, *so_far = operation.reads
         target = operation.writes[0]
@@ -142,7 +145,7 @@ class Binder:
         return run
 
     def start(self, operation: Start, frame: Frame, chunk: int) -> Bound:
-        """Bind the start of a collective; its result's register holds the transfer until its wait."""
+        """Bind the start of a collective; the result's register holds the transfer until the wait."""
         node = operation.what
         assert isinstance(node, Node)
         op = node.operator
@@ -191,7 +194,9 @@ class Binder:
     # -- pieces (`braid.scheduling.generate.partitions`) -----------------------------------------------------
 
     def _collective(self, op: Operator, frame: Frame, operation: Start) -> Callable[..., Launch]:
-        """Return the launch function of a collective on a value, or of one stage on a piece of a value."""
+        """Return the function that launches a collective on a value, or one stage of a collective on a
+        piece.
+        """
         assert op.axis is not None
         line, whole = self._mesh.line(op.axis), collective_of(op.kind, op.phase)
         if op.piece is None:
@@ -219,7 +224,9 @@ class Binder:
         return launch
 
     def _rows(self, wanted: Region | None, read: Value, whole: DimRanks) -> Rows | None:
-        """Return how to take a region of a value, None if whole. ``whole``: whose rows a whole value has."""
+        """Return the rows of a value that form a region; None if all. ``whole``: ranks whose rows a whole
+        value has.
+        """
         if wanted is None:
             return None
         held = read.region or Region(wanted.axis, wanted.mesh, (whole,) * len(wanted.mesh))
@@ -230,7 +237,9 @@ class Binder:
     def _keeper(
         self, frame: Frame, writes: Sequence[int], whole: DimRanks
     ) -> Callable[[Registers], None] | None:
-        """Return a function that copies a piece into the whole value, which the first piece allocates."""
+        """Return a function that copies a piece into the whole value, which the first piece allocates; None
+        if the operation writes no whole value.
+        """
         if len(writes) == 1:
             return None
         piece, target = writes
@@ -267,7 +276,7 @@ class Binder:
 
 
 def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
-    """Return a function that reads registers of a frame as a tuple."""
+    """Return a function that reads the given registers of a frame as a tuple."""
     match reads:
         case ():
             return lambda frame: ()
@@ -278,7 +287,9 @@ def _getter(reads: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
 
 
 def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
-    """Return the shapes of an operator's inputs and results for people: ``512x1024, 1024 -> 512x1024``."""
+    """Return the shapes of an operator's inputs and results as readable text: ``512x1024, 1024 ->
+    512x1024``.
+    """
 
     def listed(values: Iterable[Any]) -> str:
         shapes = (tuple(value.shape) for value in values if isinstance(value, Tensor))
@@ -288,7 +299,7 @@ def shapes_of(inputs: Iterable[Any], results: Iterable[Any]) -> str:
 
 
 def method_of(operator: Operator, instance: PartInstance) -> Callable[..., Any]:
-    """Return the method of a part's module that an operator calls; `ValueError` for a missing module."""
+    """Return the module method that an operator calls; raise `ValueError` if the part lacks the module."""
     if operator.kind is Kind.ADD:
         return _add
     module = instance.modules.get(operator.module)
@@ -313,7 +324,7 @@ def _method_for_columns(
 ) -> Callable[..., Any]:
     """Return the method of an operator that reads only some columns, or writes only some columns.
 
-    `ValueError` for modules without such a method: all but linear maps.
+    Raise `ValueError` if this is asked of any module but a linear map.
     """
     call = method_of(op, instance)
     read_columns, result_columns = (v.region.columns if v.region else WHOLE for v in (read, result))

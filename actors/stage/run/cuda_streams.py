@@ -1,4 +1,4 @@
-"""Streams on GPUs: NCCL on side streams, ordered by events."""
+"""Streams on GPUs: NCCL transfers on side streams, ordered by events."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from braid.scheduling.mesh.cluster import Stream
 
 @dataclass
 class Captured:
-    """A graph, the marks in it, and the number of marks that its newest replay has passed."""
+    """A captured graph, the marks in it, and the number of marks that its newest replay has passed."""
 
     graph: CapturedGraph
     marks: list[Event] = field(default_factory=list)
@@ -27,7 +27,7 @@ class CudaStreams:
     """NCCL transfers on side streams, ordered against compute by events; the host never waits.
 
     All memory is allocated on the compute stream. A transfer's inputs are kept until its result is taken,
-    after `wait`, so the allocator needs no further record of the side stream.
+    after `wait`, so the allocator need not know about the side stream.
     """
 
     asynchronous = True
@@ -37,16 +37,16 @@ class CudaStreams:
         self._compute = accelerator.current()
         self._origin_ns = 0
         self._side: dict[tuple[Stream, str], tuple[DeviceStream, Event]] = {}
-        """Side streams, each with an event of the compute stream that it waits for."""
+        """Side streams, each with an event on the compute stream that the side stream waits for."""
         self._ends: dict[tuple[Stream, str], Event] = {}
-        """End event of the newest transfer on each side stream."""
+        """Event that ends the newest transfer on each side stream."""
         self._issued: deque[Event] = deque()
-        """Marks that the device had not passed when last queried."""
+        """Marks that the device had not passed when they were last queried."""
         self._passed, self._counting = 0, threading.Lock()
         self._capturing: Captured | None = None
         self._replaying: Captured | None = None
         self._free: list[Event] = []
-        """Used events for reuse: making an event costs the host as much as recording one."""
+        """Events for reuse: to make an event costs the host as much time as to record one."""
         accelerator.synchronise()
         self._origin, self._epoch_ns = self.mark(), time.time_ns()
 
@@ -62,7 +62,7 @@ class CudaStreams:
         return event
 
     def progress(self) -> int:
-        """Return the number of marks that the device has passed, however far ahead the host is."""
+        """Return the number of marks that the device has passed; the host may be far ahead."""
         with self._counting:  # the thread that reports the rank's life calls this, too
             while self._issued and self._issued[0].query():
                 self._issued.popleft()
@@ -70,11 +70,11 @@ class CudaStreams:
             return self._passed + self._replayed()
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether the device has passed a transfer's end; False during capture."""
+        """Tell whether the device has passed the end of a transfer; False during capture."""
         return self._capturing is None and bool(transfer.end.query())
 
     def _replayed(self) -> int:
-        """Return the number of a graph's marks that its newest replay has passed."""
+        """Return the number of marks of the current graph that its newest replay has passed."""
         captured = self._replaying
         if captured is None or captured.began is None or not captured.began.query():
             return 0
@@ -85,12 +85,12 @@ class CudaStreams:
         return captured.passed
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        """Issue a transfer on the lane's side stream, after the compute stream's work so far."""
+        """Issue a transfer on the lane's side stream, after the work issued so far on the compute stream."""
         key = stream, lane
         if key not in self._side:
             self._side[key] = self._accelerator.stream(), self._accelerator.event()
         side, ready = self._side[key]
-        ready.record(self._compute)  # a waiter waits for the event's state of this moment
+        ready.record(self._compute)  # a stream waits for the event as recorded at the time of the call
         side.wait_event(ready)
         begin = self._record(side)
         with self._accelerator.on(side):
@@ -104,15 +104,15 @@ class CudaStreams:
         return Transfer(launch=launch, work=work, begin=begin, end=end, arrival=arrival)
 
     def wait(self, transfer: Transfer) -> None:
-        """Let the compute stream wait for the transfer."""
+        """Let the compute stream wait for a transfer."""
         self._compute.wait_event(transfer.arrival)
 
     def barrier(self) -> None:
         """Let later compute wait for all collectives, which wait for earlier compute anyway.
 
-        This orders streams as DHelix's barriers do (its section 5), without the host, which continues to
-        issue. Messages between stages are not waited for: a receive starts long before its send, and may need
-        work behind the barrier.
+        This orders streams as DHelix's barriers do (section 5 of its paper), but the host does not wait and
+        continues to issue. Messages between stages are not waited for: a receive starts long before its send,
+        and may need work that follows the barrier.
         """
         for (_, lane), end in self._ends.items():
             if not lane:
@@ -120,9 +120,10 @@ class CudaStreams:
 
     @contextmanager
     def capture(self) -> Iterator[Captured]:
-        """Capture work for `replay` while the context lasts. Raises RuntimeError for impossible captures.
+        """Capture work for `replay` while the context lasts. Raise RuntimeError if the work cannot be
+        captured.
 
-        Transfers on side streams must have been waited for, before the begin and before the end.
+        Transfers on side streams must have been waited for, before the context begins and before it ends.
         """
         outer, self._side, self._ends = (self._compute, self._side, self._ends), {}, {}
         try:
@@ -135,7 +136,7 @@ class CudaStreams:
             self._compute, self._side, self._ends = outer
 
     def replay(self, captured: Captured) -> None:
-        """Run the captured work on the device."""
+        """Issue the captured work to the device."""
         began = self.mark()
         with self._counting:
             self._passed += self._replayed()
@@ -152,10 +153,12 @@ class CudaStreams:
         self._accelerator.spin(ns)
 
     def nanoseconds(self, mark: Mark) -> int:
-        """Return nanoseconds since the streams were made; waits for the event.
+        """Return nanoseconds from the making of these streams to a mark; waits until the device has passed
+        the mark.
 
-        CUDA counts in single-precision milliseconds, which after a minute are exact to four microseconds. So
-        the origin moves along, and marks within seconds of each other have exact distances.
+        CUDA returns single-precision milliseconds, which after a minute are exact to four microseconds.
+        Therefore the origin moves along with time, and differences of marks within seconds of each other are
+        exact.
         """
         mark.synchronize()
         passed_ns = self._origin_ns + int(self._origin.elapsed_time(mark) * 1e6)
@@ -164,14 +167,14 @@ class CudaStreams:
         return passed_ns
 
     def epoch_ns(self) -> int:
-        """Return the wall-clock time of the first event."""
+        """Return the wall-clock time, in nanoseconds, of the event that `nanoseconds` counts from."""
         return self._epoch_ns
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""
 
     def forget(self, marks: Iterable[Mark]) -> None:
-        """Reuse the marks' events, except those still queried."""
+        """Reuse the events of marks, except events that are still queried."""
         self.progress()
         self._ends.clear()
         with self._counting:
@@ -188,13 +191,17 @@ class CudaStreams:
 
 
 def _after(begin: Event, mark: Event) -> bool:
-    """Tell whether a graph's mark was passed after an event; before, it has an earlier replay's time."""
+    """Tell whether a replay has passed a mark after ``begin``; the mark may still have an earlier replay's
+    time.
+    """
     return mark.query() and begin.elapsed_time(mark) >= 0
 
 
 _LEAD_NS = 2_000_000
-"""A layer's longest operator takes the host some 20 launches, of 5 to 10 us each."""
+"""Nanoseconds by which `lead` occupies the device: a layer's longest operator takes the host some 20
+launches, of 5 to 10 us each.
+"""
 _MANY = 4096
-"""Most marks that are stored without a query."""
+"""Greatest number of marks that are stored before they are queried."""
 _FAR_NS = 1_000_000_000
-"""Marks that are this much later than the origin become the origin."""
+"""Nanoseconds after which a mark becomes the new origin of time."""

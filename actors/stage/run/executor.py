@@ -56,7 +56,7 @@ _Stretch = tuple[Stretch, tuple[Registers, ...], tuple[Bound, ...]]
 
 
 class Executor:
-    """One rank's loop over its stage of the code, bound to its modules and groups."""
+    """Executes one stage's code on one rank, bound to the rank's modules and groups."""
 
     def __init__(
         self,
@@ -73,16 +73,19 @@ class Executor:
     ) -> None:
         """``buckets``: parameters and gradients; None for code without sums and gathers. ``watch`` is called
         after every operation, before registers are freed. ``graph`` captures the operations before the
-        update. ``routing`` adds up the routers' statistics."""
+        update. ``routing`` adds up the routers' statistics.
+        """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
         self._watch, self.graph, self._routing = watch, graph, routing
         self.before: Callable[[int], None] | None = None
-        """Called before every instruction with its position; drills inject faults there."""
+        """Function called before every instruction with its position; drills inject faults there."""
         self.ended: Callable[[], None] | None = None
-        """Called when all transfers of a step have ended, before the first transfer of the next step."""
+        """Function called when all transfers of a step have ended, before the first transfer of the next
+        step.
+        """
         self.transfers: Callable[[Reduce | Gather], None] | None = None
-        """Called before every sum of gradients and every gather; drills inject faults there."""
+        """Function called before every sum of gradients and every gather; drills inject faults there."""
         self._buckets = buckets
         self._update: StepUpdate | None = None
         self._chunks = code.schedule.chunks
@@ -91,7 +94,9 @@ class Executor:
         self._seen: list[int] = []  # micro-batch of each loss
         self._frames: dict[tuple[int, int], Registers] = {}
         self._constants: list[tuple[int, Registers, Mapping[str, tuple[int, ...]]]] = []
-        """Micro-batch, its registers, and the registers that the batch fills."""
+        """Tuples of a micro-batch's number, its registers, and the numbers of the registers that the batch
+        fills, by name.
+        """
         sizes = model.context.sizes
         self._message_shape = (sizes.local_tokens, model.shape.hidden)
         bound: dict[tuple[object, ...], tuple[Bound, ...]] = {}
@@ -120,7 +125,8 @@ class Executor:
     def run(
         self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
     ) -> float:
-        """Run the code once; return the sum of counted token losses on this rank (0.0 if it has none).
+        """Run the code once; return the sum of counted token losses on this rank (0.0 if it computes no
+        loss).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
         ``loss_scale`` multiplies gradients. ``update`` ends the step; None: parameters stay unchanged.
@@ -156,7 +162,7 @@ class Executor:
         return self._losses
 
     def drop(self) -> None:
-        """Free the registers and sends of passes that were broken off."""
+        """Free the registers and the transfers of passes that were broken off."""
         self._sending.clear()
         for frame in self._frames.values():
             frame[:] = [None] * len(frame)
@@ -179,11 +185,11 @@ class Executor:
 
     @property
     def routed(self) -> "RoutingSums | None":
-        """Statistics of routers in the last run; None if they are not collected."""
+        """Statistics of routers in the last run; None if these are not collected."""
         return None if self._routing is None else self._routing.read()
 
     def _fill(self, batches: Sequence[MicroBatch | None], loss_scale: float | None) -> None:
-        """Fill the registers that hold the batch's values; None for each of them without a loss scale."""
+        """Write the batch's values into their registers; without a loss scale, write None."""
         for micro_batch, frame, constants in self._constants:
             batch = batches[micro_batch]
             values: dict[str, object] = {"loss_scale": loss_scale}
@@ -194,7 +200,7 @@ class Executor:
                     frame[register] = values.get(name)
 
     def held(self) -> list[object]:
-        """Return all activations and messages that are alive now, without the batch's values."""
+        """Return all activations and messages that are alive now, except the batch's tensors."""
         from_batch = {
             id(frame[register])
             for _, frame, constants in self._constants
@@ -316,8 +322,9 @@ class Executor:
         return run
 
     def _receive(self, received: Receive, register: int) -> Bound:
-        """Bind a receive. It is not recorded as communication: most of its time is a wait for the previous
-        stage's compute, which is bubble; the sender's span shows the message."""
+        """Bind a receive. A receive is not recorded as communication: most of its time is a wait for the
+        previous stage's compute, which is pipeline bubble; the sender's span shows the message.
+        """
         tag = self._tag(received.moved)
         line, lane = self._channel(received.moved, down=received.stage < self._mesh.position["pp"])
         dtype, device = self._model.context.dtype, self._model.context.device
@@ -346,7 +353,7 @@ class Executor:
 
 
 def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
-    """Return the sum of the losses that count."""
+    """Return the sum of the losses of tokens that count."""
     counted = None if batch is None else batch.counted
     return float((loss_T if counted is None else loss_T[counted]).sum())
 

@@ -1,4 +1,4 @@
-"""Streams on CPU: gloo, which works in its own threads without telling when a transfer is done."""
+"""Streams on a CPU: gloo, which works in its own threads and does not report when a transfer is done."""
 
 import os
 import queue
@@ -15,7 +15,7 @@ from braid.scheduling.mesh.cluster import Stream
 
 @dataclass(frozen=True)
 class _IssuedTransfer:
-    """A transfer to be issued, and the waiter that then takes it over."""
+    """A transfer to be issued, and the queue of the waiter thread that takes it over afterwards."""
 
     transfer: Transfer
     launch: Launch
@@ -23,12 +23,13 @@ class _IssuedTransfer:
 
 
 class HostStreams:
-    """gloo, with threads around it for transfers that are not awaited at once.
+    """gloo transfers, with helper threads for transfers that are not awaited at once.
 
-    One thread issues them, in order: gloo writes as much of a message as the socket takes in the thread that
-    sends it, 1.6 ms for 1 MB (docs/log.md), while the caller could compute. A small message is written in
-    less time than that thread takes to wake up, so the caller issues it. Since gloo does not tell when a
-    transfer is done, a thread per stream and lane waits for transfers and stamps their ends.
+    One thread, the issuer, issues these in order: gloo's sending thread itself writes as much of a message as
+    the socket takes, 1.6 ms for 1 MB (docs/log.md), while the caller could compute. The caller issues small
+    messages itself, since the issuer takes longer to wake up than the message takes to write. Since gloo does
+    not report when a transfer is done, one waiter thread per stream and lane waits for transfers and records
+    when they end.
     """
 
     asynchronous = False
@@ -37,17 +38,17 @@ class HostStreams:
         self._queues: dict[tuple[Stream, str], queue.SimpleQueue[Transfer | None]] = {}
         self._orders: queue.SimpleQueue[_IssuedTransfer | None] | None = None
         self._last: Transfer | None = None
-        """The transfer that the issuer received last."""
+        """The transfer that was given to the issuer last."""
         self._threads: list[threading.Thread] = []
         self._marks = 0
 
     def mark(self) -> int:
-        """Return nanoseconds of the monotonic clock."""
+        """Return the time in nanoseconds on the monotonic clock."""
         self._marks += 1
         return time.perf_counter_ns()
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        """Issue a transfer, or pass it to the issuer and a waiter unless the caller waits next."""
+        """Issue a transfer, or, unless the caller waits next, pass it to the issuer and a waiter."""
         self._marks += 1
         if awaited_next:
             self._all_issued()
@@ -86,7 +87,7 @@ class HostStreams:
         return self._marks
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether the transfer's end was stamped."""
+        """Tell whether the end of the transfer was recorded."""
         return transfer.end is not None
 
     def forget(self, marks: Iterable[Mark]) -> None:
@@ -107,13 +108,13 @@ class HostStreams:
         return int(mark)
 
     def epoch_ns(self) -> int:
-        """Return the monotonic clock's zero on the wall clock, by the quickest of several readings."""
+        """Return the wall-clock time at the monotonic clock's zero, by the quickest of several readings."""
         readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
         before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
         return now - (before + after) // 2
 
     def close(self) -> None:
-        """Ask the threads to end; they are daemons, so a thread stuck in a dead peer's transfer is left."""
+        """Ask the threads to end; they are daemons, so a thread that waits for a dead peer may be left."""
         if self._orders is not None:
             self._orders.put(None)
         for waiting in self._queues.values():
@@ -140,8 +141,9 @@ class HostStreams:
 
 
 _SMALL_BYTES = 128 << 10
-"""Messages up to this size are issued by the caller: handing one to a thread on the same CPU takes about as
-long as the operator that hides it (docs/log.md)."""
+"""Messages up to this size are issued by the caller: to hand a message to a thread on the same CPU takes
+about as long as the operator that hides the message (docs/log.md).
+"""
 
 
 def _issue_all(orders: "queue.SimpleQueue[_IssuedTransfer | None]") -> None:
@@ -151,7 +153,7 @@ def _issue_all(orders: "queue.SimpleQueue[_IssuedTransfer | None]") -> None:
 
 
 def _issue(order: _IssuedTransfer) -> None:
-    """Begin a transfer; if that fails, it ends with the error, which its waiter raises."""
+    """Begin a transfer; on failure store the error, which `HostStreams.wait` raises."""
     transfer = order.transfer
     issued, done = transfer.issued, transfer.done  # `take` may drop these attributes before the end
     assert issued is not None
@@ -167,7 +169,7 @@ def _issue(order: _IssuedTransfer) -> None:
 
 
 def _issued(launch: Launch) -> Work:
-    """Issue a transfer; if the kernel allows it, a sending thread has real-time priority meanwhile.
+    """Issue a transfer; a sending thread has real-time priority meanwhile, if the kernel allows this.
 
     Otherwise gloo's thread, woken by the peer's data, may preempt this thread while it holds a connection's
     lock, and then spins on that lock until its time slice ends: 3 ms for one in four exchanges of 64 KB
@@ -184,7 +186,9 @@ def _issued(launch: Launch) -> Work:
 
 @cache
 def _may_go_first() -> bool:
-    """Tell whether this process may use real-time priority; a process with its own priority may not."""
+    """Tell whether this process may use real-time priority; False if its scheduling policy was changed
+    already.
+    """
     if not hasattr(os, "sched_setscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False  # not on Linux
     try:

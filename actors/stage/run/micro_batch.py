@@ -10,12 +10,13 @@ from braid.kernels.operators.context_blocks import Documents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Token ids of one micro-batch on the device: inputs and their successors, each of T elements."""
+    """Token ids of one micro-batch on the device: T inputs and T targets (the next tokens)."""
 
     tokens: Tensor
     targets: Tensor
     documents: Mapping[str, Documents] = field(default_factory=dict)
-    """Documents within samples, outside which tokens do not attend, by input name (`documents_seen`); empty
-    where tokens attend to their whole sample."""
+    """Documents of the samples, by name of the graph's input (`documents_seen`), if tokens attend to their
+    own document only; empty if tokens attend to their whole sample.
+    """
     counted: Tensor | None = None
-    """T booleans: whether a token's loss counts (False for padding). None: all count."""
+    """T booleans: whether a token's loss counts (False for padding). None: all tokens count."""

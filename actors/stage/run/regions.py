@@ -1,4 +1,4 @@
-"""Positions of a piece's rows in a larger value: regions of partitions, as blocks of tensors."""
+"""Positions of the rows of a piece in a larger value: regions of partitions, as blocks of tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 from braid.scheduling.mesh.partition import DimRanks, Region, bounds
 
 Run = tuple[int, int, int]
-"""A run of consecutive ranks: its begin in the holding value, its begin in the piece, its length."""
+"""A run of consecutive ranks: its begin in the larger value, its begin in the piece, its length."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of the ``wanted`` region's rows (and columns) in a tensor that holds region ``held``."""
+    """Positions of the rows (and columns) of region ``wanted`` in a tensor that holds region ``held``."""
 
     held: Region
     wanted: Region
@@ -33,7 +33,9 @@ class Rows:
         return self.held.columns != self.wanted.columns
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the wanted rows contiguously: (held rows, ...) -> (wanted rows, ...); a view if possible."""
+        """Return the wanted rows contiguously: (held rows, ...) -> (wanted rows, ...); a view of x if
+        possible.
+        """
         if self.all_of_it:
             return x
         blocks = list(self._blocks(x, self.held.ranks))
@@ -49,14 +51,14 @@ class Rows:
         return y
 
     def place(self, whole: Tensor, part: Tensor) -> None:
-        """Copy the wanted rows in ``part`` to their positions in the holding tensor."""
+        """Copy ``part``, the wanted rows, to their positions in ``whole``, the tensor of the held region."""
         for target, source in self._blocks(whole, self.held.ranks):
             self._columns(self._by_rank(whole, self.held)[target]).copy_(
                 self._by_rank(part, self.wanted)[source]
             )
 
     def whole_for(self, part: Tensor, rows: int, columns: int) -> Tensor:
-        """Return a new uninitialised tensor for the holding region, with ``rows`` rows."""
+        """Return a new uninitialised tensor for the held region, with ``rows`` rows."""
         rest = part.shape[1:] if not self._cut else (columns,)
         return torch.empty((rows, *rest), dtype=part.dtype, device=part.device)
 
@@ -72,7 +74,9 @@ class Rows:
         return x[..., begin:end]
 
     def _blocks(self, x: Tensor, ranks: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield slices of the holding tensor, and the slices of the wanted rows that lie there."""
+        """Yield pairs of slices: a block of the held region's tensor, and the same block in the wanted rows'
+        tensor.
+        """
         each = x.shape[0] // ranks
         first, end = (0, each) if self.held.rows == self.wanted.rows else bounds(self.wanted.rows, each)
         dims = [
@@ -98,7 +102,7 @@ def _positions(span: DimRanks, size: int, own: int) -> list[int]:
 
 
 def _runs(held: Sequence[int], wanted: Sequence[int]) -> Iterator[Run]:
-    """Yield the longest runs that are consecutive in both."""
+    """Yield the longest runs of ranks that are consecutive in both lists."""
     begin = 0
     at = [held.index(rank) for rank in wanted]
     for number in range(1, len(at) + 1):

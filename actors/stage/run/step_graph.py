@@ -3,7 +3,7 @@
 A host issues some hundred operators, events and collectives for every layer and micro-batch (docs/cuda.md,
 What it costs the host); a device that computes few tokens waits for the host. The operations before the norm
 are the same in every step: the same memory, in the same order. So after two steps they are captured, with all
-streams and collectives; then the host only copies the tokens to their memory in the graph.
+streams and collectives; then the host only copies the tokens to the graph's memory.
 
 Norm and update stay outside the graph: they depend on the step, and on numbers that the host reads.
 """
@@ -24,24 +24,28 @@ from braid.actors.stage.run.micro_batch import MicroBatch
 from braid.actors.stage.run.streams import Mark, Streams
 
 _WARM_STEPS = 2
-"""Libraries choose algorithms and allocate workspaces in the first step; the second step is measured."""
+"""Number of steps before a capture: in the first, libraries choose algorithms and allocate workspaces; the
+second is measured.
+"""
 _HOST_BOUND = 0.8
-"""Least share of a step's passes that the host spends issuing them for a graph to be worth its memory."""
+"""Share of the passes' time that the host must spend issuing them, at least, for a graph to be worth its
+memory.
+"""
 
 _TOLD = 4
-"""Most ranks that a warning names; there may be thousands."""
+"""Greatest number of ranks that a warning names; there may be thousands."""
 
 Batches = Sequence[MicroBatch | None]
 Gather = Callable[[Any], Sequence[Any]]
 
 
 def _alone(value: Any) -> Sequence[Any]:
-    """Gather from a rank without others."""
+    """Gather a value from a single rank."""
     return (value,)
 
 
 class Passes(Protocol):
-    """Runs a step's forward and backward passes."""
+    """Runs the forward and backward passes of a step."""
 
     def passes(self, batches: Batches, loss_scale: float) -> list[Tensor]:
         """Run the passes; return the token losses of each micro-batch on this rank."""
@@ -52,7 +56,7 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class _CapturedPasses:
-    """Captured passes, the conditions for which they hold (``key``), and their static memory."""
+    """Captured passes, the conditions under which they are valid (``key``), and their static memory."""
 
     key: tuple[object, ...]
     captured: Captured
@@ -62,7 +66,8 @@ class _CapturedPasses:
 
 
 class StepGraph:
-    """One rank's graph. All ranks have one, or none has: NCCL wants a collective captured by all or none.
+    """The graph of one rank. Either all ranks have one or none: NCCL requires that all or none capture a
+    collective.
 
     The graph refers to communicators, and NCCL destroys no communicator that a graph still refers to. So the
     graph is dropped before the communicators are destroyed, possibly by another thread (`drop`).
@@ -73,26 +78,28 @@ class StepGraph:
     ) -> None:
         """``always``: capture even if the host is ahead of its device, and raise an error if capture fails.
 
-        ``gather``: returns the values that all ranks pass to it, in rank order; all ranks call it together.
+        ``gather``: function that returns the values of all ranks, in rank order; all ranks call it together.
         """
         self._streams, self._recorder, self._always, self._gather = streams, recorder, always, gather
         self._kept: _CapturedPasses | None = None
         self._steps = 0
         self._measured: tuple[float, Mark, Mark] | None = None
-        """Seconds that the host took to issue the newest eager passes, and their begin and end."""
+        """Seconds that the host took to issue the newest eager passes, and the marks before and after these
+        passes.
+        """
         self._wanted: bool | None = None
         self._lock = threading.Lock()
-        """Guards ``_in_use``, ``_dropped`` and the release of the graph; held for moments only."""
+        """Guards ``_in_use``, ``_dropped`` and the release of the graph; never held for long."""
         self._in_use = self._dropped = False
 
     def run(self, runs: Passes, batches: Batches, loss_scale: float) -> list[Tensor]:
-        """Run the passes, from a graph if possible; return the losses."""
+        """Run the passes, from a graph if possible; return the token losses of each micro-batch."""
         if not self._captures():
             return self._eagerly(runs, batches, loss_scale)
         with self._using():
             key = loss_scale, self._recorder.recording, *map(_shape, batches)
             if self._kept is None or self._kept.key != key:
-                self._release()  # release its memory first
+                self._release()  # free the old graph's memory before the new capture
                 self._kept = self._capture(runs, batches, loss_scale, key)
             if self._kept is not None:
                 return self._replay(self._kept, batches)
@@ -101,7 +108,7 @@ class StepGraph:
     def drop(self) -> None:
         """Release the graph for good; callable from any thread. Later uses raise an error.
 
-        If a thread is using the graph, that thread releases it when it is done. This does not take long: the
+        If a thread is using the graph, that thread releases it afterwards. This does not take long: the
         thread never waits for the device, and waits for other ranks only in ``gather``.
         """
         with self._lock:
@@ -111,7 +118,9 @@ class StepGraph:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Reserve the graph for this thread while the context lasts; `RuntimeError` once it was dropped."""
+        """Reserve the graph for this thread while the context lasts; raise `RuntimeError` if it was
+        dropped.
+        """
         with self._lock:
             if self._dropped:
                 raise RuntimeError("the graph was dropped, as its groups were given up")
@@ -138,7 +147,7 @@ class StepGraph:
         return captured_passes.losses
 
     def _captures(self) -> bool:
-        """Tell whether passes are captured: all ranks decide together, once, after the first steps."""
+        """Tell whether passes are captured; all ranks decide this together, once, after the first steps."""
         if self._wanted is None and self._steps >= _WARM_STEPS:
             self._wanted = all(self._gather(self._wants()))
         return bool(self._wanted)
@@ -164,7 +173,9 @@ class StepGraph:
     def _capture(
         self, runs: Passes, batches: Batches, loss_scale: float, key: tuple[object, ...]
     ) -> _CapturedPasses | None:
-        """Capture the passes. None if any rank cannot; then no later step is captured."""
+        """Capture the passes. If any rank fails, return None (or raise, with ``always``), and capture no
+        later step.
+        """
         static = [None if b is None else replace(b, **_cloned(_tensors(b))) for b in batches]
         result, failure = None, ""
         try:
@@ -205,10 +216,10 @@ def step_graph(
     ranks: int = 1,
     gather: Gather = _alone,
 ) -> StepGraph | None:
-    """Return the graph that ``overlap.cuda_graphs`` asks for, or None; ValueError for true on a CPU.
+    """Return the graph that ``overlap.cuda_graphs`` asks for, or None; raise ValueError for true on a CPU.
 
-    auto: None with more than one rank. NCCL's collectives in a graph have not been tried on two GPUs yet, nor
-    between nodes, where the host takes part in collectives.
+    "auto" gives None with more than one rank: NCCL's collectives in a graph have not been tried on two GPUs
+    yet, nor between nodes, where the host takes part in collectives.
     """
     if isinstance(streams, CudaStreams) and (wanted is True or (wanted == "auto" and ranks == 1)):
         return StepGraph(streams, recorder, always=wanted is True, gather=gather)
@@ -218,7 +229,7 @@ def step_graph(
 
 
 def _tensors(batch: MicroBatch | None) -> Mapping[str, Tensor]:
-    """Return a micro-batch's tensors, which a graph reads; batches with documents use no graph."""
+    """Return the tensors of a micro-batch, which a graph reads; batches with documents use no graph."""
     return (
         {} if batch is None else {k: value for k, value in vars(batch).items() if isinstance(value, Tensor)}
     )

@@ -13,32 +13,34 @@ from braid.kernels.collectives.primitives import Launch, Work
 from braid.scheduling.mesh.cluster import Stream
 
 Mark = Any
-"""A point in time: nanoseconds on the host, an event on CUDA."""
+"""A point in time: an integer (nanoseconds) on a CPU, an event on CUDA."""
 
 
 @dataclass
 class Transfer:
-    """A collective or message under way.
+    """A collective or message in progress.
 
     The recorder stores transfers until the step is over, so a waiter must `take` the result: otherwise every
     gathered tensor of the step would stay alive.
     """
 
     launch: Launch | None
-    """The launch, with the tensors that it reads and writes; None once the result was taken."""
+    """The launch, which holds the tensors that it reads and writes; None once the result was taken."""
     work: Work | None
     begin: Mark
     end: Mark = None
     issued: threading.Event | None = None
     done: threading.Event | None = None
     arrival: Any = None
-    """On a device: the event that compute waits for; in a graph not ``end``, which orders nothing."""
+    """Event that compute waits for, on a device; in a graph this differs from ``end``, which orders
+    nothing.
+    """
     error: BaseException | None = None
     sent: int | None = None
-    """Number of bytes that this rank sends, if known."""
+    """Number of bytes that this rank sends; None if unknown."""
 
     def take(self) -> Any:
-        """Return the result once `Streams.wait` has returned; the transfer drops it and its inputs."""
+        """Return the result after `Streams.wait` has returned; drop the references to result and inputs."""
         launch = self.launch
         assert launch is not None, "a transfer is taken once"
         self.launch = self.work = self.issued = self.done = None
@@ -48,38 +50,40 @@ class Transfer:
 
 
 class Streams(Protocol):
-    """The device interface of the executor and the profiler."""
+    """Interface to the device that the executor and the profiler use."""
 
     asynchronous: bool
-    """Whether the host issues ahead of the device, which has a clock of its own."""
+    """Whether the host issues work ahead of the device, which has its own clock."""
 
     def mark(self) -> Mark:
         """Mark the present point of the compute stream."""
 
     def start(self, stream: Stream, launch: Launch, *, awaited_next: bool, lane: str = "") -> Transfer:
-        """Issue a transfer. ``awaited_next``: no operation runs before its `wait`.
+        """Issue a transfer. ``awaited_next``: the caller's next operation is `wait` for this transfer.
 
         Transfers of one stream and lane complete in the order of their issue; messages between stages have
-        lanes of their own, since a send that waits for its receiver must not delay other transfers.
+        separate lanes, since a send that waits for its receiver must not delay other transfers.
         """
 
     def wait(self, transfer: Transfer) -> None:
-        """Make the transfer's result available to later work on the compute stream."""
+        """Wait for a transfer, so that later work on the compute stream can use its result."""
 
     def progress(self) -> int:
-        """Return the number of marks that the device has passed: a nearly free sign of life."""
+        """Return the number of marks that the device has passed: a cheap sign that the rank is alive."""
 
     def complete(self, transfer: Transfer) -> bool:
-        """Tell whether a transfer has ended; False also if unknown at present. Another thread may call it."""
+        """Tell whether a transfer has ended; False also if unknown at present. Callable from any thread."""
 
     def forget(self, marks: Iterable[Mark]) -> None:
-        """Drop the previous step's marks, which are not read again; a step begins."""
+        """Drop the marks of the previous step, which are not read again; called when a step begins."""
 
     def barrier(self) -> None:
-        """Let later work on the compute stream wait for all collectives so far: DHelix's barrier."""
+        """Let later work on the compute stream wait for all collectives issued so far: DHelix's barrier."""
 
     def lead(self) -> None:
-        """Let the host get ahead: the device then does the next work without waiting for the host."""
+        """Let the host get ahead of the device, which can then do the next work without waiting for the
+        host.
+        """
 
     def delay(self, ns: float) -> None:
         """Delay later work on the compute stream by ``ns`` nanoseconds."""
@@ -91,4 +95,4 @@ class Streams(Protocol):
         """Return the wall-clock time of the fixed point that `nanoseconds` counts from."""
 
     def close(self) -> None:
-        """End helper threads."""
+        """End the helper threads."""

@@ -32,7 +32,7 @@ from braid.scheduling.schedule.buckets import BucketKey, share_elements
 
 
 class Bucket:
-    """One bucket on one rank: its layout from construction on, its memory after `hold`."""
+    """One bucket on one rank: its layout is known from construction on, its memory exists after `hold`."""
 
     def __init__(
         self,
@@ -42,25 +42,26 @@ class Bucket:
         ways: int = 1,
         index: int = 0,
     ) -> None:
-        """``key``: chunk, and number in the chunk. ``axes``: axes over which gradients are summed. ``ways``:
-        number of shards; ``index``: this rank's shard."""
+        """``key``: chunk, and the bucket's number in the chunk. ``axes``: axes over which gradients are
+        summed. ``ways``: number of shards; ``index``: number of this rank's shard.
+        """
         self.key, self.axes, self.members = key, axes, tuple(members)
         self.ways, self.index = ways, index
         self.offsets = [0]
-        """Begin of each member in the flat memory, and the end of the last member."""
+        """Offset of each member in the flat memory, then the end of the last member."""
         for member in self.members:
             self.offsets.append(self.offsets[-1] + member.shape.numel())
         self.shard_elements = share_elements(self.offsets[-1], ways)
         self.parameters: FlatMemory | None = None
-        """None where the bucket is not cut."""
+        """Memory of the parameters; None if the bucket is not cut into shards."""
         self._between: dict[str, Tensor] = {}
-        """Results that one stage of a sum, or of a gather, leaves for the next stage."""
+        """Results that one stage of a sum or gather leaves for the next stage."""
         self.rounded: dict[str, Tensor] = {}
-        """Rounded copies of gradients, by axis, while they travel."""
+        """Rounded copies of gradients, by axis, while they are being sent."""
 
     @property
     def elements(self) -> int:
-        """Length of the flat memory: all members, and padding that makes shards equal."""
+        """Length of the flat memory: all members, and the padding that makes shards equal."""
         return self.ways * self.shard_elements
 
     def part_of_rank(self, flat: Tensor) -> Tensor:
@@ -68,18 +69,22 @@ class Bucket:
         return flat[self.index * self.shard_elements :][: self.shard_elements]
 
     def views(self, flat: Tensor) -> Iterator[tuple[StageParameter, Tensor]]:
-        """Yield every member with its elements of a flat memory, a view of the member's shape."""
+        """Yield every member with a view of its elements in a flat memory; the view has the member's
+        shape.
+        """
         for member, (begin, end) in zip(self.members, pairwise(self.offsets), strict=True):
             yield member, flat[begin:end].view(member.shape)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards that this rank updates, in the order of the members."""
+        """The shards that this rank updates, one per member that it shares, in the order of the members."""
         return tuple(shard for _, shard in self._placed_shards)
 
     @cached_property
     def _placed_shards(self) -> tuple[tuple[int, Shard], ...]:
-        """The shards, each with its begin in the rank's flat shard."""
+        """The same shards as in `shards`, each with the offset at which it begins in the rank's flat
+        shard.
+        """
         low = self.index * self.shard_elements
         high = low + self.shard_elements
         shards = []
@@ -97,10 +102,10 @@ class Bucket:
 
     @torch.no_grad()
     def hold(self, zero: int, *, exact: bool, within: Tensor | None = None) -> None:
-        """Allocate the bucket for a ZeRO stage; parameters keep their values, gradients are 0.
+        """Allocate the bucket's memory for a ZeRO stage; parameters keep their values, gradients are 0.
 
-        ``exact``: gradients are added up in float64. ``within``: memory for them, a part of a larger
-        bucket's.
+        ``exact``: gradients are added up in float64. ``within``: memory for the gradients, part of a larger
+        bucket's memory; None: allocate new memory.
         """
         first = self.members[0].tensor
         nothing = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -129,14 +134,16 @@ class Bucket:
 
     @property
     def passing(self) -> list[Tensor]:
-        """Memory that exists for a part of a step only."""
+        """Tensors that exist during a part of a step only."""
         flats = [flat for flat in (self.parameters, self.gradients) if flat is not None and not flat.lasting]
         return [*(flat.whole for flat in flats if flat.whole is not None), *self.rounded.values()]
 
     # -- moves ---------------------------------------------------------------------------------------------
 
     def gather(self, line: Line, move: Move | None) -> Launch:
-        """Gather the parameters from the shards of a line's ranks; ``move``: one stage of the gather."""
+        """Start to gather the parameters from the shards of a line's ranks. ``move``: the stage of a gather
+        in stages; None: gather at once.
+        """
         assert self.parameters is not None
         whole = self.parameters.make()
         if move is None:
@@ -150,12 +157,13 @@ class Bucket:
     def sum(
         self, axis: str, line: Line, move: Move | None, *, scatters: bool, dtype: torch.dtype | None
     ) -> tuple[Tensor, Launch]:
-        """Sum the gradients over a line's ranks; ``move``: one stage. Returns (sent tensor, launch).
+        """Start to sum the gradients over a line's ranks; return (sent tensor, launch). ``move``: as for
+        `gather`.
 
-        ``scatters``: every rank gets the sums of its own shard, otherwise all ranks get all sums. ``dtype``:
-        gradients are rounded to it before they are sent; None: they are sent unchanged.
+        ``scatters``: every rank gets the sums of its own shard; otherwise all ranks get all sums. ``dtype``:
+        gradients are rounded to this dtype before they are sent; None: they are sent unchanged.
         """
-        if self.gradients.whole is None or axis == "replica":  # a sum over shards that other sums have left
+        if self.gradients.whole is None or axis == "replica":  # what earlier sums left in the shard
             whole = shard = self.gradients.shard
         else:
             whole = self.gradients.whole
@@ -201,7 +209,9 @@ class Bucket:
         return launch
 
     def keep_sums(self) -> None:
-        """Add the sums that have arrived in the whole to the shard, and release the whole (ZeRO 2)."""
+        """Add the sums that have arrived in the whole gradients to the shard, and free the whole (ZeRO 2 and
+        3).
+        """
         if self.gradients.whole is not None and not self.gradients.lasting:
             self.gradients.shard.add_(self.part_of_rank(self.gradients.whole))
             self.gradients.release()
@@ -215,7 +225,7 @@ class Bucket:
 
 
 class FlatMemory:
-    """A bucket's parameters or gradients, contiguous: this rank's shard, and at times the whole."""
+    """Contiguous parameters or gradients of a bucket: always this rank's shard, at times the whole."""
 
     def __init__(
         self,
@@ -225,7 +235,9 @@ class FlatMemory:
         *,
         lasting: bool,
     ) -> None:
-        """``lay`` gives a member its view of the whole, or None at release. ``lasting``: the whole stays."""
+        """``lay`` gives a member a view of its elements in the whole, or None at release. ``lasting``: the
+        whole is never freed.
+        """
         self._bucket, self._lay, self.lasting = bucket, lay, lasting
         shard = bucket.part_of_rank(whole)
         self.shard = shard if lasting else shard.clone()
@@ -236,7 +248,7 @@ class FlatMemory:
             self.release()
 
     def make(self, *, zeros: bool = False) -> Tensor:
-        """Return the whole; allocate it if it does not exist, uninitialised unless ``zeros``."""
+        """Return the whole memory; allocate it if it does not exist, uninitialised unless ``zeros``."""
         if self.whole is None:
             count = self._bucket.elements
             self.whole = self.shard.new_zeros(count) if zeros else self.shard.new_empty(count)
@@ -245,7 +257,7 @@ class FlatMemory:
         return self.whole
 
     def release(self) -> None:
-        """Free all but the shard."""
+        """Free the whole memory; only the shard stays."""
         self.whole = None
         for member in self._bucket.members:
             self._lay(member, None)
@@ -264,7 +276,7 @@ def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
 
 
 def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucket]:
-    """Return the buckets of a rank's parameters, without memory."""
+    """Group a rank's parameters into buckets, which have no memory yet."""
     mesh = place.mesh
 
     def placement(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
@@ -281,9 +293,10 @@ def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucke
 
 
 def joined(buckets: Sequence[Bucket], *, exact: bool) -> list[Bucket]:
-    """Join uncut buckets into a bucket per chunk and axes: one transfer sums all their gradients.
+    """Join uncut buckets into one bucket per chunk and axes, so that one transfer sums all their gradients.
 
-    The memory of both kinds is allocated: the gradients of joined buckets are contiguous.
+    The memory of the given and of the joined buckets is allocated; gradients of a joined bucket are
+    contiguous.
     """
     larger = []
     for (chunk, axes), group in groupby(buckets, key=lambda bucket: (bucket.key[0], bucket.axes)):
@@ -306,5 +319,7 @@ def shards_in_order(buckets: Sequence[Bucket], parameters: Sequence[StageParamet
 
 
 def _axes(parameter: StageParameter, mesh: MeshShape) -> tuple[str, ...]:
-    """Return the axes of a parameter's gradient sum, with "ends" if two stages hold the parameter."""
+    """Return the axes over which a parameter's gradient is summed, with "ends" if two stages hold the
+    parameter.
+    """
     return (*mesh.axes_over(parameter.summed_over(mesh)), *("ends",) * parameter.shared)

@@ -18,7 +18,9 @@ from braid.scheduling.trace.spans import Label
 
 
 class RankBuckets:
-    """All parameters and sums of gradients of a rank; sums are at least fp32 (`main_gradient_dtype`)."""
+    """Holds all parameters of a rank and their gradient sums, which are at least fp32
+    (`main_gradient_dtype`).
+    """
 
     def __init__(
         self,
@@ -32,8 +34,9 @@ class RankBuckets:
     ) -> None:
         """``deterministic``: sums of fp32 gradients are stored in float64, where they are exact if the terms
         of an element lie within a factor of about 2^25; then neither the order of summation nor the number of
-        data-parallel ranks changes them (docs/design.md, The runtime). It doubles the memory of gradients.
-        ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them."""
+        data-parallel ranks changes the sums (docs/design.md, The runtime). This doubles the memory of
+        gradients. ``reduce_dtype``: dtype to which gradients are rounded before ranks sum them.
+        """
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
@@ -42,38 +45,38 @@ class RankBuckets:
             bucket.hold(mesh.layout.zero, exact=deterministic)
         uncut = [bucket for bucket in self.buckets if bucket.ways == 1]
         self._all = [*joined(uncut, exact=deterministic), *cut]
-        """All memory, in as few buckets as possible."""
+        """Buckets that together cover all memory once, as few as possible."""
         self.shards = shards_in_order(self.buckets, parameters)
         """The shards that this rank updates."""
         self.cut = bool(cut)
-        """Whether ranks share the update (ZeRO)."""
+        """Whether ranks share the update (ZeRO), so that buckets are cut into shards."""
         self._norm = _GlobalNorm(self.shards, mesh, parameters[0].tensor.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
 
     @property
     def passing(self) -> list[Tensor]:
-        """Memory that exists for a part of a step only: gathered parameters, gradients, rounded copies."""
+        """Tensors that exist during a part of a step only: gathered parameters, gradients, rounded copies."""
         every = dict.fromkeys((*self._all, *self.buckets))
         return [tensor for bucket in every for tensor in bucket.passing]
 
     # -- requests of linked code -----------------------------------------------------------------------------
 
     def allocate(self, reduce: Reduce) -> None:
-        """Allocate zeroed memory for a bucket's gradients, to which operators add next (ZeRO 2)."""
+        """Allocate zeroed memory for a bucket's gradients, to which operators add next (ZeRO 2 and 3)."""
         for bucket in self._of(reduce):
             bucket.gradients.make(zeros=True)
 
     def release(self, gather: Gather) -> None:
-        """Free all of a bucket's parameters but this rank's shard (ZeRO 3)."""
+        """Free all of a bucket's parameters except this rank's shard (ZeRO 3)."""
         for bucket in self._of(gather):
             assert bucket.parameters is not None
             bucket.parameters.release()
 
     def start(self, what: Reduce | Gather) -> None:
-        """Begin to sum gradients or squares over an axis, or to gather parameters.
+        """Begin to sum gradients or their squares over an axis, or to gather parameters.
 
-        A gather that the previous step began is recorded from now on.
+        A gather that the previous step began is only given a new begin, in this step's record.
         """
         if isinstance(what, Gather) and what in self._pending:
             for _, transfer in self._pending[what]:
@@ -89,7 +92,7 @@ class RankBuckets:
                 self._recorder.transfer(label, None, transfer)
 
     def _launches(self, what: Reduce | Gather, along: str) -> Iterator[tuple[Tensor, Launch]]:
-        """Yield (sent tensor, launch) for each bucket; ``along``: the name of the line of ranks."""
+        """Yield (sent tensor, launch) for each bucket; ``along``: name of the line of ranks."""
         line = self._mesh.shared(what.axis) if what.move is None else self._mesh.line(along)
         if what.chunk is None:
             yield self._norm.squares, line.all_reduce(self._norm.squares)
@@ -114,18 +117,20 @@ class RankBuckets:
                 bucket.keep_sums()
 
     def prefetch(self, gathers: Sequence[Gather]) -> None:
-        """Begin to gather the parameters that are used first, unless the previous step has begun."""
+        """Begin the gathers of the parameters that are used first, unless the previous step has begun
+        them.
+        """
         for gather in gathers:
             self.start(gather)
 
     def settle(self) -> None:
-        """Wait for all gathers under way: parameters will change from outside, or are no longer needed."""
+        """Wait for all gathers under way, before parameters change from outside or are no longer needed."""
         for what in list(self._pending):
             if isinstance(what, Gather):
                 self.wait(what)
 
     def _of(self, what: Reduce | Gather) -> list[Bucket]:
-        """Return the buckets of a chunk, or one of them, that are summed or gathered over an axis."""
+        """Return the buckets that a sum or gather covers: one bucket, or all of a chunk that use its axis."""
         buckets = self._all
         if what.bucket is not None:
             buckets = [bucket for bucket in self.buckets if bucket.key[1] == what.bucket]
@@ -146,7 +151,9 @@ class RankBuckets:
     # -- the update ------------------------------------------------------------------------------------------
 
     def square(self) -> None:
-        """Square and add up this rank's gradients, parameter by parameter; sums over axes follow."""
+        """Square and add up this rank's gradients, parameter by parameter; sums of these squares over axes
+        follow.
+        """
         self._norm.square()
 
     def norm(self) -> Tensor:
@@ -154,12 +161,14 @@ class RankBuckets:
         return self._norm.squares.sum().sqrt()
 
     def scale(self, factor: float, key: BucketKey | None = None) -> None:
-        """Multiply this rank's gradient sums by ``factor``, of one bucket, or (None) of all buckets."""
+        """Multiply this rank's gradient sums by ``factor``: of one bucket, or of all buckets if ``key`` is
+        None.
+        """
         for bucket in self._with_key(key):
             bucket.gradients.shard.mul_(factor)
 
     def zero(self, key: BucketKey | None = None) -> None:
-        """Clear the gradients of one bucket, or (None) of all buckets."""
+        """Set the gradients of one bucket, or of all buckets if ``key`` is None, to 0."""
         for bucket in self._with_key(key):
             bucket.clear()
 
@@ -169,11 +178,13 @@ class RankBuckets:
 
 class _GlobalNorm:
     """Sums squares per global parameter, then over the parameters in one fixed order, so that layouts that
-    compute the same gradients bit for bit also clip them by the same factor."""
+    compute the same gradients bit for bit also clip them by the same factor.
+    """
 
     def __init__(self, shards: Sequence[Shard], mesh: Mesh, device: torch.device) -> None:
         first_stage = mesh.position["pp"] == 0
-        # Ranks along all other factors hold the same shards, and each computes the whole sum; shards differ.
+        # Along sharded factors shards differ; along factors that cut neither parameters nor optimizer states
+        # ranks hold the same shards, and each computes the whole sum.
         cut = {*mesh.place.mesh.cut}.difference(mesh.place.mesh.sharded)
         counted = [
             shard

@@ -39,14 +39,18 @@ _LOOK_SECONDS = 0.2
 
 
 class SaveProgress:
-    """Progress of a save, to tell a rank that writes, however slowly, from a rank that waits for others."""
+    """Progress of a save, which tells a rank that writes, however slowly, from a rank that waits for
+    others.
+    """
 
     def __init__(self) -> None:
         self._bytes = 0
         self._plans = False
 
     def read(self) -> int | None:
-        """Return the bytes written and read back so far; None while this rank plans. For another thread."""
+        """Return the bytes written and read back so far; None while this rank plans. May be called from any
+        thread.
+        """
         return None if self._plans else self._bytes
 
     def advance(self, count: int) -> None:
@@ -54,7 +58,7 @@ class SaveProgress:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Mark work that needs neither another rank nor a disk."""
+        """Mark a time in which this rank works without other ranks and without a disk."""
         self._plans = True
         try:
             yield
@@ -63,7 +67,7 @@ class SaveProgress:
 
 
 class _Planner(SavePlanner):
-    """Records when this rank plans."""
+    """Plans a save, and records in ``progress`` when this rank is planning."""
 
     def __init__(self, progress: SaveProgress) -> None:
         super().__init__()
@@ -79,10 +83,10 @@ class _Planner(SavePlanner):
 
 
 def save_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of all ranks for `Saves`; ``timeout``: limit for ranks to meet.
+    """Return a group of all ranks for `Saves`; ``timeout``: limit for ranks to meet when the group is made.
 
-    In this group a rank waits for as long as another rank writes. The controller watches whether that rank
-    makes progress (`SaveProgress`); a time limit here would fail saves to slow disks.
+    In this group a rank waits for as long as another rank writes. The controller watches whether that other
+    rank makes progress (`SaveProgress`); a time limit here would fail saves to slow disks.
     """
     group = dist.new_group(backend="gloo", timeout=timeout)
     dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
@@ -97,22 +101,24 @@ class Saves:
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-        """``group``: of all ranks, for saves alone (`save_group`)."""
+        """``group``: a process group of all ranks that only saves use (`save_group`)."""
         self._optimizer, self._group = optimizer, group
         self._lost_touch = ""
-        """Why the group is unusable; empty while it is usable."""
+        """Error that made the group unusable; empty while it is usable."""
         self._thread: threading.Thread | None = None
         """The thread of the background save that is under way."""
         self._written: Written | Exception | None = None
-        """Result of the newest background save, once it is over."""
+        """Result or error of the newest background save, once the save is over."""
         self._state: HostState | None = None
         """State of the newest background save; the next background save reuses its memory."""
         self._progress = SaveProgress()
         self.awaited: SaveProgress | None = None
-        """Progress of the save that a call waits for at present."""
+        """Progress of the save that a call is waiting for; None if no call waits."""
 
     def save(self, directory: Path) -> Written:
-        """Write this rank's share of parameters and optimizer moments."""
+        """Write this rank's share of parameters and optimizer moments, and wait until all ranks have
+        written.
+        """
         self._check_touch()
         updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
         state = add_state({}, self._optimizer.shards, self._optimizer.named_tensors(), updates)
@@ -121,7 +127,7 @@ class Saves:
             return self._write(directory, state)
 
     def take(self, step: int) -> None:
-        """Copy the state after ``step`` steps to the host, for `begin`."""
+        """Copy the state after ``step`` steps to host memory; `begin` writes this copy."""
         self._join()
         self._state = take(self._optimizer, step, self._state.memory if self._state is not None else None)
 
@@ -139,8 +145,10 @@ class Saves:
         self._thread.start()
 
     def finished(self, *, wait: bool, intact: Callable[[], None] = lambda: None) -> Written | None:
-        """Return the result of the newest background save; None while it is under way. ``intact`` raises once
-        communication was broken off, which a thread that writes to a slow disk does not notice."""
+        """Return the result of the newest background save; None while it is under way. ``wait``: wait for its
+        end. ``intact`` raises if communication was broken off, which a thread that writes to a slow disk does
+        not notice.
+        """
         if self._thread is not None:
             with self._waiting():
                 while wait and self._thread.is_alive():
@@ -154,7 +162,7 @@ class Saves:
         return self._written
 
     def _join(self) -> None:
-        """Wait for a background save that failed on another rank and was abandoned."""
+        """Wait for the thread of a background save that failed on another rank and was abandoned."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -169,7 +177,7 @@ class Saves:
             self._written = error
 
     def _write(self, directory: Path, state: GlobalState) -> Written:
-        """Write this rank's share and read it back."""
+        """Write this rank's share of a state and read it back."""
         writer = CheckedWriter(directory, self._progress.advance)
         try:
             with quietly():
@@ -196,7 +204,7 @@ class Saves:
 
 
 def write_slices(directory: Path, state: GlobalState) -> Digests:
-    """Write the slices of global tensors that the world's ranks hold; all of them call this."""
+    """Write the slices of global tensors that this rank holds; all ranks of the default group call this."""
     writer = CheckedWriter(directory)
     with quietly():
         dcp.save(state, storage_writer=writer, planner=SavePlanner())
@@ -209,8 +217,8 @@ def held_slices(
     """Return the slices of global tensors that ``rank`` writes for all ranks whose states it holds.
 
     Where lost ranks cannot be replaced, a run continues in another layout, which cannot use states of single
-    ranks: the survivors write a checkpoint from them. ``model_of`` makes the model of a place in the mesh,
-    here without memory, which tells the slices of that rank.
+    ranks: the survivors write a checkpoint from these states. ``model_of`` makes the model of a place in the
+    mesh, here without memory, to find the slices that the rank at this place holds.
     """
     state: GlobalState = {}
     for target, source in enumerate(plan.sources):
@@ -224,14 +232,13 @@ def held_slices(
 
 
 def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
-    """Read this rank's masters and moments, in place; ``step`` steps were done.
+    """Read this rank's masters and moments in place from a checkpoint written after ``step`` steps.
 
-    If the checkpoint does not contain the number of updates, every step counts as an update.
-
-    `ValueError` if table of contents or weights are refused (`GuardedReader`).
+    If the checkpoint does not contain the number of updates, every step counts as an update. Raise
+    `ValueError` if the table of contents or the weights are refused (see `GuardedReader`).
     """
     reader = GuardedReader(directory)
-    # Refused here with a clear message: torch would only log it and look elsewhere.
+    # Read here so that refusal has a clear message: torch would only log the error and look elsewhere.
     stored = reader.read_metadata().state_dict_metadata
     updates = torch.tensor([step], dtype=torch.float64)
     state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
@@ -243,7 +250,7 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a verified checkpoint, whole, in this process's memory."""
+    """Return all tensors of a verified checkpoint, whole, in this process's memory, by name."""
     reader = GuardedReader(directory)
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
@@ -258,7 +265,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress torch's warnings, and turn its checkpoint failures into ordinary exceptions."""
+    """Suppress torch's warnings, and turn its checkpoint errors into ordinary exceptions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

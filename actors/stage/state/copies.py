@@ -1,9 +1,9 @@
 """Copies of ranks' states in memory, so that a failure costs no more than the step under way.
 
-Every rank stores its states after the last two copied steps, and the states of a partner on another host
-(docs/design.md, Failure): two, since a failure may come while the newer copy is under way. A copy travels to
-the partner in the background, over its own process group, while the next step runs. Where data-parallel
-replicas on other hosts hold the same state anyway, no copy travels.
+Every rank stores its states after the last two copied steps, and the same states of a partner on another host
+(docs/design.md, Failure): two states, since a failure may come while the newer copy is being sent. A copy is
+sent to the partner in the background, over its own process group, while the next step runs. Where
+data-parallel replicas on other hosts hold the same state anyway, no copy is sent.
 """
 
 import threading
@@ -28,11 +28,11 @@ from braid.scheduling.mesh.mesh import MeshShape
 
 _LEAVE_SECONDS = 5.0
 KEPT = 2
-"""Number of states of a rank that are stored."""
+"""Number of states that a rank stores of itself, and likewise of its partner."""
 
 
 class Copies:
-    """One rank's copies; they outlive the process groups of a generation."""
+    """The copies that one rank stores; they outlive the process groups of a generation."""
 
     def __init__(self) -> None:
         self._own: dict[int, HostState] = {}
@@ -52,12 +52,13 @@ class Copies:
         limit_bytes: int | None,
         timeout: timedelta,
     ) -> None:
-        """Begin a generation; all ranks call this. Copies go to the rank ``shift`` further on; 0: nowhere.
+        """Begin a generation; all ranks call this. Copies are sent to the rank ``shift`` positions further
+        on; 0: to none.
 
-        ``held_as``: the layout, which tells with the rank which part of the model a state belongs to. States
-        of another layout are deleted.
+        ``held_as``: the layout, which together with the rank determines the part of the model in a state.
+        States of another layout are deleted.
 
-        `ValueError` if the copies would take more than ``limit_bytes`` of this rank's memory.
+        Raise `ValueError` if the copies would take more than ``limit_bytes`` of this rank's memory.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.leave()
@@ -81,16 +82,19 @@ class Copies:
             self._exchange = _Exchange(self._group, (rank + shift) % ranks, source, int(sizes[source]))
 
     def leave(self) -> None:
-        """End a generation; copies that arrive before the connections are shut, or all is sent, stay."""
+        """End a generation; wait a few seconds for a copy that is still being sent, and keep the copy that
+        arrived.
+        """
         if self._exchange is not None:
             self._exchange.wait(_LEAVE_SECONDS)
             self._take_arrived()
         self._exchange = None
 
     def keep(self, optimizer: Optimizer, step: int) -> None:
-        """Copy the state after ``step`` steps, and begin to send it; wait for the previous copy first.
+        """Copy the state after ``step`` steps, and begin to send the copy; wait for the previous copy first.
 
-        Copies of later steps are deleted: the run has gone back behind them, perhaps to a checkpoint.
+        Copies of this and later steps are deleted: the run has returned to an earlier state, perhaps a
+        checkpoint.
         """
         self.settle()
         self._own = {at: state for at, state in self._own.items() if at < step}
@@ -101,7 +105,7 @@ class Copies:
             self._exchange.start(state, self._forget(self._partners), state_dtype(optimizer))
 
     def settle(self) -> None:
-        """Wait for the copies under way; raise their error."""
+        """Wait for the copies that are being sent and received; raise their error."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange.check()
@@ -113,11 +117,13 @@ class Copies:
 
     @staticmethod
     def _forget(states: dict[int, HostState]) -> Tensor | None:
-        """Return the memory of the oldest state, if there are enough newer states."""
+        """Remove the oldest state and return its memory for reuse; None if fewer than `KEPT` states are
+        stored.
+        """
         return states.pop(min(states)).memory if len(states) >= KEPT else None
 
     def held(self) -> CopiesHeld:
-        """Return the steps of complete copies; copies under way do not count."""
+        """Return the steps of complete copies; copies that are still arriving do not count."""
         self._take_arrived()
         return CopiesHeld(
             own=tuple(sorted(self._own)),
@@ -126,10 +132,12 @@ class Copies:
         )
 
     def restore(self, optimizer: Optimizer, step: int, sources: Sequence[int]) -> None:
-        """Restore a step; rank r gets its state from rank ``sources[r]``. All ranks call this."""
+        """Restore the state after ``step`` steps; rank r gets its state from rank ``sources[r]``. All ranks
+        call this.
+        """
         rank = dist.get_rank()
         state = self._own.get(step)
-        if state is None and sources[rank] == rank:  # a replica's stored state is also this rank's
+        if state is None and sources[rank] == rank:  # the stored state of a replica equals this rank's state
             state = HostState(step, self._partners[step].flat.clone())
         for target, source in enumerate(sources):
             if source == target:
@@ -147,25 +155,28 @@ class Copies:
         self._partners = {at: state for at, state in self._partners.items() if at <= step}
 
     def state_of(self, target: int, rank: int, step: int) -> HostState:
-        """Return the state of ``target`` after ``step`` steps, which this ``rank`` holds: its own, if both
-        hold the same slices."""
+        """Return the state of rank ``target`` after ``step`` steps, which this ``rank`` stores; where both
+        ranks hold the same slices, this is the state of ``rank`` itself.
+        """
         assert self._mesh is not None
         same = step in self._own and target in self._mesh.holders(rank)
         return (self._own if same else self._partners)[step]
 
 
 class _Exchange:
-    """Sends a state to one rank and receives a state from another, in the background."""
+    """Sends states to one rank and receives states from another, in a background thread."""
 
     def __init__(self, group: dist.ProcessGroup, target: int, source: int, elements: int) -> None:
         self._group, self._target, self._source, self._elements = group, target, source, elements
         self._thread: threading.Thread | None = None
         self.arrived: HostState | None = None
-        """The received state, until it is taken."""
+        """The received state, until `Copies` takes it."""
         self._error: Exception | None = None
 
     def start(self, state: HostState, memory: Tensor | None, dtype: torch.dtype) -> None:
-        """Begin to send a state, and to receive a state into free memory."""
+        """Begin to send ``state`` and to receive a state into ``memory``, or into new memory if it is
+        None.
+        """
         into = memory if memory is not None else torch.empty(self._elements, dtype=dtype)
         self._thread = threading.Thread(target=self._run, args=(state, into), name="copies", daemon=True)
         self._thread.start()
@@ -190,7 +201,7 @@ class _Exchange:
             self._thread.join(timeout_s)
 
     def check(self) -> None:
-        """Raise the error of the exchange, once."""
+        """Raise the error of the exchange, if it failed; the error is raised once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,6 @@
-"""Weights from and to Hugging Face directories, tensor by tensor; `hub_files` maps the tensors."""
+"""Weights read from and written to Hugging Face directories, tensor by tensor; `hub_files` maps the
+tensors.
+"""
 
 import contextlib
 import json
@@ -30,9 +32,9 @@ EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @torch.no_grad()
 def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
-    """Fill masters and parameters with this rank's part of stored tensors; nothing else is read.
+    """Read this rank's parts of the stored tensors, and nothing else, into masters and parameters.
 
-    `ValueError` if the directory does not hold such a model.
+    Raise `ValueError` if the directory does not hold a model of this shape.
     """
     hub = HubDirectory.open(directory)
     hub.check(shape)
@@ -59,7 +61,9 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
 def _boxes(
     piece: ParameterSlice, local: Tensor, by_expert: bool
 ) -> Iterator[tuple[int | None, list[slice], Tensor]]:
-    """Yield boxes of stored tensors that form a slice, each with its target: one box, or one per expert."""
+    """Yield (expert, box of a stored tensor, target view) for one slice: one box, or one box for each
+    expert.
+    """
     box = [slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)]
     target = piece.of_local(local)
     if not by_expert:
@@ -70,7 +74,7 @@ def _boxes(
 
 
 def _read(part: Any, tensor: StoredTensor, box: Sequence[slice], row: int) -> Tensor:
-    """Read a box of a global parameter whose rows begin at ``row`` of the stacked tensor."""
+    """Read a box of a global parameter, whose rows begin at row ``row`` of the stored (stacked) tensor."""
     extents, rows = list(box), len(tensor.leading)
     extents[rows] = slice(row + box[rows].start, row + box[rows].stop)
     values: Tensor = part[tuple(reversed(extents) if tensor.transposed else extents)]
@@ -87,8 +91,8 @@ def export_model(
 ) -> list[Path]:
     """Write a verified checkpoint's parameters into an empty directory; return the files that hold them.
 
-    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file of
-    tensors is in memory at a time; a tensor larger than ``max_file_bytes`` has a file of its own.
+    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file's
+    tensors are in memory at a time; a tensor larger than ``max_file_bytes`` gets a file of its own. Raise
     `ValueError` if the checkpoint belongs to another model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
@@ -114,13 +118,15 @@ def export_model(
     config = hugging_face_config(shape, str(kind).removeprefix("torch."), tokens)
     (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     files = [directory / name for name in names]
-    for file in files:  # the library denies others the right to read its files
+    for file in files:  # safetensors creates files that only the owner may read
         shutil.copymode(directory / CONFIG, file)
     return files
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
-    """Raise `ValueError` unless names and shapes of the checkpoint's parameters are as the tensors need."""
+    """Raise `ValueError` unless the checkpoint's parameters have the names and shapes that ``tensors``
+    need.
+    """
     stored = {
         name.removeprefix("parameter."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -136,7 +142,7 @@ def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[S
 
 
 def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int) -> list[list[StoredTensor]]:
-    """Cut tensors, in order, into files."""
+    """Divide tensors, in order, into files of at most ``max_file_bytes`` bytes."""
     groups: list[list[StoredTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -150,11 +156,12 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
 
 
 def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
-    """Read the parameters that a file's tensors consist of, in the checkpoint's dtype, by name.
+    """Read the parameters that a file's tensors consist of, in the checkpoint's dtype; return them by name.
 
-    For a global parameter of experts this is (first expert, box), where the box reaches from the file's first
-    expert to its last, so that no other experts are read. For other parameters it is (0, all). There is one
-    box per parameter, as a stored slice of many experts is read anew for each box that overlaps it.
+    For a global parameter of experts the value is (first expert, box); the box reaches from the file's first
+    expert to its last, so that no other experts are read. For other parameters the value is (0, whole
+    tensor). There is one box per parameter, as a stored slice of many experts is read anew for each box that
+    overlaps it.
     """
     boxes: dict[str, tuple[tuple[int, ...], range]] = {}
     for tensor in group:

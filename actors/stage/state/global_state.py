@@ -1,6 +1,6 @@
 """A rank's state as slices of global tensors, the form that checkpoints store.
 
-The placements of its parameters tell which slices a rank has; this file needs no layout. A slice that several
+The placements of a rank's parameters determine its slices; this module needs no layout. A slice that several
 ranks hold is written by one of them.
 """
 
@@ -33,20 +33,24 @@ from braid.actors.stage.state.shards import Shard
 
 @dataclass(frozen=True)
 class GlobalSlices:
-    """Slices of one global tensor of a ``shape``, by their offsets in it."""
+    """Slices of one global tensor of shape ``shape``, by their offsets in this tensor."""
 
     shape: tuple[int, ...]
     by_offsets: dict[torch.Size, Tensor] = field(default_factory=dict)
 
     def add(self, piece: ParameterSlice, local: Tensor) -> None:
-        """Add the part of a rank's local tensor that is a slice of this tensor, unless it was added."""
+        """Add the part of a rank's local tensor that is slice ``piece`` of this tensor, unless it is
+        present.
+        """
         self.by_offsets.setdefault(torch.Size(piece.offsets), piece.of_local(local))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=at, sizes=part.size()) for at, part in self.by_offsets.items()]
 
     def check(self, name: str, stored: object) -> TensorStorageMetadata:
-        """Return a checkpoint's entry for the tensor; `ValueError` if its shape differs."""
+        """Return a checkpoint's entry for the tensor; raise `ValueError` if it is missing or its shape
+        differs.
+        """
         size = stored.size if isinstance(stored, TensorStorageMetadata) else None
         if not isinstance(stored, TensorStorageMetadata) or size != torch.Size(self.shape):
             stored_shape = "nothing" if size is None else f"shape {tuple(size)}"
@@ -55,10 +59,10 @@ class GlobalSlices:
 
 
 GlobalState = dict[str, GlobalSlices]
-"""Slices by name: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
+"""Slices by the names of their tensors: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
 
 UPDATES = "updates"
-"""The tensor of one element with the number of updates that led to the state; older checkpoints lack it."""
+"""Name of the tensor of one element that counts the updates behind the state; older checkpoints lack it."""
 _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offsets=(0,), sizes=(1,))
 
 
@@ -68,9 +72,9 @@ def add_state(
     named_tensors: Sequence[tuple[str, list[Tensor]]],
     updates: Tensor,
 ) -> GlobalState:
-    """Add views of a rank's masters and moments (`Optimizer.named_tensors`) as slices of global tensors.
+    """Add views of a rank's masters and moments (`Optimizer.named_tensors`) to ``state``; return ``state``.
 
-    ``updates``: one element, the number of updates, which all ranks share. Returns ``state``.
+    ``updates``: tensor of one element, the number of updates, which is equal on all ranks.
     """
     state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
     for kind, tensors in named_tensors:
@@ -87,7 +91,7 @@ def _slice(state: GlobalState, index: MetadataIndex) -> Tensor:
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write a `GlobalState`."""
+    """Plans how to write a `GlobalState`."""
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -111,12 +115,12 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans to read a `GlobalState`, in place."""
+    """Plans how to read into the tensors of a `GlobalState`, in place."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Use the state itself: torch would copy entries of unknown types."""
+        """Keep the given state itself: torch's planner would copy entries of unknown types."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

@@ -14,18 +14,18 @@ from braid.actors.stage.state.optimizer import STATE_KINDS, Optimizer
 class HostState:
     """Master weights and moments after ``step`` finished steps, contiguous in one flat tensor.
 
-    The last element is the number of updates that led to them, which a float holds exactly up to 2^24.
+    The last element is the number of updates that led to this state, which fp32 holds exactly up to 2^24.
     """
 
     step: int
     memory: Tensor
-    """1-dim, on the host, in the masters' dtype."""
+    """1-dim tensor on the host, in the masters' dtype."""
     arrived: Event | None = None
-    """Event after which the state is complete; None if it is complete."""
+    """Event after which the copy into ``memory`` is complete; None if it was complete from the beginning."""
 
     @property
     def flat(self) -> Tensor:
-        """The state's memory, once the state is complete."""
+        """The state's memory; waits until the state is complete."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.memory
@@ -37,7 +37,9 @@ class HostState:
 
 
 def state_elements(optimizer: Optimizer) -> int:
-    """Return the length of `HostState.flat`: three per parameter that this rank updates, and one."""
+    """Return the length of `HostState.flat`: three elements per parameter that this rank updates, and one
+    more.
+    """
     return 1 + sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
 
 
@@ -46,9 +48,10 @@ def state_dtype(optimizer: Optimizer) -> torch.dtype:
 
 
 def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
-    """Copy the present state, ``into`` the memory of an older state if given.
+    """Copy the present state into ``into``, the memory of an older state; None: into new memory.
 
-    A GPU copies beside later work: the next forward passes hide the copy, the next update waits for it.
+    A GPU copies at the same time as it computes later work: the next forward passes hide the copy, the next
+    update waits for it.
     """
     flat = into if into is not None else empty_state(optimizer)
     flat[-1:].fill_(optimizer.updates)
@@ -64,13 +67,13 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
 
 
 def empty_state(optimizer: Optimizer) -> Tensor:
-    """Return memory for one state, pinned where a GPU copies into it."""
+    """Return memory for one state; it is pinned if the state comes from a GPU."""
     pinned = optimizer.masters[0].device.type == "cuda"
     return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
 
 
 def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
-    """Return the state in the form of `Optimizer.named_tensors`, as views. ``shapes``: of the shards."""
+    """Return the state as `Optimizer.named_tensors` does, as views. ``shapes``: shapes of the shards."""
     sizes = [shape.numel() for shape in shapes]
     pieces = iter(state.flat[:-1].split(sizes * len(STATE_KINDS)))
     return [(kind, [next(pieces).view(shape) for shape in shapes]) for kind in STATE_KINDS]
@@ -78,7 +81,7 @@ def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, lis
 
 @torch.no_grad()
 def put_back(state: HostState, optimizer: Optimizer) -> None:
-    """Set masters, moments and parameters to a state."""
+    """Set the optimizer's masters, moments and parameters to a state."""
     states = split(state, [master.shape for master in optimizer.masters])
     for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
         for tensor, piece in zip(tensors, pieces, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Linear warm-up, then cosine decay to a fraction; see ``train`` in the configuration."""
+    """Linear warm-up, then cosine decay to a fraction of ``lr``; see ``train`` in the configuration."""
 
     lr: float
     min_lr_fraction: float
@@ -14,7 +14,7 @@ class LearningRate:
     steps: int
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of step ``step``, from 0."""
+        """Return the learning rate of step ``step`` (from 0)."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         span = max(1, self.steps - self.warmup_steps)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KINDS = ("parameter", *_MOMENTS)
-"""Kinds of state of every parameter in a checkpoint, in the order of `Optimizer.named_tensors`."""
+"""Kinds of state that a checkpoint has of every parameter, in the order of `Optimizer.named_tensors`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,20 @@ class OptimizerSettings(LearningRate):
 
 @dataclass
 class _ParameterGroup:
-    """Parameters that are updated at once: all, or with ZeRO a bucket's."""
+    """Parameters that are updated at once: those of one bucket with ZeRO, otherwise all."""
 
     adamw: torch.optim.AdamW
     masters: list[tuple[Tensor, Shard]]
     rounded: list[tuple[Tensor, Tensor]]
-    """Gradients in the masters' dtype, and the wider sums that they are rounded from."""
+    """Pairs of a gradient in the master's dtype and the wider sum that it is rounded from."""
     signed: list[tuple[Tensor, Shard, float]]
-    """Parameters that follow the sign of their gradient instead of AdamW, with their rates."""
+    """Parameters that take steps against the sign of their gradient, without AdamW, with their step sizes."""
 
 
 class Optimizer:
-    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; others are their own masters."""
+    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; other parameters are their own
+    masters.
+    """
 
     def __init__(
         self,
@@ -54,22 +56,24 @@ class Optimizer:
         settings: OptimizerSettings,
         accelerator: Accelerator | None = None,
     ) -> None:
-        """``accelerator``: the device of the buckets; None: the CPU."""
+        """``accelerator``: the device of the buckets; None for a CPU."""
         self._accelerator = accelerator
         self._reader: DeviceStream | None = None
         self._reading: list[Event] = []
-        """End events of reads of the state that run beside later work."""
+        """Events that end the reads of the state that run at the same time as later work."""
         self.settings = settings
         self._buckets = buckets
         self._factor: float | None = None
-        """Factor on the step's gradients; None: gradients are not finite, and nothing is updated."""
+        """Factor that clips the step's gradients; None: gradients are not finite, and nothing is updated."""
         self.shards = buckets.shards
-        """The shards that the rank updates, in the order of its parameters."""
+        """The shards that this rank updates, in the order of its parameters."""
         self.updates = 0
-        """Number of updates behind the state, for AdamW's bias correction; a skipped step is no update."""
+        """Number of updates that led to the state, for AdamW's bias correction; a skipped step is no
+        update.
+        """
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
-        """AdamW's state of every master."""
+        """AdamW's state tensors of every master."""
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
         members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
         for master, shard in zip(self.masters, self.shards, strict=True):
@@ -108,16 +112,15 @@ class Optimizer:
         return _ParameterGroup(adamw, masters, rounded, signed)
 
     def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
-        """Return the content of a checkpoint by kind, each in the order of the shards."""
+        """Return the content of a checkpoint as (kind, tensors), tensors in the order of the shards."""
         state = [self.states[master] for master in self.masters]
         moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
         return [("parameter", self.masters), *moments]
 
     @torch.no_grad()
     def read_beside(self, read: Callable[[], None]) -> Event | None:
-        """Read the present state on a separate stream; the next change of the state waits for the event.
-
-        On a CPU the state is read at once, and there is no event.
+        """Read the present state on a separate stream; return the event that ends the read, for which the
+        next change of the state waits. On a CPU the state is read at once, and None is returned.
         """
         device = self._accelerator
         if device is None:
@@ -139,7 +142,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restored(self, updates: int) -> None:
-        """Update all that depends on masters and moments after they were set from outside.
+        """Recompute what depends on masters and moments, after these were set from outside.
 
         ``updates``: number of updates that led to them.
         """
@@ -151,13 +154,13 @@ class Optimizer:
             _publish(group)
 
     def square(self) -> None:
-        """Square and add up this rank's gradients."""
+        """Square and add up this rank's gradients, for the global norm."""
         self._buckets.square()
 
     def step(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """`clip` and update everything; return the result of `clip`."""
+        """Call `clip`, then update all parameters; return the result of `clip`."""
         norm, lr = self.clip(step, intact)
-        # Other ranks may update a small bucket whole; its gradients are cleared here, too.
+        # Buckets whose shards other ranks update are cleared here, too.
         keys = [bucket.key for bucket in self._buckets.buckets] if self._buckets.cut else [None]
         for key in dict.fromkeys(keys):
             self.update(key)
@@ -165,9 +168,9 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Decide the update; return (gradient norm before clipping, learning rate).
+        """Decide whether and how to update; return (gradient norm before clipping, learning rate).
 
-        A norm that is not finite, which all ranks see alike, updates nothing. ``intact`` raises if
+        A norm that is not finite, which all ranks find alike, updates nothing. ``intact`` raises if
         communication was broken off before the norm was complete: an abort leaves garbage in the results of
         collectives, which looks like numbers.
         """
@@ -188,7 +191,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, key: BucketKey | None) -> None:
-        """Update a bucket, or (None, without ZeRO) everything, and clear its gradients."""
+        """Update one bucket (``key``), or all parameters without ZeRO (None), and clear the gradients."""
         if self._factor is None:
             return
         if (group := self._groups.get(key)) is not None:
@@ -204,7 +207,7 @@ class Optimizer:
 
 
 def _publish(group: _ParameterGroup) -> None:
-    """Round masters to parameters."""
+    """Round master weights to the dtype of the parameters and store them there."""
     for master, shard in group.masters:
         if master.dtype != shard.parameter.tensor.dtype:
             shard.tensor.copy_(master)
@@ -217,10 +220,10 @@ def _master(tensor: Tensor) -> Tensor:
 
 
 class StepUpdate:
-    """The update at the end of one step, in the parts that a schedule names."""
+    """The update at the end of one step, divided into the calls that a schedule names."""
 
     def __init__(self, optimizer: Optimizer, step: int, intact: Callable[[], None] = lambda: None) -> None:
-        """``step``: from 0. ``intact``: see `Optimizer.clip`."""
+        """``step``: number of the step, from 0. ``intact``: see `Optimizer.clip`."""
         self._optimizer, self._step, self._intact = optimizer, step, intact
         self.gradient_norm = self.lr = 0.0
         self.applied = False
@@ -230,15 +233,15 @@ class StepUpdate:
         self._optimizer.square()
 
     def step(self) -> None:
-        """Clip and update, if the gradients are finite."""
+        """Clip the gradients and update all parameters, if the gradients are finite."""
         self._decided(*self._optimizer.step(self._step, self._intact))
 
     def clip(self) -> None:
-        """Decide the update."""
+        """Decide whether and how to update, before buckets are updated one by one."""
         self._decided(*self._optimizer.clip(self._step, self._intact))
 
     def update(self, chunk: int, bucket: int) -> None:
-        """Update a bucket, if the gradients are finite."""
+        """Update one bucket, if the gradients are finite."""
         self._optimizer.update((chunk, bucket))
 
     def _decided(self, norm: float, lr: float) -> None:

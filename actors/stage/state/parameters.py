@@ -1,6 +1,6 @@
 """Parameters by global name: the slice of a global tensor that a rank holds, and its initial value.
 
-Checkpoints, initial values and gradient reduction use global names (``layers.3.qkv.q.weight``), never ranks;
+Checkpoints, initial values and sums of gradients use global names (``layers.3.qkv.q.weight``), never ranks;
 one local parameter may hold slices of several global tensors (fused q, k, v; gate and up).
 """
 
@@ -22,9 +22,9 @@ INITIAL_DEVIATION = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalParameter:
-    """A tensor of the whole model: name, shape, and initialisation.
+    """A tensor of the whole model: its name, shape, and initialisation.
 
-    ``deviation``: of a normal distribution around 0; without it every element is ``constant``.
+    ``deviation``: standard deviation of a normal distribution around 0; None: every element is ``constant``.
     """
 
     name: str
@@ -32,15 +32,18 @@ class GlobalParameter:
     deviation: float | None = None
     constant: float = 0.0
     sign_rate: float = 0.0
-    """Step against the sign of the gradient, for the bias that balances experts; such a gradient does not
-    come from the loss and is not part of the norm. 0: AdamW updates the parameter."""
+    """Size of a step against the sign of the gradient, for the bias that balances experts; the gradient of
+    this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter.
+    """
 
     def initial(self, seed: int) -> Tensor:
-        """Return the initial value (float32, CPU): a pure function of the seed and the name."""
+        """Return the initial value (float32, CPU), a pure function of the seed and the name."""
         return self.initial_box(seed, (0,) * len(self.shape), self.shape)
 
     def initial_box(self, seed: int, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a box of `initial`. Large tensors are drawn in tiles: ranks draw little beyond the box."""
+        """Return a box of `initial`. Large tensors are drawn in tiles, so that ranks draw little beyond the
+        box.
+        """
         if self.deviation is None:
             return torch.full(tuple(sizes), self.constant)
         source = f"{seed}/{self.name}"
@@ -64,18 +67,18 @@ class GlobalParameter:
 
 
 _DRAWN_WHOLE = 1 << 20
-"""Greatest number of elements that are drawn whole, in 10 ms."""
+"""Greatest number of elements of a tensor that is drawn whole (10 ms) rather than in tiles."""
 _TILE = 256
-"""Elements of a tile along each of the last two dimensions; 1 along other dimensions."""
+"""Number of elements of a tile along each of the last two dimensions; 1 along other dimensions."""
 
 
 def _tiles(offset: int, size: int, tile: int) -> range:
-    """Return the tiles that a box touches along a dimension."""
+    """Return the numbers of the tiles that a box touches along one dimension."""
     return range(offset // tile, -(-(offset + size) // tile))
 
 
 def _rest(extent: int, begin: int, tile: int) -> int:
-    """Return a tile's length along a dimension."""
+    """Return the length along one dimension of the tile that begins at ``begin``."""
     return min(tile, extent - begin)
 
 
@@ -91,7 +94,7 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's position in the mesh."""
+    """A rank's position in the mesh, from which its slices of parameters follow."""
 
     mesh: MeshShape
     position: Position
@@ -101,7 +104,7 @@ class Place:
         return cls(mesh, mesh.position(rank))
 
     def index(self, group: Collection[str]) -> int:
-        """Return the rank's index in its group over some factors."""
+        """Return the rank's index in its group of ranks along the given factors."""
         return self.mesh.index(self.position, group)
 
     def on(self, axis: str) -> int:
@@ -109,13 +112,13 @@ class Place:
         return self.index(self.mesh.factors_of(axis))
 
     def differs(self, factors: Iterable[str]) -> bool:
-        """Tell whether another rank comes first along one of the factors."""
+        """Tell whether this rank's coordinate along any of the factors is not 0."""
         return any(self.position[name] for name in factors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlice:
-    """A box of a global tensor, and its position in a rank's local parameter, where it is contiguous.
+    """A box of a global tensor, and its position in a rank's local parameter, where the box is contiguous.
 
     A local parameter may hold slices of several global tensors, one after the other.
     """
@@ -127,7 +130,9 @@ class ParameterSlice:
     begin: int = 0
     """Index of the slice's first element in the local parameter as a flat tensor."""
     factors: tuple[str, ...] = ()
-    """The factors of the mesh that cut the global tensor: along all others, ranks hold the same."""
+    """Factors of the mesh along which the global tensor is cut; ranks along all other factors hold the same
+    slice.
+    """
 
     def of_global(self, tensor: Tensor) -> Tensor:
         """Return this slice of the global tensor, a view."""
@@ -140,16 +145,16 @@ class ParameterSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorModule:
-    """A compute operator with the global slices of its parameters, by attribute."""
+    """A compute operator, and the slices of global tensors that each of its parameters (attributes) holds."""
 
     module: ComputeOperator
     slices: Mapping[str, tuple[ParameterSlice, ...]] = field(default_factory=dict)
     parts: Mapping[str, ComputeOperator] = field(default_factory=dict)
-    """Further operators by name suffix: attention, for one, may consist of several operators."""
+    """Further operators by name suffix; attention, for example, may consist of several operators."""
 
 
 def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of parameters of ``dtype`` are added up and summed."""
+    """Return the dtype in which gradients of parameters of ``dtype`` are added up over passes and ranks."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -157,27 +162,27 @@ def main_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 class StageParameter:
     """A parameter as one rank holds it.
 
-    ``shared``: held by the first and the last stage (a tied head in an unfolded pipeline), so gradients are
-    summed over both.
+    ``shared``: the first and the last stage both hold the parameter (a tied head in an unfolded pipeline), so
+    gradients are summed over both stages.
     """
 
     tensor: nn.Parameter
     slices: tuple[ParameterSlice, ...]
     chunk: int
     bucket: int = 0
-    """Number of the bucket in the chunk (`braid.scheduling.schedule.buckets`)."""
+    """Number of the bucket in the chunk (see `braid.scheduling.schedule.buckets`)."""
     shared: bool = False
     operators: list[tuple[ComputeOperator, str]] = field(default_factory=list)
-    """Operators that compute with the parameter, each with the parameter's name in it."""
+    """Operators that compute with the parameter, each with the name that the operator gives the parameter."""
 
     def __post_init__(self) -> None:
         self._gradient: Tensor | None = None
         self.shape = self.tensor.shape
-        """Shape of the parameter, also while the tensor has no memory."""
+        """Shape of the parameter, valid also while the tensor has no memory."""
 
     @property
     def gradient(self) -> Tensor:
-        """The tensor that adds up the gradient: of the parameter's shape, perhaps a wider dtype."""
+        """The tensor that adds up the gradient, of the parameter's shape and the same or a wider dtype."""
         assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
         return self._gradient
 
@@ -192,13 +197,13 @@ class StageParameter:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The factors that the parameter is cut over."""
+        """The mesh factors along which the parameter is cut."""
         return tuple(dict.fromkeys(name for piece in self.slices for name in piece.factors))
 
     def summed_over(self, mesh: MeshShape) -> tuple[str, ...]:
-        """Return the factors that the gradient is summed over: parameters are equal there, data differ.
-
-        Stages process the same data, and have parameters of their own.
+        """Return the mesh factors over which the gradient is summed: ranks along these factors hold equal
+        parameters and process different data. "pp" is left out: stages process the same data with parameters
+        of their own.
         """
         cut = self.factors
         return tuple(name for name, size in mesh.factors if size > 1 and name != "pp" and name not in cut)
@@ -214,14 +219,14 @@ class StageParameter:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Fill the parameter with its slices of the global initial values."""
+        """Fill the parameter with its slices of the initial values of the global tensors."""
         for piece in self.slices:
             initial = piece.source.initial_box(seed, piece.offsets, piece.sizes)
             piece.of_local(self.tensor).copy_(initial)
 
 
 def split_evenly(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return offset and length of part ``index`` when ``total`` rows are cut like `torch.chunk` does."""
+    """Return offset and length of part ``index`` when ``total`` rows are divided as `torch.chunk` does."""
     size = -(-total // parts)
     start = min(index * size, total)
     return start, min(size, total - start)
@@ -232,7 +237,7 @@ def cut(
 ) -> tuple[ParameterSlice, ...]:
     """Return a rank's slices of global tensors, one after the other in one local parameter.
 
-    ``cuts``: dimension -> factors that cut it; everything else about the parameter follows from it.
+    ``cuts``: for each dimension that is cut, the mesh factors that cut it.
     """
     slices, begin = [], 0
     for source in sources:
@@ -256,7 +261,7 @@ def cut(
 def cut_by_row(
     sources: Sequence[GlobalParameter], place: Place, cuts: Mapping[int, tuple[str, ...]]
 ) -> tuple[ParameterSlice, ...]:
-    """Cut like `cut`, but row by row: the first row of every tensor, then every second row, ..."""
+    """Cut like `cut`, but interleave rows: first row 0 of every tensor, then row 1 of every tensor, ..."""
     wholes = cut(sources, place, cuts)
     if len(wholes) == 1:
         return wholes
@@ -270,5 +275,5 @@ def cut_by_row(
 
 
 def whole(source: GlobalParameter) -> tuple[ParameterSlice, ...]:
-    """Return the slices of a parameter that every rank holds whole."""
+    """Return the slices of a parameter that every rank holds whole: one slice."""
     return (ParameterSlice(source=source, offsets=(0,) * len(source.shape), sizes=source.shape),)

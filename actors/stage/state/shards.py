@@ -1,7 +1,8 @@
 """Shards: the elements of a parameter that a rank updates.
 
-Without ZeRO a rank updates all elements of its parameters, with ZeRO an equal share of every bucket, wherever
-tensors begin and end in it. Checkpoints and copies hold a shard as boxes of global tensors.
+Without ZeRO a rank updates all elements of its parameters; with ZeRO it updates an equal share of every
+bucket, whose ends need not be ends of tensors. Checkpoints and copies hold a shard as boxes of global
+tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,23 +17,25 @@ from braid.actors.stage.state.parameters import ParameterSlice, StageParameter
 
 @dataclass(kw_only=True, eq=False)
 class Shard:
-    """Elements ``begin`` to ``end`` of one parameter as a flat tensor, which this rank updates."""
+    """Elements ``begin`` to ``end`` of one flattened parameter, which this rank updates."""
 
     parameter: StageParameter
     begin: int
     end: int
     slices: tuple[ParameterSlice, ...]
-    """The boxes of global tensors that the shard holds; ``begin`` counts from the shard's first element."""
+    """Boxes of global tensors that the shard holds; `ParameterSlice.begin` counts from the shard's first
+    element.
+    """
 
     def __post_init__(self) -> None:
         parameter = self.parameter.tensor
         self.tensor = parameter if self.whole else parameter.view(-1)[self.begin : self.end]
-        """The shard of the parameter, a view."""
+        """View of the shard's elements in the parameter."""
         self._gradient: Tensor | None = None
 
     @property
     def gradient(self) -> Tensor:
-        """The shard of the gradient's sum, a view."""
+        """View of the shard's elements in the gradient sum."""
         assert self._gradient is not None, f"no gradient is kept of {self.slices[0].source.name}"
         return self._gradient
 
@@ -42,24 +45,26 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """True if the shard is all of the parameter."""
+        """Whether the shard is all of the parameter."""
         return self.end - self.begin == self.parameter.shape.numel()
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's shape if the shard is all of it, else one dim."""
+        """The parameter's shape if the shard is all of the parameter, else a 1-dim shape."""
         return self.parameter.shape if self.whole else torch.Size([self.end - self.begin])
 
 
 def shard_of(parameter: StageParameter, begin: int, end: int) -> Shard:
-    """Return the shard of elements ``begin`` to ``end`` of a parameter."""
+    """Return the shard that holds elements ``begin`` to ``end`` of a flattened parameter."""
     return Shard(
         parameter=parameter, begin=begin, end=end, slices=tuple(_within(parameter.slices, begin, end))
     )
 
 
 def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator[ParameterSlice]:
-    """Yield the boxes of slices that lie in elements ``first`` to ``last`` of a local parameter."""
+    """Yield the boxes of ``slices`` that lie in elements ``first`` to ``last`` of a flattened local
+    parameter.
+    """
     for piece in slices:
         low, high = max(first, piece.begin), min(last, piece.begin + prod(piece.sizes))
         if low == first and high == last == low + prod(piece.sizes):
@@ -75,9 +80,10 @@ def _within(slices: Sequence[ParameterSlice], first: int, last: int) -> Iterator
 def boxes_of_range(
     sizes: Sequence[int], begin: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield elements ``begin`` to ``end`` of a box as a flat tensor, as boxes in order: offsets and sizes.
+    """Yield (offsets, sizes) of boxes that, in order, are elements ``begin`` to ``end`` of a flattened box.
 
-    There are at most two boxes per dimension and one more: the rest of a row, whole rows, the begin of a row.
+    Per dimension there are at most two boxes, and one more in all: the end of a row, whole rows, the
+    beginning of a row.
     """
     if len(sizes) <= 1:
         if begin < end:
