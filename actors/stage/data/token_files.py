@@ -250,11 +250,3 @@ class TokenShards:
             out_S[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
-
-
-<<<<<<< /tmp/tmpdyouifdb/m
-# The order of samples: a keyed permutation per epoch, computed where it is asked for and never stored.
-=======
-# The order of samples is a keyed permutation per epoch, which is computed when needed and never stored.
-
->>>>>>> /tmp/tmpdyouifdb/t
