@@ -1,1 +1,1 @@
-"""Token files, and the samples that a rank reads in each step (`samples.py`, `token_files.py`, `sample_order.py`)."""
+"""Token files (`token_files.py`), and the samples that a rank reads (`samples.py`, `sample_order.py`)."""
