@@ -12,7 +12,7 @@ from typing import NamedTuple
 from braid.scheduling.mesh.mesh import is_tensor
 from braid.scheduling.model.operators import Parameters
 from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
-from braid.scheduling.schedule.code import Code, Frame, Stretch
+from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
     Compute,
@@ -82,7 +82,7 @@ class Sweep:
         """Sweep the next stretch; `CodeError` where an operation cannot run."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
-        start = (stretch.body, stretch.frames, before)
+        start = (_course(stretch.body), stretch.frames, before)
         if start not in self._swept:
             self._swept[start] = self._sweep(stretch, before)
         swept, after = self._swept[start]
@@ -158,6 +158,16 @@ class Sweep:
 
 
 _NEW = FrameState()
+
+
+def _course(body: Body) -> object:
+    """Return a key that is equal for bodies that change frames alike, as do messages of all micro-batches."""
+    if len(body.operations) == 1 and isinstance(only := body.operations[0], Start | Wait):
+        match only.what:
+            case Send(moved) | Receive(moved) as message:
+                kinds = type(only), type(message), moved.kind, moved.chunk
+                return *kinds, only.reads, only.writes, only.frees
+    return body
 
 
 def _begins(what: Gather | Reduce) -> bool:
