@@ -1,5 +1,5 @@
-"""Checkpoints of a run and where its state comes from after a failure.
+"""Checkpoints of a run, and the sources of its state after a failure.
 
-`saving.py` writes checkpoints, `manifest.py` says what a good one is, `homes.py` and `mirror.py` where they
-lie, `recovery.py` chooses the source of every shard.
+`saving.py` writes checkpoints, `manifest.py` defines a good checkpoint, `homes.py` and `mirror.py` know where
+checkpoints lie, `recovery.py` chooses the source of every shard.
 """
