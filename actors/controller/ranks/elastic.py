@@ -119,7 +119,8 @@ class Resizing:
     def look(
         self, group: WorkerGroup, config: Config, slowest: Straggler | None, step_s: float, steps_left: int
     ) -> Change | None:
-        """Return the change to make before the next step, if one is due; query the cluster at most once a second.
+        """Return the change to make before the next step, if one is due; query the cluster at most once a
+        second.
 
         ``step_s``: seconds that a step takes now.
         """

@@ -260,7 +260,8 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _ask(self, rank: int, question: str, *arguments: Any) -> None:
-        """Call ``pulse`` or ``interrupt`` of a rank at work; skip a pulse while an earlier one is unanswered."""
+        """Call ``pulse`` or ``interrupt`` of a rank at work; skip a pulse while an earlier one is
+        unanswered."""
 
     @abstractmethod
     def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:

@@ -1,4 +1,5 @@
-"""Counts what interrupts a run: failures, of which it tolerates a limited number, and changes of its ranks."""
+"""Counts what interrupts a run: failures, of which it tolerates a limited number, and changes of its
+ranks."""
 
 import contextlib
 import time

@@ -74,7 +74,8 @@ class RayLauncher:
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
     ) -> WorkerGroup:
-        """Place and start the actors; raise `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
+        """Place and start the actors; raise `NoRoomError` after ``cluster.placement_timeout_s`` without
+        room."""
         self.check(ranks)
         with contextlib.suppress(ValueError):  # there is none of that name
             remove_placement_group(get_placement_group(self._places))

@@ -67,7 +67,8 @@ class ProcessPlace:
 
 
 def check_loopback() -> None:
-    """Raise `ConfigError` if this machine cannot reach itself: its loopback is down, as in a new namespace."""
+    """Raise `ConfigError` if this machine cannot reach itself: its loopback is down, as in a new
+    namespace."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
@@ -105,7 +106,8 @@ class ProcessLauncher:
         self._config, self._places, self._serve = config, places, serve or _worker
 
     def check(self, ranks: int) -> None:
-        """Raise `ConfigError` if the ranks need more CPUs or GPUs than this machine has, or have no network."""
+        """Raise `ConfigError` if the ranks need more CPUs or GPUs than this machine has, or have no
+        network."""
         if self._places is None:
             check_loopback()
         check_room(self._config, ranks)

@@ -30,7 +30,8 @@ class Found:
     notes: tuple[str, ...] = ()
 
     def check_data(self, here: dict[str, Any]) -> None:
-        """Raise `CheckpointError` if other samples would come next than in the run that wrote the checkpoint."""
+        """Raise `CheckpointError` if other samples would come next than in the run that wrote the
+        checkpoint."""
         if odd := [key for key in here if self.manifest.data.get(key) != here[key]]:
             raise CheckpointError(
                 f"checkpoint {self.path} was trained with {odd[0]}={self.manifest.data.get(odd[0])!r}, "

@@ -45,7 +45,8 @@ class RunIdentity:
 
 
 def check_url(url: str) -> None:
-    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed here."""
+    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
+    here."""
     check_protocol(_KEY, url)
 
 
@@ -135,7 +136,8 @@ class Mirror:
         return steps_named(str(path).rsplit("/", 2)[1] for path in manifests)
 
     def collect(self, keep: int, keep_every: int, newest: int) -> None:
-        """Remove old copies by the same rule as in the run's own directory; ``newest``: the step copied last."""
+        """Remove old copies by the same rule as in the run's own directory; ``newest``: the step copied
+        last."""
         steps = [step for step in self.steps() if step <= newest]
         for step in to_be_removed(steps, keep, keep_every):
             folder = f"{self._root}/step-{step}"
@@ -145,7 +147,8 @@ class Mirror:
                 self._files.rm(folder, recursive=True)
 
     def manifest(self, step: int) -> Manifest:
-        """Read the manifest of a copy; raise `MirrorError` if the copy is another run's, or cannot be read."""
+        """Read the manifest of a copy; raise `MirrorError` if the copy is another run's, or cannot be
+        read."""
         with _using(self.url, f"step {step} cannot be copied"):
             manifest = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
         self._check_own(manifest.run, f"step-{step}")

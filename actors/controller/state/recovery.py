@@ -12,7 +12,7 @@ from braid.scheduling.mesh.mesh import MeshShape
 
 @dataclass(kw_only=True)
 class Interruption:
-    """What breaks off the steps of a run, and what became of it: a line of ``incidents.jsonl``."""
+    """An event that interrupts the steps of a run, and its outcome: a line of ``incidents.jsonl``."""
 
     kind: Literal["rank failed", "controller died", "resized"]
     text: str

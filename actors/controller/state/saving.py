@@ -314,7 +314,8 @@ class Saver:
         yield CheckpointSaved(step=step, path=str(path), seconds=seconds, stalled_seconds=stalled_s)
 
     def _failed(self, save: _Save, error: Exception | str) -> Told:
-        """Try again, elsewhere if the disk is full; after `_TRIES` tries let training go on without the save."""
+        """Try again, elsewhere if the disk is full; after `_TRIES` tries let training go on without the
+        save."""
         full = disk_is_full(save.home.directory, error)
         shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
         spare, what = self._homes.stores[-1], f"the checkpoint of step {save.step}"
