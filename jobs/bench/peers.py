@@ -82,7 +82,7 @@ class PeerPlan:
     kind: str
     config: Config
     shape: ModelShape
-    """Its experts are only trained by ``torch_ep``; others have an MLP in every layer."""
+    """Sizes of the model. Only ``torch_ep`` trains its experts; other peers have an MLP in every layer."""
     data: str = ""
     messages: bool = False
     """Whether collectives of tensor-parallel ranks are `MessageCollectives` instead of gloo's."""
@@ -192,9 +192,7 @@ class Peer:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             elif OF_EXPERTS in name and parameter.grad is not None:
-                parameter.grad /= (
-                    self._replicas
-                )  # losses were scaled for averaging, but this gradient is not averaged
+                parameter.grad /= self._replicas  # losses were scaled for a mean, but this is not averaged
             (parts if self._replicas == 1 or OF_EXPERTS in name else whole).append(parameter)
         sums = torch.stack((_square(parts), loss))
         dist.all_reduce(sums, group=self._group)

@@ -124,7 +124,7 @@ class LauncherResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark:
-    """Everything that `run` measured, and where."""
+    """All results of `run`, and the machine on which they were measured."""
 
     machine: Mapping[str, Any]
     loops: tuple[LoopResult, ...]

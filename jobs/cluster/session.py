@@ -110,7 +110,7 @@ def ray_session(config: Config) -> Iterator[None]:
             raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
         os.environ.pop(
             MARK, None
-        )  # Ray's processes have it; trackers and the page do not belong to the cluster
+        )  # only Ray's processes keep it: trackers and the page are not the cluster's
         stack.callback(ray.shutdown)
         if address in _FOUND_BY_RAY:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)

@@ -381,7 +381,7 @@ def _client(address: str, local: bool) -> Any:
 
 @contextlib.contextmanager
 def _answers() -> Iterator[None]:
-    """Turn Ray's complaints about a server into ours."""
+    """Convert Ray's errors about a server into `ConfigError` or `JobError`."""
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
 

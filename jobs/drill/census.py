@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass
 class Census:
-    """Counts over a process and all that it has started."""
+    """Counts over processes and all their descendants."""
 
     processes: int = 0
     threads: int = 0

@@ -122,9 +122,7 @@ class Hosts:
             _limit(host.namespace, device, mbit, message_bytes)
             if inside_mbit is not None:
                 host.ip("link", "set", "lo", "mtu", "1500")  # the bucket has no room for packets of 64 KB
-                _limit(
-                    host.namespace, "lo", 2 * inside_mbit, message_bytes
-                )  # both directions pass through it
+                _limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # lo carries both directions
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:

@@ -286,9 +286,7 @@ def _note_change(outcome: FaultOutcome, command: Command, since: float) -> None:
     """Record in ``outcome`` what the run reports of its first change of ranks after a fault."""
     change = command.incidents(since, resized=True)[0]
     begun = detected = change["time"]
-    if (
-        outcome.fault.kind == "node-lost"
-    ):  # ranks are missed first; only later is it clear that nothing replaces them
+    if outcome.fault.kind == "node-lost":  # ranks are missed first, then known to have no replacement
         missed = (line["time"] for line in command.events("restarted"))
         detected = min((when for when in missed if when >= outcome.fired), default=begun)
     kept = change["step"] - change["steps_lost"]

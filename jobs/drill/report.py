@@ -48,7 +48,7 @@ class FaultOutcome:
 
 @dataclass
 class Report:
-    """A whole drill."""
+    """Outcome of a whole drill."""
 
     outcomes: list[FaultOutcome]
     identical_losses: bool
