@@ -108,9 +108,7 @@ def ray_session(config: Config) -> Iterator[None]:
             raise
         except Exception as error:  # Ray raises bare exceptions, and others than it documents
             raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
-        os.environ.pop(
-            MARK, None
-        )  # only Ray's processes keep it: trackers and the page are not the cluster's
+        os.environ.pop(MARK, None)  # Ray's processes keep it; trackers and the page must not have it
         stack.callback(ray.shutdown)
         if address in _FOUND_BY_RAY:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
