@@ -42,7 +42,7 @@ from braid.scheduling.model.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run starts and ends, beside its configuration."""
+    """Options of how a run starts and ends, which are not part of its configuration."""
 
     resume: bool = False
     overwrite: bool = False

@@ -56,7 +56,7 @@ FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2", "mixed4")
 """Layouts in which neighbouring ranks share a host, as on a cluster; in the other layouts they are on two
 hosts, so that a link lies between them."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
-"""Baselines: `ddp` under that ZeRO stage."""
+"""Names of baselines that run `ddp`, and their ZeRO stage."""
 MIXTURE: Mapping[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.01}
 """Settings of layouts with experts: as many experts as Mixtral has, each as wide as the other layouts'
 MLP."""

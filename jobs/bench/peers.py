@@ -1,22 +1,22 @@
-"""The ways a PyTorch user has today to train one model on several ranks: public PyTorch over gloo.
+"""Trains one model on several ranks with public PyTorch over gloo, in all ways that users have today.
 
-Nothing of Braid is in them, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. One model
-is cut into pieces:
+They use nothing of Braid, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. Some peers
+cut one model into pieces:
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
 - ``torch_dualpipev``: two stages per rank, placed as a V, ``ScheduleDualPipeV`` as shipped: it runs the
   forward and the backward half of its overlapped actions one after the other.
-- ``torch_dualpipev_threads``: the same with `ThreadedOverlap` registered, which runs both halves at once.
+- ``torch_dualpipev_threads``: ``torch_dualpipev`` with `ThreadedOverlap`, which runs both halves at once.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
-Or every rank has a replica, and a share of the global batch:
+In other peers every rank has a replica, and a share of the global batch:
 
 - ``torch_ddp``: ``DistributedDataParallel`` with its own bucket size: gradients are summed bucket by bucket
   behind the last micro-batch's backward pass, not at all before it (``no_sync``).
 - ``torch_fsdp2``: ``fully_shard`` of every layer and of the rest: parameters are gathered for every forward
   and every backward pass; gradients, which every rank adds up whole, are scattered in the last one.
-- ``torch_fsdp2_kept``: the same, with parameters that are kept from the first forward pass of a step to the
+- ``torch_fsdp2_kept``: ``torch_fsdp2``, with parameters that are kept from the first forward pass of a step to the
   last backward pass, so that they are gathered once.
 - ``torch_ep``: ``torch_ddp`` of all parameters but those of experts, which are cut over ranks (`Mixture`).
 - ``torch_cp``: ``torch_ddp`` of ranks that have parts of the same samples (`ContextLayer`).
@@ -24,8 +24,8 @@ Or every rank has a replica, and a share of the global batch:
 The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
 reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
 sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
-network always. All else is the plain loop's (`braid.jobs.bench.plain_torch`), at a constant learning rate, so
-that losses are those of one process. Two things differ from GPUs: gloo's reduce-scatter moves twice the
+network always. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant learning rate,
+so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter moves twice the
 bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
 
 Legend: as in `braid.jobs.bench.plain_torch`.

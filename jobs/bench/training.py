@@ -92,7 +92,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """One rank of Braid against the plain loop. Ratios are Braid / plain."""
+    """Comparison of one rank of Braid with the plain loop. Ratios are Braid / plain."""
 
     case: str
     parameters: int

@@ -78,7 +78,7 @@ class MissingSourcesError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """One input file as it was found."""
+    """An input file of the corpus, as it was found."""
 
     path: str
     """Absolute path, or a URL."""
@@ -92,7 +92,7 @@ class Source:
 
     @property
     def facts(self) -> tuple[str, int, int]:
-        """Path, size and time."""
+        """Path, size and modification time, by which a file is recognised."""
         return self.path, self.size_bytes, self.modified_ns
 
 

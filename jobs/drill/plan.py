@@ -107,7 +107,7 @@ class NodeRange:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of a drill."""
+    """A fault of a drill, and when it occurs."""
 
     name: str
     kind: str

@@ -57,7 +57,7 @@ _QUARANTINE_S = 20.0
 
 
 class Drill:
-    """One drill."""
+    """Trains with and without faults, and compares the two runs."""
 
     _hosts: Hosts | None = None
     _nodes: Nodes | None = None

@@ -301,7 +301,7 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
 
 
 def presets_json() -> dict[str, Any]:
-    """All presets with their figures and sources."""
+    """Return all presets with their figures and sources."""
     return {
         "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
         "models": {

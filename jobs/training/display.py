@@ -43,7 +43,7 @@ _ETA_STEPS = 20
 
 
 def si(value: float) -> str:
-    """A number with a metric prefix: 12.3k, 4.5M."""
+    """Format a number with a metric prefix: 12.3k, 4.5M."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{suffix}"

@@ -1,4 +1,4 @@
-"""How many CPUs and how much memory this process may use, within the limits of its control groups (Linux)."""
+"""Counts the CPUs and the memory that this process may use, within its control groups' limits (Linux)."""
 
 import contextlib
 import os

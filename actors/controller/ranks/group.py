@@ -1,4 +1,4 @@
-"""The ranks of a run as the controller sees them, wherever they run."""
+"""The controller's interface to all ranks of a run, on whatever machines they run."""
 
 import contextlib
 import time
@@ -97,7 +97,7 @@ class WorkerGroup(ABC):
     """
 
     hosts: Sequence[str]
-    """The host of every rank: equal where ranks share memory and links, and fail together."""
+    """Host of every rank, by rank; equal for ranks that share memory and links, and fail together."""
     addresses: Sequence[str]
     """Address of every rank's node, by rank."""
 

@@ -1,4 +1,4 @@
-"""Processes between a command and its ranks: they end with the command, and not before it."""
+"""Makes processes between a command and its ranks end with the command, and not before it."""
 
 import contextlib
 import ctypes

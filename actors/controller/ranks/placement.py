@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: room for all of them at once, or an error that says what is missing."""
+"""Starts ranks as Ray actors: reserves room for all at once, or raises an error that says what is missing."""
 
 import contextlib
 import os
@@ -320,7 +320,7 @@ class ActorGroup(WorkerGroup):
         self._number(sorted(ranks))
 
     def shutdown(self) -> None:
-        """Ask every actor to leave its groups, then end it and give its place back."""
+        """Ask every actor to leave its groups, then end it and release its place."""
         reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
         leaving = [actor.close.remote() for actor in reachable]
         if leaving:

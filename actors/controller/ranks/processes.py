@@ -245,7 +245,8 @@ class ProcessGroup(WorkerGroup):
         }
 
     def shutdown(self) -> None:
-        """Ask every rank to end, then kill ranks that do not; a rank that is at work is not asked."""
+        """Ask every rank to end, then kill ranks that do not end; kill a rank that is at work without
+        asking."""
         for rank, child in enumerate(self._children):
             if rank in self._busy:
                 child.process.kill()

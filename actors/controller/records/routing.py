@@ -19,7 +19,7 @@ _COUNTS_A_RECORD: Final = 256
 """Average number of visit counts per record, some 2 KB: up to 32 layers of 8 experts, every record has all
 counts."""
 _PLACES: Final = 5
-"""Decimal places of ratios and shares."""
+"""Decimal places to which ratios and shares are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class CheckpointStore:
         spared: Collection[int] = (),
     ) -> None:
         """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
-        saves that never finished. What cannot be removed stands in `trouble`.
+        saves that never finished. `trouble` lists what cannot be removed.
 
         newest      the step that was saved last. Later steps belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
@@ -156,7 +156,7 @@ class CheckpointStore:
                 self._remove(path)
 
     def steps(self) -> list[int]:
-        """Steps of the published checkpoints, oldest first."""
+        """Return the steps of the published checkpoints, oldest first."""
         return steps_named(path.name for path in self.directory.iterdir()) if self.directory.is_dir() else []
 
     def run_of(self, step: int) -> str | None:
