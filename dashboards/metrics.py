@@ -123,7 +123,7 @@ class Exporter:
         """Stages and ranks for which a gauge last had values, by metric."""
         for metric in METRICS.values():
             if metric.source == "events.jsonl" and metric.kind == "counter":
-                sink.tell(metric, (run,), 0)  # or the first event is no increase, and nobody is told
+                sink.tell(metric, (run,), 0)  # else the first event would raise no alert
 
     def take(self, source: str, line: Mapping[str, Any]) -> None:
         """Process the next line of a run's file, or the whole content of ``predicted.json`` or

@@ -84,7 +84,7 @@ def train(
     ):
         try:
             result = run(resolved, options, surviving(display.show))
-        except SecondSignalError as error:  # of which typer would say nothing
+        except SecondSignalError as error:  # typer would print nothing about it
             complain(str(error))
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:

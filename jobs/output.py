@@ -197,7 +197,7 @@ def background(stream: TextIO) -> Iterator[TextIO]:
 
 def surviving(show: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``show`` so that its exceptions do not end training; the first exception is reported."""
-    from braid.actors.controller.ranks.group import StoppedError  # here: no help needs it
+    from braid.actors.controller.ranks.group import StoppedError  # help texts do not need it
 
     failed = False
 

@@ -26,7 +26,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        bound = inputs**-0.5  # as of nn.Linear
+        bound = inputs**-0.5  # the same bound as in nn.Linear
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs).uniform_(-bound, bound))
 
     def forward(self, x_nI: Tensor, ends_L: Tensor) -> Tensor:

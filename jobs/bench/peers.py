@@ -16,17 +16,17 @@ In other peers every rank has a replica, and a share of the global batch:
   behind the last micro-batch's backward pass, not at all before it (``no_sync``).
 - ``torch_fsdp2``: ``fully_shard`` of every layer and of the rest: parameters are gathered for every forward
   and every backward pass; gradients, which every rank adds up whole, are scattered in the last one.
-- ``torch_fsdp2_kept``: ``torch_fsdp2``, with parameters that are kept from the first forward pass of a step to the
-  last backward pass, so that they are gathered once.
+- ``torch_fsdp2_kept``: ``torch_fsdp2``, with parameters that are kept from the first forward pass of a step
+  to the last backward pass, so that they are gathered once.
 - ``torch_ep``: ``torch_ddp`` of all parameters but those of experts, which are cut over ranks (`Mixture`).
 - ``torch_cp``: ``torch_ddp`` of ranks that have parts of the same samples (`ContextLayer`).
 
-The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
-reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
-sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
-network always. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant learning rate,
-so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter moves twice the
-bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
+The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and
+one reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss
+on sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on
+the network always. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant
+learning rate, so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter
+moves twice the bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
 
 Legend: as in `braid.jobs.bench.plain_torch`.
 """
@@ -293,7 +293,7 @@ class PeerRank:
     `braid.actors.stage.rank.worker.Worker`."""
 
     def __init__(self, rank: int, address: str) -> None:
-        keep_freed_memory()  # as ranks of Braid do
+        keep_freed_memory()  # Braid's ranks do the same
         self.rank = rank
         self._membership = Membership(address)
         self._memory = PeakMemory(self._membership.device)

@@ -99,11 +99,11 @@ class LoopResult:
     tokens_per_step: int
     timing: Mapping[str, Timing]
     memory: Mapping[str, Memory]
-    speed_ratio: Spread  # of tokens per second of wall clock, round by round
-    cpu_speed_ratio: Spread  # of tokens per second of CPU, round by round
-    memory_ratio: float  # of peaks above imports
-    peak_ratio: float  # of whole peaks
-    loss_difference: float  # relative, after the last step: both did the same work
+    speed_ratio: Spread  # ratio of tokens per wall-clock second, round by round
+    cpu_speed_ratio: Spread  # ratio of tokens per CPU second, round by round
+    memory_ratio: float  # ratio of peaks above the memory of imports
+    peak_ratio: float  # ratio of whole peaks
+    loss_difference: float  # relative difference of the losses after the last step: both did the same work
 
 
 @dataclass(frozen=True, kw_only=True)

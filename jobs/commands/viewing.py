@@ -133,7 +133,7 @@ def _show_all(run: Path, rank: int | None, follow: bool) -> None:
                 file = files[number]
                 _show(number, file, whole=not over)
                 now, read = log.stat(), os.fstat(file.fileno())
-                if now.st_ino != read.st_ino or now.st_size < file.tell():  # or has begun anew
+                if now.st_ino != read.st_ino or now.st_size < file.tell():  # replaced or truncated
                     files.pop(number).close()
         sys.stdout.flush()
         if over:

@@ -35,7 +35,7 @@ Format = Literal["text", "jsonl", "parquet"]
 
 
 def _zstd(file: BinaryIO) -> Any:
-    import pyarrow as pa  # here: it takes a while to load
+    import pyarrow as pa  # imported here, because it loads slowly
 
     return io.BufferedReader(pa.CompressedInputStream(file, "zstd"))
 

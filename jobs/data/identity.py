@@ -91,7 +91,7 @@ class DataRequest:
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = {source.path: source for source in sources if source.path not in self._contents}
-        digests = {  # of URLs without fetching them twice
+        digests = {  # versions of URLs, which need not be fetched twice
             path: f"{s.size_bytes}@{s.modified_ns}" for path, s in new.items() if is_url(path)
         }
         unread = [path for path in new if path not in digests]

@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
-        from tokenizers import Tokenizer as Backend  # here: the bytes tokenizer must start fast
+        from tokenizers import Tokenizer as Backend  # imported here, so that the bytes tokenizer starts fast
 
         try:
             content = path.read_bytes()
@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(rules + content).hexdigest()
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._backend.add_special_tokens([self.end_token])  # it may have been added as one that text makes
+        self._backend.add_special_tokens([self.end_token])  # it may have been added as a normal token
         self._backend.encode_special_tokens = True
 
     @property

@@ -147,7 +147,7 @@ def two_hosts() -> Iterator[Hosts]:
     check_hosts()
     _remove_orphans()
     mark = f"{os.getpid():x}"
-    halves = separate_places(2)  # of the CPUs: hosts do not share them
+    halves = separate_places(2)  # halves of the CPUs: hosts do not share them
     first = Host(f"braid-{mark}-0", "10.77.0.1", halves[0].cpus)
     second = Host(f"braid-{mark}-1", "10.77.0.2", halves[1].cpus)
     hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
@@ -218,7 +218,7 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
     """
 
     def ask() -> None:
-        enter_namespace(namespace)  # of this thread, which ends here
+        enter_namespace(namespace)  # only this thread enters it, and ends here
         attributes = b"".join(
             struct.pack("=HHI", 8, kind, most_bytes)
             for kind in (_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE)

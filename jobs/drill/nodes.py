@@ -238,7 +238,7 @@ def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOu
         lambda: _ranks(command) == fault.nodes_after and bool(command.incidents(begun, resized=True)),
     )
     if fault.kind == "node-drained":
-        nodes.lose(node)  # as was announced
+        nodes.lose(node)  # the announced loss
     if fault.kind != JOINS:
         command.wait(f"Ray to know of {fault.name}", lambda: not nodes.alive(node))
     _note_change(outcome, command, begun)

@@ -113,7 +113,7 @@ class Drill:
             self._nodes = None
             steps = self._command.step()  # with faults of nodes, the number of steps is known only now
             self._progress(f"the undisturbed run, {steps} steps")
-            self._start(WHOLE, resume=False, until=steps)  # with faults that make both runs skip a step
+            self._start(WHOLE, resume=False, until=steps)  # faults that skip a step occur in both runs
             self._wait_for_end(WHOLE)
             return self._compare(time.monotonic() - begin, held)
 
@@ -169,7 +169,7 @@ class Drill:
             needed["parallel"] = asdict(degrees)
         elif self._counts:
             needed["cluster"]["launcher"] = "processes"
-            base = base.model_copy(update={"elastic": ElasticConfig()})  # with fixed ranks
+            base = base.model_copy(update={"elastic": ElasticConfig()})  # the number of ranks stays fixed
         content: dict[str, Any] = {}
         for layer in (defaults, base.model_dump(mode="json", exclude_unset=True), needed):
             for key, value in layer.items():

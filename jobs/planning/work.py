@@ -122,7 +122,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
 
 def _decided(job: Request, setting: Setting) -> Outcome:
     """Decide a layout under the configuration's schedule or, with ``auto``, under the best one."""
-    space = PART_BY_PART if job.profile is None else EVERYTHING  # with measured costs: as `braid train`
+    space = PART_BY_PART if job.profile is None else EVERYTHING  # measured costs: as `braid train` does
     bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
     auto = job.config.overlap.schedule == AUTO
     return decide(searched_schedules(setting) if auto else [setting], bench_of, over, space)[0]

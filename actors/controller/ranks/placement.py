@@ -263,7 +263,7 @@ class ActorGroup(WorkerGroup):
                 raise StoppedError
             if waiting and not _placed(self._group, self._timeout_s, self._stopped):
                 homeless = [ranks[call] for call in waiting]
-                self._gone.update(homeless)  # they will never answer
+                self._gone.update(homeless)  # these ranks will never answer
                 raise NoRoomError(_no_place(homeless))
         self._nodes = self.call_all(StageActor.node)
 
@@ -299,7 +299,7 @@ class ActorGroup(WorkerGroup):
                 outcomes.append((rank, (ray.get(reference),)))
             except RayTaskError as error:
                 outcomes.append((rank, raised(rank, error.cause, trace=str(error))))
-            except RayError as error:  # it died, or its node cannot be reached
+            except RayError as error:  # the actor died, or its node cannot be reached
                 text = f"its actor died: {str(error).splitlines()[0]}"
                 outcomes.append((rank, WorkerError(rank, text, died=True)))
         return outcomes, answers

@@ -76,12 +76,12 @@ def _remove_orphans(place: Path) -> None:
     """Remove folders of this user whose processes were killed before they could remove them."""
     with contextlib.suppress(OSError):
         for folder in place.iterdir():
-            with contextlib.suppress(OSError, ConfigError):  # it has gone, or somebody holds it
+            with contextlib.suppress(OSError, ConfigError):  # the folder is gone, or a process holds its lock
                 match, status = _NAME.fullmatch(folder.name), folder.lstat()
                 if not match or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                     continue  # others may plant names and links
                 if not (folder / _LOCK).exists() and Path(f"/proc/{match[1]}").exists():
-                    continue  # it is being made
+                    continue  # the folder is being made
                 lock = FileHold(folder / _LOCK)
                 lock.take(0)
                 shutil.rmtree(folder, ignore_errors=True)

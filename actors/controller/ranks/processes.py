@@ -178,7 +178,7 @@ class ProcessGroup(WorkerGroup):
             daemon=True,
         )
         with signals_held():
-            resource_tracker.ensure_running()  # which ends by letting this thread receive signals again
+            resource_tracker.ensure_running()  # unblocks signals in this thread at its end
         with signals_held():
             process.start()
         theirs.close()
@@ -217,7 +217,7 @@ class ProcessGroup(WorkerGroup):
                     outcomes.append((rank, self._ended(rank)))
                     continue
                 if not self._owed[rank]:
-                    outcomes.append((rank, outcome))  # else the answer to a call that nobody waits for
+                    outcomes.append((rank, outcome))  # else it answers a call that nobody waits for
         return outcomes, answers
 
     def _ended(self, rank: int) -> WorkerError:
@@ -228,7 +228,7 @@ class ProcessGroup(WorkerGroup):
         return WorkerError(rank, text, died=True)
 
     def _kill(self, rank: int) -> None:
-        self._asked.pop(rank, None)  # it answers nothing more, and its pipe is closed
+        self._asked.pop(rank, None)  # the rank answers no more, and its pipe is closed
         self._children[rank].kill()
 
     def _restart(self, ranks: Sequence[int]) -> None:
@@ -327,7 +327,7 @@ def _run(
         os.sched_setaffinity(0, place.cpus)
     for number in HELD:  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # what is ignored is ignored by a rank's children, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # children of a rank inherit ignored signals
     served: list[Any] = []
     threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)

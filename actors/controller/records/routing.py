@@ -131,7 +131,7 @@ def _rank_imbalance(
     Tensor-parallel ranks each have a part of the width of the same experts, so they compute the same rows.
     """
     mesh = layout.mesh
-    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # of ranks that exchange tokens
+    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # ranks that exchange tokens
     visits_LGE = np.stack([_added(layers, shape.experts, (ranks[r] for r in group)) for group in groups], 1)
     rows_LG_ranks = visits_LGE.reshape(*visits_LGE.shape[:2], layout.ep, -1).sum(3)
     # A group of another stage has no rows of a layer; all groups with rows of a layer have equally many.

@@ -128,7 +128,7 @@ class RunDirectory:
         self.identity = identity_of(self.path, config.name, mark if resume else "")
         """Identity that distinguishes this run's checkpoints from others'."""
         self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
-        if self._replaces and not overwrite:  # of somebody who was faster
+        if self._replaces and not overwrite:  # another command began a run first
             self.close()
             check_run_directory(config, resume=resume, overwrite=overwrite)
 

@@ -90,7 +90,7 @@ class CheckpointStore:
         if replaces := final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
             for leftover in self.directory.glob(f"step-{step}.replaced-*"):
-                self._remove(leftover)  # or a crash would leave two, with no way to tell which one is whole
+                self._remove(leftover)  # else a crash would leave two, without a sign of which is whole
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)

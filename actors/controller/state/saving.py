@@ -331,7 +331,7 @@ class Saver:
         self._save, self._failed_at = None, time.monotonic()
         self.why_not = "does not fit on the disk" if full else f"failed ({error})"
         if full and self._failed_at < self._silent_until:
-            return  # it was told
+            return  # the full disk was reported before
         self._silent_until = self._failed_at + self._silence_s
         self._silence_s *= 2
         text = f"{what} {self.why_not}; training goes on"
