@@ -1,7 +1,7 @@
-"""What a run tells Prometheus: an `Exporter` of its files' lines, and two places for the readings.
+"""Exports a run's metrics to Prometheus: an `Exporter` of its files' lines, and two sinks for the readings.
 
-The metrics are in ``metrics.yaml``. `PrometheusSink` keeps readings for a scrape of the page; `RaySink` hands
-them to Ray's metrics agents.
+The metrics are defined in ``metrics.yaml``. `PrometheusSink` keeps readings until the page is scraped;
+`RaySink` passes them to Ray's metrics agents.
 """
 
 import contextlib
@@ -18,12 +18,14 @@ from braid.dashboards.run_files import flat
 from braid.scheduling.text.yaml_text import parse_yaml
 
 STEP_BUCKETS: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
-"""Upper bounds in seconds, five per decade, 10 ms to 250 s: a step that takes 1.6 times as long moves on."""
+"""Upper bounds in seconds, five per decade, 10 ms to 250 s: a step that takes 1.6 times as long moves to the
+next bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """An entry of ``metrics.yaml``, which explains the fields; ``source`` is the file of the run."""
+    """An entry of ``metrics.yaml``, which explains the fields; ``source`` is the run's file that holds the
+    values."""
 
     name: str
     source: str
@@ -49,11 +51,11 @@ METRICS: Final = {
 """Every metric, by name."""
 
 _METHODS: Final = {"gauge": "set", "counter": "inc", "histogram": "observe"}
-"""How a metric is told a value, in prometheus_client and in Ray."""
+"""Method that sets a metric's value, in prometheus_client and in Ray."""
 
 
 class PrometheusSink:
-    """Keeps readings in a registry of its own, which prometheus_client shows as text."""
+    """Keeps readings in its own registry, which prometheus_client formats as text."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -65,20 +67,20 @@ class PrometheusSink:
         }
 
     def tell(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        """Take a gauge's value, what a counter grew by (0: it exists), or a histogram's next value."""
+        """Take a gauge's value, a counter's increment (0 creates it), or a histogram's next value."""
         getattr(self._metrics[metric.name].labels(*labels), _METHODS[metric.kind])(value)
 
     def forget(self, metric: Metric, labels: tuple[str, ...]) -> None:
-        """A gauge has no value any more, if it had one: its rank is gone."""
+        """Remove a gauge's value, if it has one, because its rank is gone."""
         with contextlib.suppress(KeyError):
             self._metrics[metric.name].remove(*labels)
 
 
 class RaySink:
-    """Passes readings on to Ray, whose agents serve them on every node; Ray puts ``ray_`` before the names.
+    """Passes readings to Ray, whose agents serve them on every node; Ray prefixes the names with ``ray_``.
 
-    ``module`` is ``ray.util.metrics``: who has Ray hands it over, dashboards do not know it. Ray never shows
-    a value that is not a number.
+    ``module`` is ``ray.util.metrics``, passed in by callers that have Ray, as dashboards do not import it.
+    Ray never shows NaN values.
     """
 
     def __init__(self, module: Any) -> None:
@@ -91,7 +93,8 @@ class RaySink:
         self._gauges: dict[tuple[Metric, tuple[str, ...]], float] = {}
 
     def tell(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        """As `PrometheusSink.tell`; Ray refuses 0 of a counter, which shows up with its first increment."""
+        """Take a value like `PrometheusSink.tell`; Ray refuses 0 for a counter, which appears with its first
+        increment."""
         if metric.kind == "gauge":
             self._gauges[metric, labels] = value
         if metric.kind != "counter" or value > 0:
@@ -99,31 +102,32 @@ class RaySink:
             getattr(self._metrics[metric.name], _METHODS[metric.kind])(value, tags=tags)
 
     def forget(self, metric: Metric, labels: tuple[str, ...]) -> None:
-        """A gauge has no value any more; Ray drops it two report intervals later."""
+        """Forget a gauge's value; Ray drops it two report intervals later."""
         self._gauges.pop((metric, labels), None)
 
     def refresh(self) -> None:
-        """Tell all gauges again: Ray (2.60) drops a gauge that is silent for two report intervals, 20 s."""
+        """Send all gauges again: Ray (2.60) drops a gauge that is silent for two report intervals, 20 s."""
         for (metric, labels), value in list(self._gauges.items()):
             self.tell(metric, labels, value)
 
 
 class Exporter:
-    """Turns the lines of one run's files into readings; fields that are missing or null are left out."""
+    """Turns the lines of one run's files into readings; missing fields and null are skipped."""
 
     def __init__(self, sink: PrometheusSink | RaySink, run: str) -> None:
         self._sink, self._run = sink, run
         self._ranks_of_a_stage = 1
         self._sums: dict[tuple[str, int], float] = {}
-        """What cumulative fields held last, by metric and rank."""
+        """Last values of cumulative fields, by metric and rank."""
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """Stages and ranks of gauges' last values, by metric."""
+        """Stages and ranks for which a gauge last had values, by metric."""
         for metric in METRICS.values():
             if metric.source == "events.jsonl" and metric.kind == "counter":
-                sink.tell(metric, (run,), 0)  # or the first event is no increase, and nobody is told
+                sink.tell(metric, (run,), 0)  # else the first event would raise no alert
 
     def take(self, source: str, line: Mapping[str, Any]) -> None:
-        """The next line of a file of the run; all of its ``predicted.json`` and ``config.yaml``."""
+        """Process the next line of a run's file, or the whole content of ``predicted.json`` or
+        ``config.yaml``."""
         kind, tokens, values = line.get("kind"), line.get("tokens"), flat(line)
         if source == "config.yaml":  # its degrees give ranks their stages
             degrees = [(line.get("parallel") or {}).get(axis) for axis in ("dp", "tp", "cp")]
@@ -144,7 +148,7 @@ class Exporter:
                 self._tell_ranks(metric, value)
 
     def _tell_ranks(self, metric: Metric, values: Sequence[Any]) -> None:
-        # ranks count through a stage before the next one
+        # ranks are numbered through a stage before the next one
         places = [(str(rank // self._ranks_of_a_stage), str(rank)) for rank in range(len(values))]
         if metric.kind == "gauge":
             for place in set(self._places.get(metric.name, ())) - set(places):
@@ -154,11 +158,11 @@ class Exporter:
             if metric.cumulative and _finite(value):
                 before = self._sums.get((metric.name, rank), 0.0)
                 self._sums[metric.name, rank] = value
-                value -= before if value >= before else 0  # a rank that began anew counts from 0 again
+                value -= before if value >= before else 0  # a rank that was restarted counts from 0 again
             self._tell(metric, value, place)
 
     def _tell(self, metric: Metric, value: Any, place: tuple[str, ...] = ()) -> None:
-        """Tell a number; of what is no number only a gauge: a sum would never recover from it."""
+        """Pass on a number; NaN and infinities only to gauges, as a sum would never recover from them."""
         if _finite(value) or (metric.kind == "gauge" and isinstance(value, float)):
             value = max(value, 0) if metric.kind == "counter" else value
             self._sink.tell(metric, (self._run, *place), value)

@@ -1,4 +1,4 @@
-"""Feeds an `Exporter` from a run directory: what has been written since the last time."""
+"""Feeds an `Exporter` from a run directory with lines written since the last call."""
 
 import asyncio
 import contextlib
@@ -20,23 +20,25 @@ from braid.scheduling.text.yaml_text import parse_yaml
 
 
 class MetricsFeed:
-    """The files of one run, each line told once; one feed for a sink, or counters would count twice.
+    """Reads the files of one run and passes on each line once; a sink needs a single feed, or counters count
+    twice.
 
-    A run that goes back some steps cuts its files: the steps that run again are told again, others are not.
+    A run that goes back some steps truncates its files: steps that run again are passed on again, others are
+    not.
     """
 
     def __init__(self, run: Path, sink: PrometheusSink | RaySink, since: float = -math.inf) -> None:
-        """Lines that are there first, with a ``time`` up to ``since`` (Unix time in seconds), are history and
-        not told."""
+        """Lines found at the first reading, with a ``time`` up to ``since`` (Unix time in seconds), are
+        history and are not passed on."""
         self._run, self._since = run, since
         self._exporter = Exporter(sink, str(_mapping(run / "config.yaml").get("name", run.name)))
         self._facts: dict[str, tuple[int, int, int] | None] = {}
         self._files = [GrowingLines(run / f"{name}.jsonl") for name in ("events", "metrics", "ranks")]
         self._seen: set[int] = set()
-        """Of all lines that were read, by their hashes: a file that was cut is read again."""
+        """Hashes of all lines that were read, since a truncated file is read again."""
 
     def refresh(self) -> None:
-        """Pass on what is new; files that are missing or half written are left for later."""
+        """Pass on new lines; missing or half-written files are left for later."""
         for path in (self._run / "config.yaml", self._run / "predicted.json"):
             if (facts := file_facts(path)) != self._facts.get(path.name):
                 self._facts[path.name] = facts
@@ -48,7 +50,7 @@ class MetricsFeed:
         self._since = -math.inf
 
     def _new(self, name: str, lines: list[bytes]) -> list[bytes]:
-        """Those that were not read before, and are no history; lines stand in order of time."""
+        """Return lines that were not read before and are not history; lines are in order of time."""
         marks = [hash((name, line)) for line in lines]
         new = [line for line, mark in zip(lines, marks, strict=True) if mark not in self._seen]
         self._seen.update(marks)
@@ -63,7 +65,7 @@ def _time(line: bytes) -> float:
 
 
 def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:
-    """``GET /metrics``: a run in Prometheus' text format. Files are read when somebody asks."""
+    """Return the route ``GET /metrics``: a run in Prometheus' text format. Files are read at each request."""
     sink = PrometheusSink()
     feed = MetricsFeed(run, sink, since)
     reading = asyncio.Lock()
@@ -80,7 +82,7 @@ def metrics_route(run: Path, since: float = -math.inf) -> web.RouteDef:
 
 @contextlib.contextmanager
 def told_to_ray(run: Path, module: Any, every_s: float = 5.0) -> Iterator[None]:
-    """Tell Ray what a run does from now on, while the block lasts; ``module``: ``ray.util.metrics``."""
+    """Pass a run's new metrics to Ray for the length of the block; ``module``: ``ray.util.metrics``."""
     sink, over = RaySink(module), threading.Event()
     feed = MetricsFeed(run, sink, since=time.time())
 
@@ -100,7 +102,7 @@ def told_to_ray(run: Path, module: Any, every_s: float = 5.0) -> Iterator[None]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a file of YAML, as JSON is too; an empty one where there is none."""
+    """Read the mapping in a YAML or JSON file; an empty one if there is none."""
     try:
         content = read_parsed(path, lambda text: parse_yaml(text, path.name))
     except ValueError:

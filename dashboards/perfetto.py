@@ -1,8 +1,8 @@
-"""Spans, measured or simulated, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Converts spans, measured or simulated, to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process per rank; a lane for compute, one for each link, and one for waiting until a peer too has issued a
-collective. Strands differ in colour; blocks stand above the operators that they hold; arrows lead from a
-message between stages to the block that it arrives for.
+Each rank is a process, with a lane for compute, one for each link, and one for waiting until a peer, too, has
+issued a collective. Strands differ in colour; blocks are shown above the operators that they contain; arrows
+lead from a message between stages to the block that needs it.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from braid.scheduling.trace.batches import Batch, begin_of
 from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS, Label
 
 _NAMES: Final = ("blocks", "compute", "intra-node", "inter-node", "waiting for a peer")
-"""Of the lanes of a rank, by number."""
+"""Names of the lanes of a rank, by lane number."""
 _LANES: Final = {"block": 0, "paired block": 0, "waiting": 4}
 _STREAMS: Final = {Stream.COMPUTE: 1, Stream.INTRA: 2, Stream.INTER: 3}
 _COLOURS: Final = {
@@ -24,19 +24,19 @@ _COLOURS: Final = {
     ("beta", "forward"): "rail_animation",
     ("beta", "backward"): "rail_load",
 }
-"""Of Chrome's palette, whose names are all that the format has."""
+"""Colours from Chrome's palette; the format allows only their names."""
 _Key = tuple[int, int, int, str]
-"""Step, micro-batch, chunk and direction: a block, whichever rank runs it."""
+"""Step, micro-batch, chunk and direction: identifies a block, whichever rank runs it."""
 _Event = dict[str, Any]
 
 
 def perfetto_trace(batches: Sequence[Batch]) -> str:
-    """The trace of some steps as JSON text; times in microseconds from the first span's begin."""
+    """Return the trace of some steps as JSON text; times in microseconds from the first span's begin."""
     begin = begin_of(batches)
     events = [name for rank in sorted({batch.rank for batch in batches}) for name in _names(rank)]
     sent: dict[_Key, list[_Event]] = defaultdict(list)
     first: dict[_Key, dict[int, _Event]] = defaultdict(dict)
-    """By rank, the event that a block begins with."""
+    """For each block, by rank, the event with which it begins."""
     for batch in batches:
         for record in batch.records:
             label = batch.labels[record["label"]]
@@ -89,10 +89,11 @@ def _names(rank: int) -> Iterator[_Event]:
 def _arrows(
     sent: Mapping[_Key, list[_Event]], first: Mapping[_Key, Mapping[int, _Event]]
 ) -> Iterator[_Event]:
-    """From each message to the begin of the block that it is for, on the stage that it goes to.
+    """Yield arrows from each message to the begin of the block that needs it, on the receiving stage.
 
-    All ranks of a stage run the same blocks, and a rank sends to the rank at the same place of the next
-    stage. Ranks of a stage follow each other, so that the place is the rank's among those that run the block.
+    All ranks of a stage run the same blocks, and a rank sends to the rank at the same position of the next
+    stage. Ranks of a stage are numbered consecutively, so the position is the rank's index among those that
+    run the block.
     """
     number = 0
     for key, messages in sent.items():

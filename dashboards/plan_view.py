@@ -1,4 +1,4 @@
-"""What was decided, as plain containers for the page: schedule, pairing, overlap effectiveness."""
+"""Converts decisions to plain containers for the page: schedule, pairing, overlap effectiveness."""
 
 from dataclasses import asdict
 from typing import Any, Final
@@ -15,7 +15,7 @@ _MOST_CELLS: Final = 4000
 
 
 def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]:
-    """The schedule's outline and its longest programs of several passes, operators with their solo times.
+    """Return the schedule's outline and its longest programs of several passes, with operators' solo times.
 
     Programs of a forward beside a backward pass come first.
     """
@@ -37,7 +37,7 @@ def schedule_view(schedule: Schedule, profile: Profile | None) -> dict[str, Any]
 
 
 def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[dict[str, Any]]:
-    """The program in its order of issue, each operator with its solo time."""
+    """Return a program's actions in order of issue, each operator with its solo time."""
     solo = {} if profile is None else profile.solo_ns
     made: list[dict[str, Any]] = []
     for action in program[:_MOST_ACTIONS]:
@@ -59,7 +59,7 @@ def _actions(sides: Sides, program: Program, profile: Profile | None) -> list[di
 
 
 def effectiveness_view(profile: Profile) -> dict[str, Any] | None:
-    """The table of overlap effectiveness; None where the profile does not say, or says too much."""
+    """Return the table of overlap effectiveness; None if the profile does not have it, or it is too large."""
     try:
         found = effectiveness(profile)
     except ValueError:

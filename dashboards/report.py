@@ -1,6 +1,6 @@
-"""One self-contained HTML file of a run: the live page with what its server would answer inside.
+"""Writes a run as one self-contained HTML file: the live page with its server's answers inside.
 
-The page's own modules run as they are; their requests are answered from the file. It needs no network, no
+The page's own modules run unchanged; their requests are answered from the file. It needs no network, no
 server and no other file, and shows the last steps' timelines.
 """
 
@@ -13,7 +13,7 @@ from braid.dashboards.run_data import RANKS_AT_ONCE, RunData, compact_json
 
 _STEPS: Final = 3
 _MOST_RANKS: Final = 64
-"""Of so many last steps and first ranks the timelines are in the file."""
+"""Numbers of last steps and of first ranks whose timelines are in the file."""
 
 _SCRIPT: Final = """
 const { answers, modules } = JSON.parse(document.getElementById("run").textContent);
@@ -50,7 +50,7 @@ import(addressOf("main.js"));
 
 
 def report_html(run: Path) -> str:
-    """The report of a run directory. `ValueError` if it holds no run."""
+    """Return the report of a run directory as HTML. Raise `ValueError` if it holds no run."""
     data = RunData(run)
     data.check()
     news = data.refresh()
@@ -70,7 +70,7 @@ def report_html(run: Path) -> str:
 
 
 def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
-    """What the server would answer, by request."""
+    """Return what the server would answer, by request."""
     state = data.state()
     traced: list[int] = state["traced"][-_STEPS:]
     timelines = {}
@@ -89,7 +89,7 @@ def _answers(data: RunData, news: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inside_html(content: Any) -> str:
-    """JSON that cannot end the element around it."""
+    """Return JSON that cannot end the HTML element around it."""
     return (
         compact_json(content)
         .replace("<", "\\u003c")

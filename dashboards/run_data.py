@@ -1,7 +1,7 @@
-"""A run directory as views for people: what it is, its steps, its ranks, its traces; read while it grows.
+"""Reads a run directory as views for people, while it grows: description, steps, ranks, traces.
 
-Nothing is read but the files of a run that are known by name; what is missing is left out, what is damaged
-is named in ``trouble``. Steps count from 1 here, as in ``metrics.jsonl``; in traces they count from 0.
+Only files with known names are read; missing ones are skipped, damaged ones are named in ``trouble``. Steps
+count from 1 here, as in ``metrics.jsonl``; in traces they count from 0.
 """
 
 import json
@@ -43,17 +43,17 @@ PREDICTED: Final = "trace/predicted.arrows"
 _JSON: Final = [f"{name}.json" for name in ("model", "cluster", "profile", "predicted", "report")]
 DESCRIPTIONS: Final = ("config.yaml", "schedule.txt", PREDICTED, *_JSON)
 RANKS_AT_ONCE: Final = 16
-"""Ranks in one answer with a timeline."""
+"""Number of ranks in one timeline answer."""
 
 _RANK_LINES: Final = 128
 _RANKS_TAIL_BYTES: Final = 64 << 20
 _SPAN_STEPS: Final = (4, 32)
-"""Fewest and most steps of spans that are kept in memory."""
+"""Fewest and most steps whose spans are kept in memory."""
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What does not change from step to step."""
+    """The parts of a run that do not change from step to step."""
 
     content: dict[str, Any]
     layout: ParallelLayout | None
@@ -62,13 +62,13 @@ class _Described:
 
 
 class RunData:
-    """One run directory, for one caller at a time; `refresh` first."""
+    """Views of one run directory, for one caller at a time; call `refresh` first."""
 
     def __init__(self, directory: Path) -> None:
-        directory = directory.resolve()  # it may be a link itself; what is in it may not
+        directory = directory.resolve()  # the directory may itself be a link; files in it may not
         self.directory = directory
         self._reader = secrets.token_hex(8)
-        """Of no other server: the numbers of versions begin anew with each."""
+        """Random id that distinguishes this server from others, as version numbers start anew with each."""
         self._facts: dict[str, tuple[int, int, int] | None] = {}
         self._version = 0
         self._described = _Described({}, None, 0, {})
@@ -76,9 +76,9 @@ class RunData:
         self._ranks = GrowingLines(directory / "ranks.jsonl", most=_RANKS_TAIL_BYTES)
         self._events = GrowingLines(directory / "events.jsonl")
         self._rows: list[dict[str, Any]] = []
-        """The numbers of every step (`step_row`)."""
+        """Numbers of every step (`step_row`)."""
         self._visits: dict[str, Any] | None = None
-        """Of every expert, in the newest step that tells."""
+        """Visits of every expert, from the newest step that records them."""
         self._rank_lines: deque[dict[str, Any]] = deque(maxlen=_RANK_LINES)
         self._event_lines: list[dict[str, Any]] = []
         self._trace = TraceFolder(directory / "trace")
@@ -96,8 +96,8 @@ class RunData:
             )
 
     def refresh(self) -> dict[str, Any]:
-        """Read what is new. Returns small numbers that change when something else does: what a page asks for
-        anew."""
+        """Read new content. Return version numbers, each of which changes with some content, so that a page
+        knows what to request again."""
         self._refresh_descriptions()
         changed = self._refresh_steps()
         self._refresh_trace(at_once=changed)
@@ -115,7 +115,7 @@ class RunData:
         facts = {name: file_facts(self.directory / name) for name in DESCRIPTIONS}
         if facts != self._facts:
             if (self._facts.get("config.yaml") or facts["config.yaml"]) != facts["config.yaml"]:
-                # The run began anew: files of spans with the names of old ones may hold others now.
+                # The run began anew: span files with old names may have other content now.
                 self._trace, self._trace_due = TraceFolder(self.directory / "trace"), 0.0
                 self._trace_version += 1
             self._facts = facts
@@ -123,7 +123,7 @@ class RunData:
             self._described = _describe(self.directory)
 
     def _refresh_steps(self) -> bool:
-        """Read what steps, ranks and events have told; whether there is a new step."""
+        """Read new lines about steps, ranks and events; return whether there is a new step."""
         anew, steps = self._metrics.refresh()
         if anew:
             self._rows, self._visits = [], None
@@ -140,7 +140,7 @@ class RunData:
         return bool(steps)
 
     def _refresh_trace(self, *, at_once: bool) -> None:
-        """Not all the time: the folder is looked through at most a twentieth of it."""
+        """Read new spans, but spend at most a twentieth of the time on looking through the folder."""
         now = time.monotonic()
         if (now < self._trace_due and not at_once) or (self.directory / "trace").is_symlink():
             return
@@ -151,17 +151,19 @@ class RunData:
         self._trace_due = time.monotonic() + 20 * (time.monotonic() - now)
 
     def _traced(self) -> list[int]:
-        """Steps that every rank with a trace has, counted from 1; if there is none, the steps of any rank."""
+        """Return the steps, counted from 1, that every rank with a trace has; if there is none, the steps of
+        any rank."""
         steps = [set(steps) for steps in self._trace.ranks.values() if steps]
         whole = set.intersection(*steps) if steps else set()
         return [step + 1 for step in sorted(whole or set().union(*steps))]
 
     def state(self) -> dict[str, Any]:
-        """All that does not change from step to step."""
+        """Return everything that does not change from step to step."""
         return {**self._described.content, "version": self._version, "traced": self._traced()}
 
     def metrics(self, after: int, epoch: int) -> dict[str, Any]:
-        """Numbers of all steps after one; of all steps if the file began anew since ``epoch``."""
+        """Return the numbers of all steps after ``after``; of all steps if the file began anew since
+        ``epoch``."""
         anew = epoch != self._metrics.epoch
         after = 0 if anew else after
         rows = self._rows[bisect_right(self._rows, after, key=itemgetter("step")) :]
@@ -170,8 +172,8 @@ class RunData:
         return {"epoch": self._metrics.epoch, "anew": anew, "rows": rows, "visits": visits, "events": events}
 
     def ranks(self, step: int | None) -> dict[str, Any]:
-        """All ranks' numbers of a step (None: the newest), which ranks are slow, and by step the seconds that
-        ranks computed, a mean."""
+        """Return all ranks' numbers of a step (None: the newest), which ranks are slow, and the mean seconds
+        of compute per step."""
         lines = list(self._rank_lines)
         found = next((line for line in reversed(lines) if step is None or line["step"] == step), None)
         layout, ranks = self._described.layout, len(numbers_in(found or {}, "seconds"))
@@ -189,7 +191,8 @@ class RunData:
         }
 
     def timeline(self, step: int, first_rank: int) -> dict[str, Any] | None:
-        """Columns of a step of `RANKS_AT_ONCE` ranks (`timeline_view`); None if no rank has it."""
+        """Return the columns of a step for `RANKS_AT_ONCE` ranks (`timeline_view`); None if no rank has the
+        step."""
         batches = self._trace.step(step - 1)
         chosen = [batch for batch in batches if 0 <= batch.rank - first_rank < RANKS_AT_ONCE]
         if not chosen:
@@ -202,20 +205,20 @@ def compact_json(content: Any) -> str:
 
 
 def step_row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is that of the fullest rank."""
+    """Return the numbers in a line of ``metrics.jsonl``; ``peak_bytes`` is the largest over the ranks."""
     row = {name: value for name, value in flat(line).items() if value is None or is_number(value)}
     return {**row, "peak_bytes": max(numbers_in(line, "peak_bytes"), default=None)}
 
 
 def visits_of(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Visits of every expert by layer, where a line of ``metrics.jsonl`` tells them."""
+    """Return the visits of every expert by layer from a line of ``metrics.jsonl``; None if it has none."""
     facts = flat(line)
     visits, layers = facts.get("experts.visits"), facts.get("experts.layers")
     return {"step": line["step"], "layers": layers, "visits": visits} if visits else None
 
 
 def _describe(directory: Path) -> _Described:
-    """Read all descriptions; what cannot be read is told and left out."""
+    """Read all descriptions; report and skip files that cannot be read."""
     trouble: list[str] = []
 
     def tried(read: Callable[..., T], name: str, *arguments: Any) -> T | None:
@@ -266,7 +269,8 @@ def _layout(parallel: Any) -> ParallelLayout | None:
 
 
 def _cluster(content: dict[str, Any], layout: ParallelLayout | None) -> dict[str, Any]:
-    """Where every rank runs and its place in the mesh; plain processes are listed by address and number."""
+    """Return every rank's location and its place in the mesh; plain processes are listed by address and
+    process id."""
     rows = content.get("ranks")
     if not isinstance(rows, list):
         places = zip(content.get("addresses") or (), content.get("processes") or (), strict=False)

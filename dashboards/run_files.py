@@ -1,4 +1,4 @@
-"""Reads the files of a run while they grow: never a symbolic link, never more than a file may hold."""
+"""Reads the files of a run while they grow: never through a symbolic link, never more than `MOST_BYTES`."""
 
 import json
 import os
@@ -12,12 +12,13 @@ from braid.scheduling.text.json_text import finite
 
 T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
-"""No description of a run is larger."""
+"""Limit for a file's size; all descriptions of a run are smaller."""
 _CHUNK: Final = 8 << 20
 
 
 def file_facts(path: Path) -> tuple[int, int, int] | None:
-    """Inode, size and time of change of a regular file; None where there is none, or behind a link."""
+    """Return inode, size and time of change of a regular file; None if there is none, or it is behind a
+    link."""
     if path.parent.is_symlink():
         return None
     try:
@@ -28,7 +29,7 @@ def file_facts(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
-    """Up to ``most`` bytes of a regular file. `OSError` for what is none, links among them."""
+    """Read up to ``most`` bytes of a regular file. Raise `OSError` for anything else, including links."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -38,7 +39,7 @@ def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
 
 
 def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
-    """What a text file says; None where there is no file, `ValueError` where it is damaged."""
+    """Read and parse a text file; return None if there is no file, raise `ValueError` if it is damaged."""
     if file_facts(path) is None:
         return None
     try:
@@ -50,7 +51,7 @@ def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as pages and trackers may show it: of ``cluster.env`` the names."""
+    """Return a configuration that pages and trackers may show: ``cluster.env`` is reduced to names."""
     cluster = config.get("cluster")
     variables = cluster.get("env") if isinstance(cluster, Mapping) else None
     if not isinstance(cluster, Mapping) or not isinstance(variables, Mapping):
@@ -60,28 +61,29 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class GrowingLines:
-    """A file with a JSON object per line, read from where the last reading stopped.
+    """A file with one JSON object per line, read from where the last reading stopped.
 
-    A file that was replaced or cut (a run that went back some steps) is read anew, and ``epoch`` says so.
+    A file that was replaced or truncated (by a run that went back some steps) is read from its begin, and
+    ``epoch`` increases.
     """
 
     path: Path
     most: int | None = None
-    """Where the file is longer at first sight, only so many of its last bytes are read."""
+    """If the file is longer when first seen, only this number of its last bytes are read."""
     epoch: int = 0
     _inode: int = -1
     _offset: int = 0
     _last: bytes = field(default=b"", repr=False)
-    """The line before the offset; where it does not stand any more, the file was cut, and has grown since."""
+    """The line before the offset; if it is no longer there, the file was truncated and has grown since."""
 
     def refresh(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file began anew, and the objects that were not read before, with finite numbers."""
+        """Return whether the file began anew, and the objects not read before, with finite numbers."""
         before = self.epoch
         lines = [line for batch in self.batches() for line in batch]
         return self.epoch != before, finite(objects(lines))
 
     def batches(self) -> Iterator[list[bytes]]:
-        """The new lines that are whole, never more at once than a few megabytes hold."""
+        """Yield new complete lines, at most a few megabytes at once."""
         facts = file_facts(self.path)
         if facts is None:
             return
@@ -109,7 +111,7 @@ class GrowingLines:
 
 
 def objects(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The lines that are objects; NaN and infinities are what Python's JSON makes of them."""
+    """Return the lines that are objects; NaN and infinities are read as Python's JSON reads them."""
     found = []
     for line in lines:
         try:
@@ -122,7 +124,7 @@ def objects(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says, by name; what a section of it says beside that, as ``experts.entropy``."""
+    """Return a line's fields by name, and fields of its sections with names such as ``experts.entropy``."""
     found = dict(line)
     for name, section in line.items():
         if isinstance(section, Mapping):
@@ -135,6 +137,6 @@ def is_number(value: object) -> bool:
 
 
 def numbers_in(line: Mapping[str, Any], name: str) -> list[float]:
-    """The numbers in a list of a line; none where it is something else."""
+    """Return the numbers in a line's list; an empty list if the field is not a list."""
     found = line.get(name)
     return list(filter(is_number, found)) if isinstance(found, list) else []

@@ -1,10 +1,10 @@
-"""Serves the live page of a run: small, read-only, for this machine unless a token guards it.
+"""Serves the live page of a run: small, read-only, for this machine only unless a token guards it.
 
-Who may enter: docs/design.md, Doors.
+Access rules: docs/design.md, Doors.
 
-Files are read only while somebody looks, four times a second at most, in a thread of their own. A page is
-told by server-sent events *that* something is new and asks for it: a page that is slow or was away misses
-nothing but states that are old by then, and holds up nobody.
+Files are read only while a page is open, at most four times a second, in a separate thread. Server-sent
+events only tell a page *that* something is new; it then requests it. So a slow or absent page misses only
+outdated states, and delays nobody.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from braid.dashboards.run_data import RunData, compact_json
 
 POLL_SECONDS: Final = 0.25
 QUIET_SECONDS: Final = 5.0
-"""After so long without news a page is sent a sign of life."""
+"""Seconds without news after which a page gets a keep-alive message."""
 WRITE_SECONDS: Final = 20.0
-"""A page that takes nothing for so long is let go; it comes back by itself."""
+"""Seconds after which a page that reads nothing is disconnected; it reconnects by itself."""
 MOST_PAGES: Final = 64
 SHORTEST_TOKEN: Final = 16
 
@@ -53,19 +53,19 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Watcher:
-    """Reads the run when somebody asks, at most every `POLL_SECONDS`, whoever asks."""
+    """Reads the run on request, at most every `POLL_SECONDS` for all requests together."""
 
     def __init__(self, data: RunData) -> None:
         self._data = data
         self.news: dict[str, Any] = {}
-        """The newest state (`RunData.refresh`)."""
+        """The newest versions (`RunData.refresh`)."""
         self.pages = 0
-        """How many pages are looking."""
+        """Number of connected pages."""
         self._reading = asyncio.Lock()
         self._due = 0.0
 
     async def ask(self, question: Callable[[RunData], str | None] = lambda data: None) -> str | None:
-        """Read what is new, then answer a question; one at a time, in a thread of its own."""
+        """Read new content, then answer a question; one at a time, in a separate thread."""
         async with self._reading:
             if time.monotonic() >= self._due:
                 news = await asyncio.to_thread(self._data.refresh)
@@ -84,9 +84,9 @@ def make_app(
     host: str = "127.0.0.1",
     extra_routes: Iterable[web.RouteDef] = (),
 ) -> web.Application:
-    """The application; ``host`` is the address that it will listen on.
+    """Make the web application; ``host`` is the address on which it will listen.
 
-    `ValueError` if there is no run, or other machines could read it without a token.
+    Raise `ValueError` if there is no run, or other machines could read it without a token.
     """
     data = RunData(run_directory)
     data.check()
@@ -98,7 +98,7 @@ def make_app(
             f"or leave it at 127.0.0.1 and forward the port (ssh -L)"
         )
     app = web.Application(middlewares=[_guard(host, token)])
-    # read once, so that no request ever names a path
+    # read once, so that no request contains a path
     pages = {
         f"/{file.name}": (file.read_bytes(), _TYPES[suffix])
         for file in files("braid.dashboards").joinpath("page").iterdir()
@@ -125,12 +125,13 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     return host == "localhost" or ((address := _address(host)) is not None and address.is_loopback)
 
 
 def _guard(host: str, token: str | None) -> Any:
-    """Refuses all but a GET of this page by somebody who may see it, and sets the headers."""
+    """Make a middleware that refuses anything but an authorised GET request to this page, and sets the
+    headers."""
     session = secrets.token_urlsafe(32)
 
     @web.middleware
@@ -159,7 +160,8 @@ def _refused(request: web.Request, host: str) -> web.Response | None:
 
 
 def _is_ours(header: str, host: str) -> bool:
-    """Names of loopback, and the address that is listened on: no name that somebody else's DNS may give."""
+    """Return whether a Host header is a loopback name or the listening address, not a name from somebody
+    else's DNS."""
     try:
         name = urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -171,7 +173,8 @@ def _is_ours(header: str, host: str) -> bool:
 
 
 def _entered(request: web.Request, token: str | None, session: str) -> web.Response | None:
-    """None for a request that may come in; else the answer: the way in by ``?token=``, or a refusal."""
+    """Return None for an authorised request; else the answer: a cookie for a valid ``?token=``, or a
+    refusal."""
     if token is None:
         return None
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -180,7 +183,7 @@ def _entered(request: web.Request, token: str | None, session: str) -> web.Respo
     if _same(request.cookies.get(_COOKIE, ""), session):
         return None
     if _same(request.query.get("token", ""), token):
-        # The address is shown and remembered: from now on a cookie stands for the token.
+        # The address is visible and stored in histories, so from now on a cookie replaces the token.
         answer = web.Response(status=302, headers={"Location": "/"})
         answer.set_cookie(_COOKIE, session, httponly=True, samesite="Strict", path="/")
         return answer
@@ -208,7 +211,7 @@ _ANSWERS: Final[dict[str, Callable[[RunData, web.Request], Any]]] = {
     "/api/ranks": lambda data, asked: data.ranks(_number(asked, "step") or None),
     "/api/timeline": lambda data, asked: data.timeline(_number(asked, "step", ""), _number(asked, "ranks")),
 }
-"""By path, what is answered; None where there is nothing."""
+"""Functions that answer requests, by path; they return None if there is no content."""
 
 
 async def _answer(request: web.Request) -> web.Response:
@@ -223,7 +226,7 @@ async def _answer(request: web.Request) -> web.Response:
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
-    """Server-sent events, each the newest versions of everything; a page waits for nobody but itself."""
+    """Send server-sent events, each with the newest version numbers; pages do not wait for each other."""
     watcher = request.app[WATCHER]
     if watcher.pages >= MOST_PAGES:
         raise web.HTTPServiceUnavailable(reason="too many pages look at this run")
@@ -250,7 +253,7 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. `ValueError` if there is none."""
+    """Read the token in a file. Raise `ValueError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -266,7 +269,8 @@ def serve(
     announce: Callable[[str], None] = print,
     extra_routes: Iterable[web.RouteDef] = (),
 ) -> None:
-    """Serve until SIGINT or SIGTERM; ``announce`` is told the address. `ValueError` for what cannot be."""
+    """Serve until SIGINT or SIGTERM; ``announce`` gets the address. Raise `ValueError` if serving is not
+    possible."""
     host = "127.0.0.1" if host == "localhost" else host  # one address, so that a free port is one port
     app = make_app(run_directory, token=token, host=host, extra_routes=extra_routes)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,6 +1,6 @@
-"""A run's numbers for the tools that people have already: TensorBoard event files, Weights & Biases.
+"""Writes a run's numbers for existing tools: TensorBoard event files, Weights & Biases.
 
-Both are optional packages; neither is imported before it is asked for.
+Both are optional packages, imported only on request.
 """
 
 import contextlib
@@ -13,11 +13,12 @@ from typing import Any, Final
 
 from braid.dashboards.run_files import flat, is_number, shown_config
 
-_NO_CHARTS: Final = ("step", "time", "samples", "generation")  # numbers of a step's record
+_NO_CHARTS: Final = ("step", "time", "samples", "generation")  # fields of a step's record that need no chart
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of ``metrics.jsonl``; in a section as ``SECTION/NAME``, a group of charts."""
+    """Return the numbers of a line of ``metrics.jsonl``; numbers of a section are named ``SECTION/NAME``, a
+    group of charts."""
     seconds = line.get("wall_seconds") or line["seconds"]
     found = {**flat(line), "tokens_per_second": line["tokens"] / seconds if seconds else None}
     numbers = {name.replace(".", "/"): value for name, value in found.items() if is_number(value)}
@@ -25,7 +26,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Event files in a folder, for ``tensorboard --logdir``."""
+    """Writes event files into a folder, for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
@@ -35,7 +36,7 @@ class TensorBoardSink:
         self._last = math.inf
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One event with all scalars; a step that is repeated takes the place of all from it on."""
+        """Write one event with all scalars; a repeated step replaces all events from that step on."""
         step, when = line["step"], line.get("time") or time.time()
         if step <= self._last:
             log = self._messages.SessionLog(status=self._messages.SessionLog.START)
@@ -50,9 +51,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; ``options`` of ``wandb.init``, which writes everything into ``dir``.
+    """Logs to a run of Weights & Biases; ``options`` are ``wandb.init``'s, which writes all files into
+    ``dir``.
 
-    ``mark`` is the run's id there: with the same id, a run that is resumed goes on in its former charts.
+    ``mark`` is the run's id there: a resumed run with the same id continues its former charts.
     """
 
     def __init__(self, mark: str, options: Mapping[str, Any]) -> None:
@@ -62,7 +64,7 @@ class WandbSink:
         self._run = wandb.init(**options, **resume, settings=settings)
         if self._run.disabled:
             raise ValueError("nobody gave a key; set WANDB_API_KEY or use `wandb login`")
-        # wandb drops rows whose own step is not above the last one: steps that are repeated.
+        # wandb drops rows whose step does not increase, as in repeated steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -74,11 +76,12 @@ class WandbSink:
 
 
 class Sinks:
-    """The tools that a run has asked for. A tool that fails is told of and left out: training goes on."""
+    """The tools that a run has asked for. A tool that fails is reported and no longer used: training
+    continues."""
 
     def __init__(self, wanted: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None]) -> None:
-        """wanted: ``tensorboard`` without options, ``wandb`` with options of ``wandb.init``; tell: hears what
-        failed. `ValueError` if a package is missing."""
+        """``wanted``: ``tensorboard`` without options, ``wandb`` with options of ``wandb.init``; ``tell``:
+        receives failure messages. Raise `ValueError` if a package is missing."""
         self._wanted, self._tell = wanted, tell
         self._open: dict[str, TensorBoardSink | WandbSink] = {}
         for tool in wanted:
@@ -88,7 +91,7 @@ class Sinks:
                 )
 
     def begin(self, folder: Path, mark: str, name: str, config: Mapping[str, Any]) -> None:
-        """The run has started; its ``folder`` takes the tools' files. ``mark``: of this run and no other."""
+        """Start the tools, which write their files into ``folder``. ``mark``: unique id of this run."""
         for tool, options in self._wanted.items():
             with self._survived(tool):
                 if tool == "tensorboard":
@@ -98,7 +101,7 @@ class Sinks:
                     self._open[tool] = WandbSink(mark, {**options, **about})
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step is over; ``line``: its line of ``metrics.jsonl``."""
+        """Report a finished step; ``line``: its line of ``metrics.jsonl``."""
         for tool in list(self._open):
             with self._survived(tool):
                 self._open[tool].step(line)
@@ -112,7 +115,7 @@ class Sinks:
     def _survived(self, tool: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, it is not worth a training run
+        except Exception as error:  # no failure of a tool justifies losing a training run
             self._open.pop(tool, None)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._tell(f"telemetry.{tool} gets no more numbers of this run, which goes on: {reason}")

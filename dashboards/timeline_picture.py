@@ -1,7 +1,7 @@
-"""A step of runs: as a picture for a README or a paper, and as lines of a terminal.
+"""Draws a step of several runs: as a picture for a README or a paper, and as lines in a terminal.
 
-The picture has a lane for compute and each link of every rank; the lines tell how full compute and links of
-one rank are, and what it waits for.
+The picture has a lane for compute and for each link of every rank; the lines show how busy compute and links
+of one rank are, and what it waits for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from braid.scheduling.trace.spans import DIRECTIONS, STRANDS
 from braid.scheduling.trace.svg import EXPOSED, Row, rows_picture
 
 Steps = Mapping[str, tuple[TraceFolder, int]]
-"""Steps (from 0) of several runs, by what they are called."""
+"""Runs to draw, by displayed name: the trace, and the step (from 0)."""
 _LANES: Final = {
     Stream.COMPUTE: "rank {} compute",
     Stream.INTRA: "in the node",
@@ -32,7 +32,7 @@ _FILLS: Final = {
     ("beta", "forward"): "#f0c05a",
     ("beta", "backward"): "#b8860b",
 }
-"""Blues and ambers of the palette by Okabe and Ito, which colour-blind people can tell apart."""
+"""Blues and ambers of the palette by Okabe and Ito, which colour-blind people can distinguish."""
 _OTHER, PEERS = "#9a9a9a", "#303a44"
 _MOST_RANKS: Final = 16
 _LEVELS: Final = " ▁▂▃▄▅▆▇█"
@@ -40,7 +40,8 @@ _STYLES: Final = {"compute": "blue", "hidden": "green", "exposed": "red", "peers
 
 
 def timeline_svg(steps: Steps, ranks: Sequence[int] | None = None) -> str:
-    """Steps below each other on one axis. ranks: by default the first ones. `ValueError` without spans."""
+    """Draw steps below each other on one time axis. ``ranks``: by default the first ones. Raise `ValueError`
+    if there are no spans."""
     rows: list[Row] = []
     longest = 0
     for name, (traces, step) in steps.items():
@@ -81,10 +82,10 @@ def _row(batch: Batch, when: Phases, lane: Stream, begin: int) -> Row:
 
 
 def timeline_text(steps: Steps, *, rank: int = 0, width: int = 64) -> Text:
-    """A rank's steps below each other on one axis.
+    """Draw a rank's steps below each other on one time axis.
 
-    A column is as full as something goes on in it: the rank computes; a transfer is under way, hidden behind
-    compute or exposed; the rank waits for a peer, where it ever does.
+    The height of a column is the share of time in which the rank computes; in which a transfer is under way,
+    hidden behind compute or exposed; and, if this ever happens, in which the rank waits for a peer.
     """
     batches = {name: traces.ranks[rank][step] for name, (traces, step) in steps.items()}
     found = {name: phases(batch) for name, batch in batches.items()}

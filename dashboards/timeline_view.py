@@ -1,4 +1,5 @@
-"""A step of a trace as columns that a page can draw: spans, blocks, exposed communication, waits, numbers."""
+"""Converts a step of a trace to columns that a page can draw: spans, blocks, exposed communication, waits,
+numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,11 +17,11 @@ from braid.scheduling.trace.spans import STRANDS, Label
 _LANES: Final = (Stream.COMPUTE, Stream.INTRA, Stream.INTER)
 _OF_SPANS: Final = ("micro_batch", "chunk", "strand", "direction")
 Durations = Mapping[tuple[str, int], float]
-"""Predicted nanoseconds of an operator in a layer; a backward pass has operators of other names."""
+"""Predicted nanoseconds by operator and layer; operators of a backward pass have other names."""
 
 
 def predicted_durations(batches: Iterable[Batch]) -> dict[tuple[str, int], float]:
-    """The median duration of every operator and layer of a predicted trace."""
+    """Return the median duration of every operator and layer of a predicted trace."""
     found: dict[tuple[str, int], list[NDArray[np.int64]]] = {}
     for batch in batches:
         took = batch.records["end_ns"] - batch.records["start_ns"]
@@ -32,10 +33,10 @@ def predicted_durations(batches: Iterable[Batch]) -> dict[tuple[str, int], float
 def step_columns(
     batches: Sequence[Batch], begin_ns: int, predicted: Durations, damage: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Some ranks' spans of a step, as JSON has them; times are nanoseconds from ``begin_ns``.
+    """Return some ranks' spans of a step as JSON data; times are nanoseconds from ``begin_ns``.
 
-    Each rank has columns of its spans, blocks, exposed transfers and waits; labels are those of all ranks,
-    in one table. damage: what could not be read, by rank.
+    Each rank has columns of its spans, blocks, exposed transfers and waits; one table holds the labels of all
+    ranks. ``damage``: by rank, why a file could not be read.
     """
     table: dict[Label, int] = {}
 

@@ -1,6 +1,7 @@
-"""Reads the spans that a run keeps in ``trace/``: a series of files per rank, growing while the run goes on.
+"""Reads the spans that a run keeps in ``trace/``: a series of files per rank, which grows during the run.
 
-``rank-00003.0007.arrows`` is the eighth file of rank 3. Each can be read alone: the oldest ones may vanish.
+``rank-00003.0007.arrows`` is the eighth file of rank 3. Each file can be read alone, as the oldest ones may
+be removed.
 """
 
 import re
@@ -18,26 +19,26 @@ _NAME: Final = re.compile(rf"rank-(\d{{5}})\.(\d{{4,}}){re.escape(SUFFIX)}")
 
 @dataclass
 class TraceFolder:
-    """The traces of a run; `refresh` reads what has been written since. Keeps the last ``keep`` steps."""
+    """The traces of a run; `refresh` reads newly written spans. Keeps the last ``keep`` steps."""
 
     path: Path
     keep: int = 64
     ranks: dict[int, dict[int, Batch]] = field(default_factory=lambda: defaultdict(dict))
-    """By rank and step, in order; a step counts from 0. Records are sorted by their begin."""
+    """Batches by rank and step (from 0), in order; records are sorted by their begin."""
     damage: dict[int, str] = field(default_factory=dict)
-    """By rank, why a file was not read to its end."""
+    """Reason why a file was not read to its end, by rank."""
     _read: dict[str, int] = field(default_factory=dict)
-    """Bytes of every file that have been read."""
+    """Number of bytes that have been read, by file name."""
 
     @classmethod
     def of_run(cls, run: Path, keep: int = 64) -> "TraceFolder":
-        """The spans in a run's directory, as far as they are written."""
+        """Read the spans written so far in a run's directory."""
         folder = cls(run / "trace", keep)
         folder.refresh()
         return folder
 
     def refresh(self) -> bool:
-        """Read what is new; False if nothing is."""
+        """Read new spans; return False if there are none."""
         new = False
         for rank, path in self._files():
             done = end = self._read.get(path.name, 0)
@@ -48,7 +49,7 @@ class TraceFolder:
                     file.seek(done)
                     data = file.read()
             except OSError:
-                continue  # rotated away in this moment
+                continue  # rotated away at this moment
             try:
                 for batch, place in decode(data):
                     self._take(self.ranks[rank], batch)
@@ -60,7 +61,7 @@ class TraceFolder:
         return new
 
     def _files(self) -> list[tuple[int, Path]]:
-        """By rank, the oldest first: from number 9999 on, names do not stand in order."""
+        """Return the files by rank, the oldest first: from number 9999 on, names do not sort by number."""
         found = []
         for path in self.path.glob("rank-*"):
             if (match := _NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
@@ -68,7 +69,7 @@ class TraceFolder:
         return [(rank, path) for rank, _, path in sorted(found)]
 
     def _take(self, steps: dict[int, Batch], batch: Batch) -> None:
-        # A generation may begin with an earlier step: earlier records of that step do not count.
+        # A generation may begin with an earlier step: drop records from that step on.
         while steps and next(reversed(steps)) >= batch.step:
             steps.popitem()
         order = np.argsort(batch.records["start_ns"], kind="stable")
@@ -78,16 +79,16 @@ class TraceFolder:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of which some rank has records, in order."""
+        """Steps for which some rank has records, in order."""
         return sorted({step for steps in self.ranks.values() for step in steps})
 
     @property
     def newest(self) -> int:
-        """The last of `steps`. `ValueError` if no step has spans."""
+        """The last of `steps`. Raise `ValueError` if no step has spans."""
         if not (steps := self.steps):
             raise ValueError(f"{self.path} holds no spans; train with telemetry.spans=true")
         return steps[-1]
 
     def step(self, step: int) -> list[Batch]:
-        """A batch of every rank that has recorded a step, by rank."""
+        """Return the batches of a step from all ranks that recorded it, in order of rank."""
         return [steps[step] for _, steps in sorted(self.ranks.items()) if step in steps]

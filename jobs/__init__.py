@@ -1,6 +1,6 @@
 """The command line and everything that it starts.
 
-`cli.py` lists the commands. `training/` runs, `planning/` plans, `data/` prepares, `cluster/` finds Ray and
-submits, `bench/` compares with other systems, `drill/` breaks runs on purpose, `commands/` has the smaller
-commands.
+`cli.py` lists the commands. `training/` trains, `planning/` plans, `data/` prepares data, `cluster/` connects
+to Ray and submits jobs, `bench/` compares with other systems, `drill/` breaks runs on purpose, `commands/`
+has the smaller commands.
 """

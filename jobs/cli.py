@@ -1,4 +1,4 @@
-"""The command line. Errors that the user can mend are one message on standard error and exit code 2."""
+"""The command line. Errors that the user can correct become one message on standard error and exit code 2."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def train(
     ):
         try:
             result = run(resolved, options, surviving(display.show))
-        except SecondSignalError as error:  # of which typer would say nothing
+        except SecondSignalError as error:  # typer would print nothing about it
             complain(str(error))
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:
@@ -125,7 +125,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     from braid.jobs.training.display import Display
 
     resolved = with_plan(read_config(config, overrides))
-    DataRequest.of(resolved)  # what is missing is told before a cluster starts
+    DataRequest.of(resolved)  # missing inputs are reported before a cluster starts
     with (
         Display(Console(), live=resolved.telemetry.progress).running() as display,
         launcher_of(resolved) as (_, executor),
@@ -173,8 +173,8 @@ def _root(
 
 
 def _in_utf8() -> None:
-    """Start this command again where names of files would be read in another encoding than UTF-8, as with
-    ``LC_ALL=C``: Ray, YAML and JSON know no other. All processes of the run inherit it."""
+    """Restart this command in UTF-8 mode if file names would be read in another encoding, as with
+    ``LC_ALL=C``: Ray, YAML and JSON know only UTF-8. All processes of the run inherit the mode."""
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -184,14 +184,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command, turn errors into messages and exit codes."""
     if arguments is None:
         _in_utf8()
-    # Import errors of Ray's own make more noise than sense; its logs stay in its session directory.
+    # Ray's import errors are noisy and of little use; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:
         sys.exit(app(args=arguments, prog_name="braid", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         complain("interrupted")
         sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # whoever read this command's output has seen enough
+    except BrokenPipeError:  # the reader of this command's output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.FAILURE)
     except Exception as error:
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print one message and return the exit code; only errors of our own making show a trace."""
+    """Print one message and return the exit code; only internal errors show a traceback."""
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: wrong options, unknown commands
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()

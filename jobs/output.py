@@ -1,5 +1,5 @@
-"""What commands write: mistakes, answers as tables or JSON, files; and the output of training by a thread, so
-that a reader that does not read cannot hold it up."""
+"""Writes the output of commands: mistakes, answers as tables or JSON, files; writes training's output in a
+thread, so that a reader that does not read cannot block training."""
 
 import contextlib
 import io
@@ -20,28 +20,28 @@ from braid.actors.config import ConfigError
 from braid.scheduling.text.json_text import json_text
 
 _MOST_BYTES = 1 << 20
-"""Output that waits for its reader; what comes beyond that is left out."""
+"""Most bytes of output that wait for their reader; further output is dropped."""
 _LAST_SECONDS = 5.0
-"""At the end, for a reader that does not read."""
+"""Seconds to wait at the end for a reader that does not read."""
 
 
 class ExitCode(IntEnum):
-    """What a command ends with where it has not done what it was asked."""
+    """Exit code of a command that has not done what it was asked."""
 
     FAILURE = 1
     MISTAKE = 2
-    """The user can mend it."""
+    """An error that the user can correct."""
     INTERRUPTED = 130
 
 
 def complain(text: str) -> None:
-    """One line on standard error, if there is one."""
+    """Print one line on standard error, if it is open."""
     with contextlib.suppress(OSError, ValueError):
         print(f"braid: {text}", file=sys.stderr, flush=True)
 
 
 def check_outputs(**files: Path | None) -> None:
-    """`ConfigError` where a file that an option (``output``: ``--output``) names cannot be written: before
+    """Raise `ConfigError` if a file that an option (``output``: ``--output``) names cannot be written, before
     there is work to lose."""
     for option, file in files.items():
         if file is None:
@@ -55,7 +55,7 @@ def check_outputs(**files: Path | None) -> None:
 
 
 def write_output(option: str, file: Path, content: str | bytes) -> None:
-    """Write a file that an option names; `ConfigError`."""
+    """Write a file that an option names; raise `ConfigError` if that fails."""
     try:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -63,7 +63,7 @@ def write_output(option: str, file: Path, content: str | bytes) -> None:
 
 
 def on_disk(path: Path) -> None:
-    """Return when a file's content, or a folder's entries, will survive a crash."""
+    """Flush a file's content, or a folder's entries, to disk, so that they survive a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,7 +72,7 @@ def on_disk(path: Path) -> None:
 
 
 def answer(as_json: bool, content: Callable[[], Any], show: Callable[[], object]) -> None:
-    """Print what a command has found: its content as JSON, or as ``show`` does for people."""
+    """Print a command's result: ``content()`` as JSON, or for people by ``show()``."""
     if as_json:
         print(json_text(content()))
     else:
@@ -80,19 +80,19 @@ def answer(as_json: bool, content: Callable[[], Any], show: Callable[[], object]
 
 
 def say(console: Console, text: str) -> None:
-    """A line as it is: whole, without colours and markup."""
+    """Print a line unchanged: unwrapped, without colours and markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def table_of(title: str, texts: Sequence[str], numbers: Sequence[str] = (), **look: Any) -> Table:
-    """A table whose cells are never broken: columns of texts, then of numbers, which stand to the right."""
+    """Make a table whose cells are never wrapped: columns of texts, then right-aligned columns of numbers."""
     columns = [Column(name, no_wrap=True) for name in texts]
     columns += [Column(name, no_wrap=True, justify="right") for name in numbers]
     return Table(*columns, title=title, title_justify="left", **look)
 
 
 def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: Any) -> Table:
-    """Names and what is said of each, a row each."""
+    """Make a table with one row per fact: its name and its value."""
     columns = Column(style="dim"), Column(overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False, **look)
     for row in facts.items():
@@ -101,7 +101,7 @@ def facts_of(facts: Mapping[str, str | Text], title: str | None = None, **look: 
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds; of more than four days, the days: 0:01:23, 12 d."""
+    """Format as hours, minutes and seconds, or from 100 hours on as days: 0:01:23, 12 d."""
     whole = round(seconds)
     if whole >= 100 * 3600:
         return f"{whole / 86400:.0f} d"
@@ -109,11 +109,11 @@ def duration(seconds: float) -> str:
 
 
 class BackgroundOutput(io.TextIOBase):
-    """A text stream over the file of another stream. Writing never waits and never fails: where the file
-    cannot be written to any more, a line on standard error says so once, and further output is dropped."""
+    """A text stream over the file of another stream. Writing never waits and never fails: once the file
+    cannot be written to, a line on standard error says so once, and further output is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
-        """``stream``: has a file descriptor, such as ``sys.stdout``."""
+        """``stream``: a stream with a file descriptor, such as ``sys.stdout``."""
         stream.flush()
         self._stream, self._file = stream, stream.fileno()
         self._waiting = bytearray()
@@ -153,7 +153,7 @@ class BackgroundOutput(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Wait, for some seconds, until all is written; then end."""
+        """Wait at most `_LAST_SECONDS` until all output is written; then end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -183,7 +183,7 @@ class BackgroundOutput(io.TextIOBase):
 
 @contextlib.contextmanager
 def background(stream: TextIO) -> Iterator[TextIO]:
-    """``stream`` as a `BackgroundOutput` for the length of the block; itself, if it is no file."""
+    """Yield ``stream`` as a `BackgroundOutput` for the length of the block, or itself, if it has no file."""
     try:
         output = BackgroundOutput(stream)
     except (OSError, ValueError):
@@ -197,7 +197,7 @@ def background(stream: TextIO) -> Iterator[TextIO]:
 
 def surviving(show: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``show`` so that its exceptions do not end training; the first exception is reported."""
-    from braid.actors.controller.ranks.group import StoppedError  # here: no help needs it
+    from braid.actors.controller.ranks.group import StoppedError  # help texts do not need it
 
     failed = False
 

@@ -1,4 +1,4 @@
-"""How commands are called: what all of them share, an example in every help, one line for a wrong call."""
+"""Conventions that all commands share: an example in every help, one line for a wrong call."""
 
 import json
 import re
@@ -31,27 +31,27 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 def read_config(
     path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
 ) -> Config:
-    """A configuration with what the options of a command change in it."""
+    """Load a configuration and apply a command's options to it."""
     extra = {"cluster.launcher": launcher, "cluster.address": address and json.dumps(address)}
     return load_config(path, [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)])
 
 
 def example(command: str) -> str:
-    """The end of a command's help."""
+    """Return the last line of a command's help."""
     return f"Example: braid {command}"
 
 
 def group(text: str, call: str, **more: Any) -> typer.Typer:
-    """A group of commands, with what its help says and an example."""
+    """Make a group of commands, with a help text and an example."""
     more = {"epilog": example(call), "help": text, "no_args_is_help": True, "add_completion": False, **more}
     return typer.Typer(cls=Commands, **more)
 
 
 class Commands(TyperGroup):
-    """A group that says of an unknown command which one was meant."""
+    """A group of commands that suggests a command for an unknown name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As typer's, whose suggestions do not know the words of other systems."""
+        """Resolve a command as typer does, but also suggest commands for words of other systems."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
@@ -62,7 +62,7 @@ class Commands(TyperGroup):
 
 
 def told(error: Any) -> str:
-    """One line on a call that typer refuses: what is wrong, and the remedy."""
+    """Describe in one line a call that typer refuses: the fault, and the remedy."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "braid"
     kind, text = type(error).__name__, str(error.format_message()).rstrip(".")

@@ -35,7 +35,7 @@ _GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "train": ("micro_batch", "recompute"),
     "overlap": ("schedule", "pipeline"),
 }
-"""What ``overlap.plan`` gives where the configuration does not."""
+"""Keys that ``overlap.plan`` sets if the configuration does not."""
 
 
 class DataConfig(Section):
@@ -115,27 +115,27 @@ class Config(Section):
 
     @property
     def run_directory(self) -> Path:
-        """``runs/NAME``."""
+        """The run's directory, ``runs/NAME``."""
         return self.runs / self.name
 
     @property
     def tokenizer(self) -> str:
-        """``data.tokenizer`` with its default."""
+        """The value of ``data.tokenizer``, or its default."""
         return self.data.tokenizer or (BYTES if self.model.initial is None else str(self.model.initial))
 
     def with_schedule(self, name: str) -> "Config":
-        """The same with another schedule, by its text (`ScheduleName`)."""
+        """Return a copy with another schedule, given by its text (`ScheduleName`)."""
         schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
         return self.changed(overlap={"schedule": schedule, "pipeline": pipeline or None})
 
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
-        """The same with other values, which are not checked: ``config.changed(train={"steps": 5})``."""
+        """Return a copy with other values, which are not checked: ``config.changed(train={"steps": 5})``."""
         copies = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
         return self.model_copy(update=copies)
 
     @as_config_error()
     def layout(self) -> ParallelLayout:
-        """The mesh, with the model's chunks where the schedule wants them."""
+        """Return the mesh, with the model's chunks placed as the schedule requires."""
         parallel = self.parallel
         if parallel.auto:
             raise ConfigError(
@@ -150,7 +150,8 @@ class Config(Section):
 
     @as_config_error()
     def sizes(self, shape: ModelShape, streams: Mapping[str, Stream] | None = None) -> PartSizes:
-        """Sizes of the model's parts on one rank; ``streams``: where axes lie, by default inside the node."""
+        """Return the sizes of the model's parts on one rank; ``streams``: the stream of each axis, by default
+        inside the node."""
         train, context = self.train, self.parallel.context
         return part_sizes(shape, self.layout(), train.micro_batch, streams, context, self.recompute)
 
@@ -161,20 +162,21 @@ class Config(Section):
 
     @property
     def recompute(self) -> str:
-        """``train.recompute``; none until it is chosen."""
+        """The value of ``train.recompute``; none until it is chosen."""
         return "none" if self.train.recompute == AUTO else self.train.recompute
 
     def workload(self) -> Workload:
-        """Batch sizes."""
+        """Return the batch sizes."""
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
 
     def shape(self, vocabulary: int) -> ModelShape:
-        """The model's sizes, with what the data says of attention; ``vocabulary`` is the tokenizer's."""
+        """Return the model's sizes, including the data's attention mask; ``vocabulary`` is the
+        tokenizer's."""
         return replace(self.model.shape(vocabulary), documents=self.data.document_mask)
 
     @as_config_error()
     def check(self, vocabulary: int) -> ModelShape:
-        """The model's shape, after checking that model, layout and batch fit each other."""
+        """Return the model's shape, after checking that model, layout and batch fit each other."""
         shape = self.shape(vocabulary)
         policies_of(self.recompute, shape.layers)
         if self.parallel.auto:  # layouts are checked as they are tried
@@ -202,7 +204,7 @@ class Config(Section):
         return shape
 
     def to_yaml(self) -> str:
-        """The resolved configuration; `load_config` reads it back."""
+        """Return the resolved configuration as YAML, which `load_config` can read."""
         content = self.model_dump(mode="json")
         if self.model.preset is not None or self.model.initial is not None:
             # Defaults written out would be sizes that the configuration gives, against the preset's.
@@ -216,8 +218,8 @@ class Config(Section):
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and apply ``section.key=value`` overrides.
 
-    ``~`` and ``$NAME`` in paths are replaced. Relative paths of `BESIDE_THE_FILE`, in the file and in
-    overrides, are taken from the file's folder. Other relative paths stay as they are: they begin in the
+    ``~`` and ``$NAME`` in paths are expanded. Relative paths of `BESIDE_THE_FILE`, in the file and in
+    overrides, are resolved from the file's folder. Other relative paths stay as they are: they begin in the
     folder in which a run is started.
     """
     config = expanded(parse_config(read_content(Path(path)), overrides, source=str(path)))
@@ -241,7 +243,7 @@ def parse_config(
 
 @as_config_error()
 def read_content(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; `ConfigError` where there is none."""
+    """Read the mapping in a YAML file; raise `ConfigError` if there is none."""
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Where a run's ranks are, and what is told of them while they train."""
+"""Defines the configuration of where a run's ranks are, and of what is recorded while they train."""
 
 from typing import Annotated, Any, Literal
 
@@ -74,7 +74,7 @@ class WandbConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_word(cls, content: Any) -> Any:
-        """The mode as a word; YAML 1.1 reads ``off`` as ``false``."""
+        """Accept the mode as a word; YAML 1.1 reads ``off`` as ``false``."""
         if content is False:
             return {}
         return {"mode": content} if isinstance(content, str) else content

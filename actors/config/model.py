@@ -1,4 +1,4 @@
-"""The model's section of the configuration: sizes, a preset, or somebody else's weights."""
+"""The model's section of the configuration: sizes, a preset, or imported weights."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,8 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def as_config_error(where: str = "") -> Iterator[None]:
-    """Raise a `ValueError` of the block, or of the decorated function, as `ConfigError`, behind ``where``."""
+    """Convert a `ValueError` of the block, or of the decorated function, to `ConfigError`, prefixed by
+    ``where``."""
     try:
         yield
     except ConfigError:
@@ -47,7 +48,7 @@ def as_config_error(where: str = "") -> Iterator[None]:
 
 
 def one_of(options: Iterable[str], gone: Iterable[str] = ()) -> AfterValidator:
-    """A string that must be one of ``options``, which `wording.in_words` reads.
+    """Annotate a string that must be one of ``options``, which `wording.in_words` reads.
 
     ``gone``: names of schedules that earlier versions had.
     """
@@ -79,7 +80,7 @@ class Section(BaseModel):
 
 
 def _scalar_types(annotation: Any) -> set[Any]:
-    """The types inside unions, tuples and `Annotated`."""
+    """Return the types inside unions, tuples and `Annotated`."""
     return {kind for inner in get_args(annotation) for kind in _scalar_types(inner)} or {annotation}
 
 
@@ -153,12 +154,12 @@ class ModelConfig(Section):
 
     @property
     def own_layers(self) -> dict[str, str]:
-        """The user's layers by kind; a layer without a name takes the place of the family's own."""
+        """The user's layers by kind; a layer without a name replaces the family's own."""
         return {UNIFORM: self.layer} if isinstance(self.layer, str) else self.layer or {}
 
     @as_config_error()
     def shape(self, vocabulary: int) -> ModelShape:
-        """The sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
+        """Return the sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
         known = self.preset is not None or self.initial is not None
         shape = self._known_shape(vocabulary) if known else self._given_shape(vocabulary)
         kinds = list(dict.fromkeys((*built_in_kinds(shape.family), *self.own_layers)))
@@ -197,8 +198,8 @@ class ModelConfig(Section):
         return ModelShape(**{**defaults, **given})
 
     def _known_shape(self, vocabulary: int) -> ModelShape:
-        """The preset with the keys that the configuration sets itself; or what ``initial`` holds, which those
-        keys must agree with."""
+        """Return the preset's sizes, changed by keys that the configuration sets; or the sizes of
+        ``initial``, with which these keys must agree."""
         from braid.scheduling.model.presets.library import known_shape
 
         given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
@@ -218,5 +219,5 @@ class ModelConfig(Section):
 
 
 def _rounded_up(count: int) -> int:
-    """To a multiple of 64."""
+    """Round up to a multiple of 64."""
     return -(-count // 64) * 64

@@ -1,8 +1,8 @@
 """The paths of a configuration: one table of all keys that hold one, and one reader for all of them.
 
-`expanded` replaces homes (``~``) and variables (``$NAME``, ``${NAME}``) by those of whoever runs the command.
-What belongs to the configuration (weights, layers, the mirror) begins at the configuration's folder; what a
-run reads and writes begins where the command runs. `anchored` makes any of them absolute.
+`expanded` replaces homes (``~``) and variables (``$NAME``, ``${NAME}``) by those of the user who runs the
+command. Paths of the configuration's own files (weights, layers, the mirror) begin at the configuration's
+folder; paths that a run reads and writes begin where the command runs. `anchored` makes either absolute.
 """
 
 import os
@@ -19,9 +19,9 @@ from braid.actors.config.urls import is_url
 from braid.actors.config.variables import looks_secret
 
 PYTHON_STDLIB: Final = "python-stdlib"
-"""Among ``data.files``: the sources that every machine with Python has, its standard library."""
+"""Entry of ``data.files`` for the sources of Python's standard library, which every machine has."""
 BYTES: Final = "bytes"
-"""The ``data.tokenizer`` that is no file."""
+"""Value of ``data.tokenizer`` that names no file."""
 
 BESIDE_THE_FILE: Final = ("model.layer", "model.initial", "checkpoint.mirror")
 """Keys whose relative paths begin at the folder of the configuration file."""
@@ -30,9 +30,9 @@ _PATHS: Final = (
     *("overlap.schedule_file", "overlap.plan", "overlap.profile", "checkpoint.mirror"),
 )
 _PATTERNS: Final = ("data.exclude",)
-"""Keys whose relative patterns begin anywhere."""
+"""Keys with relative patterns that match below any folder."""
 _WORDS: Final = {("data.files", PYTHON_STDLIB), ("data.tokenizer", BYTES)}
-"""Values that are no paths."""
+"""Values that are not paths."""
 _FILE_URL: Final = re.compile("(?:file|local):(?://)?")
 
 C = TypeVar("C", bound=BaseModel)
@@ -41,14 +41,16 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 def expanded(config: C) -> C:
-    """The same with every ``~`` and ``$NAME`` in paths replaced; `ConfigError` names those that cannot be."""
+    """Return a copy with every ``~`` and ``$NAME`` in paths replaced; raise `ConfigError`, which names one
+    that cannot be."""
     return _mapped(config, (*_PATHS, *_PATTERNS), _expand)
 
 
 def anchored(config: C, base: Path, keys: Iterable[str] = _PATHS) -> C:
-    """The same with the relative paths of ``keys`` taken from ``base``; absolute ones stay as they are.
+    """Return a copy with the relative paths of ``keys`` resolved from ``base``; absolute ones stay as they
+    are.
 
-    URLs have roots of their own, and what is not expanded is left to whoever reads it.
+    URLs have their own roots, and paths that are not expanded yet stay as they are.
     """
 
     def anchor(key: str, path: str) -> str:
@@ -58,7 +60,7 @@ def anchored(config: C, base: Path, keys: Iterable[str] = _PATHS) -> C:
 
 
 def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
-    """A copy with ``change(key, path)`` in the place of every path; a key that was not given stays so."""
+    """Return a copy with ``change(key, path)`` in place of every path; keys that were not set stay unset."""
     for key in keys:
         section, _, name = key.rpartition(".")
         holder = getattr(config, section) if section else config
@@ -70,7 +72,7 @@ def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -
 
 
 def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
-    """A key's value after ``change`` of every path or URL in it."""
+    """Return a key's value after applying ``change`` to every path or URL in it."""
     match value:
         case Path():
             return Path(change(str(value)))

@@ -1,6 +1,7 @@
-"""All keys of the configuration in words: ``docs/configuration.md``, made from the sections and their source.
+"""Describes all keys of the configuration: generates ``docs/configuration.md`` from the sections and their
+source.
 
-What a key means is said once, in the comment on its line or in the comment lines right above it.
+The meaning of a key is stated once, in the comment on its line or in the comment lines right above it.
 """
 
 import inspect
@@ -23,12 +24,12 @@ _TABLE: Final = "| key | value | default | meaning |\n| --- | --- | --- | --- |\
 
 
 def reference() -> str:
-    """The document: one table for the keys of the top level, then one per section."""
+    """Return the document: one table for the keys of the top level, then one per section."""
     return "\n".join([_HEAD, *tables(Config)])
 
 
 def tables(config: type[Section]) -> Iterator[str]:
-    """Headings, docstrings and tables of a configuration, the keys outside sections first."""
+    """Yield headings, docstrings and tables of a configuration, the keys outside sections first."""
     sections = {name: section_of(info.annotation) for name, info in config.model_fields.items()}
     keys = {name: info for name, info in config.model_fields.items() if sections[name] is None}
     yield f"## Top level\n\n{inspect.getdoc(config)}\n\n{_TABLE}{''.join(_rows(config, '', keys))}"
@@ -40,7 +41,7 @@ def tables(config: type[Section]) -> Iterator[str]:
 
 
 def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
-    """Lines of a table, also of the keys in a section's sections."""
+    """Yield lines of a table, including the keys of nested sections."""
     kinds = (kind for kind in reversed(section.__mro__) if issubclass(kind, Section))
     meanings = {name: text for kind in kinds for name, text in _field_comments(kind).items()}
     for name, info in fields.items():
@@ -57,7 +58,7 @@ def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) 
 
 
 def _docstrings(section: type[Section], name: str) -> Iterator[str]:
-    """The docstrings of a section and of the sections in it."""
+    """Yield the docstrings of a section and of nested sections."""
     yield inspect.getdoc(section) or ""
     for key, info in section.model_fields.items():
         if (inner := section_of(info.annotation)) is not None:
@@ -71,7 +72,7 @@ def _yaml(value: Any) -> str:
 
 
 def _field_comments(section: type[Section]) -> dict[str, str]:
-    """By field: the comment lines right above its line, then the comment on it."""
+    """Return, by field, the comment lines right above its line and then the comment on it."""
     comments: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(section).splitlines():

@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
 
     @property
     def seconds_between(self) -> float:
-        """``every_s`` with its default; 0: no checkpoint is made because of the time."""
+        """``every_s`` with its default; 0: checkpoints do not depend on the time."""
         return self.every_s if self.every_s is not None else 0.0 if self.every else 900.0
 
     @model_validator(mode="after")

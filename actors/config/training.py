@@ -1,4 +1,4 @@
-"""How a run trains: steps and optimizer, its layout over ranks, and which schedule they follow."""
+"""Configures how a run trains: steps and optimizer, its layout over ranks, and its schedule."""
 
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -20,7 +20,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _policies(value: Any) -> Any:
-    """One policy, or those of all layers: ``2*full none``, or as a list; or auto."""
+    """Parse one policy for all layers, or one per layer: ``2*full none``, or a list; or auto."""
     text = " ".join(counted([*map(str, value)])) if isinstance(value, list | tuple) else value
     for word in () if text == AUTO else str(text).split() or [""]:
         times, star, policy = word.rpartition("*")
@@ -66,7 +66,7 @@ class TrainConfig(Section):
 
 
 def _degrees(value: Any) -> Any:
-    """``2*4 2`` as ``[4, 4, 2]``; or auto."""
+    """Parse ``2*4 2`` to ``(4, 4, 2)``; leave auto and other types unchanged."""
     if not isinstance(value, str) or value == AUTO:
         return value
     degrees: list[int] = []
@@ -121,7 +121,7 @@ class ParallelConfig(Section):
 
     @property
     def replicas(self) -> int:
-        """Ranks that share parameters, each with its share of the tokens."""
+        """Number of ranks that share parameters, each with its share of the tokens."""
         return self.dp * self.cp
 
     @property
@@ -164,14 +164,14 @@ class OverlapConfig(Section):
 
     @property
     def name(self) -> ScheduleName:
-        """Schedule and pipeline; of ``auto``, the serial schedule."""
+        """Schedule and pipeline; for ``auto``, the serial schedule."""
         if self.schedule == AUTO:
             return ScheduleName("megatron")
         return ScheduleName.parse(f"{self.schedule}:{self.pipeline or ''}")
 
     @property
     def needs_profile(self) -> bool:
-        """Whether decisions are left that measured costs have to make."""
+        """Whether decisions remain that need measured costs."""
         if self.plan is not None or self.schedule_file is not None:
             return False
         return self.schedule == AUTO or SCHEDULES[self.schedule].decided

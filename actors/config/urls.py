@@ -1,4 +1,5 @@
-"""File systems by URL: object stores, the web, memory. Their packages are loaded when one is needed."""
+"""Opens file systems by URL: object stores, the web, memory. Their packages are loaded when they are
+needed."""
 
 from typing import Any
 
@@ -6,17 +7,18 @@ from braid.actors.config.model import ConfigError
 from braid.scheduling.text.suggestions import nearest
 
 EXTRA = "object-stores"
-"""The extra of this package with what S3, Google's and Azure's object stores need."""
+"""Name of this package's extra that supports S3, Google's and Azure's object stores."""
 _IN_EXTRA = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl")
 
 
 def is_url(place: str) -> bool:
-    """Whether this is a URL and no path."""
+    """Return whether a place is a URL instead of a path."""
     return "://" in place or "::" in place
 
 
 def check_protocol(key: str, url: str) -> None:
-    """`ConfigError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
+    here."""
     import fsspec
 
     protocol = fsspec.utils.get_protocol(url)
@@ -27,7 +29,8 @@ def check_protocol(key: str, url: str) -> None:
 
 
 def file_system(key: str, url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the place in it. `ConfigError` names the key and the remedy."""
+    """Return the fsspec file system of a URL, and the path in it. Raise `ConfigError`, which names the key
+    and the remedy."""
     import fsspec
 
     check_protocol(key, url)

@@ -14,7 +14,8 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Whether a variable is not for everybody: by its name (``WANDB_API_KEY``), or a URL with a password."""
+    """Return whether a variable seems secret: by its name (``WANDB_API_KEY``), or as a URL with a
+    password."""
     word = name.lower()
     return (
         bool(_WORDS & set(re.split(r"[^a-z0-9]+", word)))
@@ -24,7 +25,8 @@ def looks_secret(name: str, value: str) -> bool:
 
 
 def check_variables(given: Any) -> Any:
-    """``given``, unless it gives a value to what looks like a secret: `ValueError` without the value."""
+    """Return ``given``; raise `ValueError`, without the value, if it gives a value to a variable that looks
+    secret."""
     for name, value in given.items() if isinstance(given, Mapping) else ():
         if value is not None and looks_secret(str(name), str(value)):
             raise ValueError(
@@ -35,9 +37,10 @@ def check_variables(given: Any) -> Any:
 
 
 def inherited(wanted: Mapping[str, str | None], outside: Mapping[str, str]) -> dict[str, str]:
-    """Values from the environment ``outside`` for names without one; `ConfigError` for a name that is unset.
+    """Return values from the environment ``outside`` for names without a value; raise `ConfigError` for an
+    unset name.
 
-    To be handed from process to process, and never to be written down.
+    The result may be passed from process to process, but must never be written down.
     """
     names = [name for name, value in wanted.items() if value is None]
     if missing := next((name for name in names if name not in outside), None):

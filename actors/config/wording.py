@@ -1,4 +1,5 @@
-"""What is wrong with a value, in one line; and what a key may hold, in words, which the reference has too."""
+"""Describes in one line what is wrong with a value, and in words what a key may hold, also for the
+reference."""
 
 import dataclasses
 import json
@@ -29,7 +30,7 @@ GONE: Final[Mapping[str, str]] = {
     "failure.max_tries": "a recovery is tried 5 times",
     "failure.backoff_s": "the second try waits a second, each further one twice as long",
 }
-"""Keys that a configuration no longer has, and what stands in their place."""
+"""Keys that a configuration no longer has, and their replacements."""
 _WORDS: Final[Mapping[Any, str]] = {
     bool: "true or false",
     int: "whole number",
@@ -44,11 +45,11 @@ _LIMITS: Final = {
     "lt": "< {}",
     "pattern": "like `{}`",
 }
-"""By the name that a limit has in a field's metadata."""
+"""Words for limits, by the limit's name in a field's metadata."""
 
 
 def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
-    """The values that a type and what is attached to it allow, such as ``whole number at least 1``."""
+    """Describe the values that a type and its metadata allow, such as ``whole number at least 1``."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return in_words(inner[0], [part for item in inner[1:] for part in getattr(item, "metadata", [item])])
@@ -76,12 +77,12 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, if it holds one."""
+    """Return the section type that a field holds; None if it holds another type."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key with its sections in front, and the sections of the top level."""
+    """Yield every key with its sections as prefix, and the sections of the top level."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is None or not prefix:
@@ -91,8 +92,8 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> list[str]:
-    """One line for each key that something is wrong with, in a configuration that ``whole`` describes: key,
-    value, what would be right. ``errors``: pydantic's."""
+    """Return one line for each faulty key in a configuration that ``whole`` describes: key, value, and what
+    would be right. ``errors``: pydantic's error list."""
     lines: dict[str, str] = {}
     for error in errors:
         location, keys = list(map(str, error["loc"])), []
@@ -116,7 +117,7 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
 
 
 def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: list[str]) -> str:
-    """``below``: the entry and the types that pydantic names below the key."""
+    """Describe one faulty value; ``below``: the entry and the types that pydantic names below the key."""
     kind, value, shown = error["type"], error.get("input"), _shown(error.get("input"))
     if get_origin(field.annotation) is dict and below:
         entry = f".{below[0]}"
@@ -144,14 +145,14 @@ def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: li
 
 
 def _choices(kind: Any) -> list[str]:
-    """The words that a type allows, wherever in it."""
+    """Return the words that a type allows, at any depth."""
     if get_origin(kind) is Literal:
         return list(map(str, get_args(kind)))
     return [word for inner in get_args(kind) for word in _choices(inner)]
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written in YAML, where that differs from Python."""
+    """Format a value as in YAML, where that differs from Python."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
@@ -162,7 +163,8 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _meant(keys: list[str], around: type[BaseModel], whole: type[BaseModel]) -> str:
-    """What an unknown key stands for: in the section ``around`` it, in another one, or in other systems."""
+    """Suggest what an unknown key means: a key of the section ``around`` it, of another one, or of other
+    systems."""
     *parents, last = keys
     prefix = "".join(f"{parent}." for parent in parents)
     everywhere = list(all_keys(whole))

@@ -1,4 +1,4 @@
-"""The Ray shell around the controller."""
+"""Wraps the controller as a Ray actor."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ class ControllerActor:
     def __init__(
         self, plan: RunPlan, options: RunOptions, replan: Replan | None, inherited: Mapping[str, str]
     ) -> None:
-        """``inherited``: variables of the run's command, which ranks get from here."""
+        """``inherited``: environment variables of the run's command, which ranks inherit from this actor."""
         os.environ.update(inherited)
         places = f"braid {plan.config.run_directory}"
         self._controller = Controller(plan, RayLauncher(plan.config, places), options, replan)
 
     def run(self) -> Iterator[Event | ValueError | OSError | WorkerError | StoppedError]:
-        """Events as they happen; an error that is for the user comes as the last of them."""
+        """Yield events as they happen; an error meant for the user is yielded as the last item."""
         try:
             yield from self._controller.run()
         except (ValueError, OSError, WorkerError, StoppedError) as error:
@@ -38,7 +38,7 @@ class ControllerActor:
 
 
 def start_controller(plan: RunPlan, options: RunOptions, replan: Replan | None) -> Any:
-    """Start the controller's actor on this node, whose files it writes; returns its handle."""
+    """Start the controller's actor on this node, where it writes its files; return its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     settings = {"num_cpus": 0, "max_concurrency": 2, "max_restarts": 0, "scheduling_strategy": here}
     secret = inherited(plan.config.cluster.env, os.environ)

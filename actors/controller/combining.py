@@ -1,6 +1,6 @@
-"""One profile of what all ranks measured.
+"""Combines the measurements of all ranks into one profile.
 
-Needs neither torch nor the configuration: tests of GPUs run where pydantic is not installed.
+It needs neither torch nor the configuration: tests of GPUs run where pydantic is not installed.
 """
 
 from collections import defaultdict
@@ -15,14 +15,15 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.operators import Part
 
 SHORT = 0.1
-"""An operator that takes less than this share of a transfer says little about the two together."""
+"""Share of a transfer's time below which an operator is too short to measure the overlap of the two."""
 _MOST_LOST = 0.8
 
 _T = TypeVar("_T")
 
 
 def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
-    """One profile of all ranks: what operators take on average, pairs by DHelix's equation 1."""
+    """Combine all ranks' samples into one profile: mean times of operators, and pairs by DHelix's equation
+    1."""
     solo, spares = _by_key(rank.solo_ns for rank in samples), _by_key(rank.spares for rank in samples)
     typical = {key: _typical(runs) for key, runs in (spares | solo).items()}
     spare_of = {key: name for rank in samples for key, name in rank.spare_of.items()}
@@ -31,7 +32,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         users[name].append(key)
     streams: dict[str, Stream] = {}
     for axis, stream in (one for rank in samples for one in rank.streams.items()):
-        if streams.get(axis) is not Stream.INTER:  # where one rank's group goes between nodes, all do
+        if streams.get(axis) is not Stream.INTER:  # if one rank's group spans nodes, the axis does
             streams[axis] = stream
     handling = {
         name: [max(0, round(_typical([[pair[n] for pair in run] for run in runs]))) for n in (0, 1)]
@@ -74,7 +75,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
 
 
 def _by_key(ranks: Iterable[Mapping[str, Sequence[_T]]]) -> dict[str, list[Sequence[_T]]]:
-    """What every rank measured, by key."""
+    """Collect what every rank measured, by key."""
     runs: dict[str, list[Sequence[_T]]] = defaultdict(list)
     for measured in ranks:
         for key, values in measured.items():
@@ -83,12 +84,12 @@ def _by_key(ranks: Iterable[Mapping[str, Sequence[_T]]]) -> dict[str, list[Seque
 
 
 def _typical(runs: Collection[Sequence[int]]) -> float:
-    """The mean over the ranks of each rank's median."""
+    """Return the mean over the ranks of each rank's median."""
     return sum(median(values) for values in runs) / len(runs)
 
 
 def _spread(values: Sequence[int]) -> int:
-    """From the first to the third quartile."""
+    """Return the interquartile range; 0 for fewer than two values."""
     if len(values) < 2:
         return 0
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -96,7 +97,8 @@ def _spread(values: Sequence[int]) -> int:
 
 
 def _imbalance(samples: Sequence[Samples]) -> float:
-    """Rows of a group's fullest rank over its average, mean over passes and groups; 0: there are none."""
+    """Return the ratio of a group's fullest rank to its average in expert rows, as mean over passes and
+    groups; 0 if there are no experts."""
     groups = {rank.experts_with for rank in samples if rank.expert_rows}
     passes = [
         rows
@@ -108,11 +110,11 @@ def _imbalance(samples: Sequence[Samples]) -> float:
 
 
 def _with_delays(times: Mapping[str, Sequence[Sequence[int]]], moves: Collection[str]) -> dict[str, float]:
-    """Average times: medians, and the share by which averages exceed them, over all operators at once.
+    """Return average times: medians, scaled by the share by which averages exceed medians over all operators.
 
-    A step takes the sum of averages. What makes some executions longer than most comes from outside (other
-    work on the machine, a partner that was held up), so compute operators and transfers (``moves``) have one
-    share each: an operator's own average of a few measurements would be the noisier number.
+    A step takes the sum of averages. Executions that take longer than most are delayed from outside (other
+    work on the machine, a late partner), so compute operators and transfers (``moves``) have one share each:
+    an operator's own average of a few measurements would be noisier.
     """
     taken: dict[bool, float] = defaultdict(float)
     usual: dict[bool, float] = defaultdict(float)
@@ -134,7 +136,8 @@ def _oef(
     users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
-    """Overlap effects. ``users``: the operators that every spare transfer stands for, by its name."""
+    """Return overlap effects by pair. ``users``: by the name of each spare transfer, the operators that it
+    stands for."""
     effects: dict[str, list[_Effect]] = defaultdict(list)
     for (key, name), times in together.items():
         own = alone[key]
@@ -147,8 +150,8 @@ def _oef(
     for kinds, measured_effects in effects.items():
         oef |= _class_effects(kinds, measured_effects)
     for kind in ("gemm", "attention", "memory"):
-        # A link that was not measured beside an operator is taken to cost what the other link does; where
-        # neither was, nothing is known to be gained.
+        # A link that was not measured beside an operator is assumed to have the other link's effect; if
+        # neither was measured, no gain is assumed.
         for link, instead in (("inter", "intra"), ("intra", "inter")):
             oef.setdefault(_pair(kind, link), oef.get(_pair(kind, instead), 0.0))
     for pair in ("inter|intra", "inter|inter", "intra|intra"):
@@ -157,19 +160,20 @@ def _oef(
 
 
 class _Effect(NamedTuple):
-    """Measured overlap of an operator with a class of transfers."""
+    """Measured overlap effects of an operator with a class of transfers."""
 
     key: str
     transfers: tuple[str, ...]
-    """Transfers that the pair is listed with; none where the operator is too short to stand for itself."""
+    """Transfers for which the pair is listed; empty if the operator is too short to be listed itself."""
     values: Sequence[float]
     weight_ns: float
 
 
 def _class_effects(kinds: str, effects: Sequence[_Effect]) -> dict[str, float]:
-    """The effect of a class of pairs, and of each pair: the surer the pair's median, the nearer to it.
+    """Return the effect of a class of pairs, and of each pair: a weighted mean of its own and the class's
+    median.
 
-    A pair's median counts with the share that the spread between pairs has in all spread.
+    A pair's own median has the weight of the spread between pairs relative to the total spread.
     """
     medians = [median(effect.values) for effect in effects]
     common = _weighted_median(list(zip(medians, (effect.weight_ns for effect in effects), strict=True)))
@@ -191,10 +195,10 @@ def _slowdowns(
     users: Mapping[str, Sequence[str]],
     classes: Mapping[str, str],
 ) -> dict[str, float]:
-    """What compute and transfers suffer from each other, apart: per class, and per transfer.
+    """Return how much compute and transfers slow each other down, separately: per class, and per transfer.
 
-    While two run together for some time, each gets done what it would do alone in a shorter one. The share
-    that is lost is summed up over all measurements of a kind, so that each counts by the time that it lasted.
+    While two operations run together, each completes the work of a shorter time alone. The lost share is
+    summed over all measurements of a kind, so that each measurement counts by its duration.
     """
     losses: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (key, name), times in together.items():
@@ -208,9 +212,9 @@ def _slowdowns(
 
 
 def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
-    """From times together and what was lost in them.
+    """Compute a slowdown from pairs of time together and time lost in it.
 
-    The tenths with the largest and the smallest shares are left out: something else took the processor.
+    The tenths with the smallest and largest shares are left out: there, other work took the processor.
     """
     ranked = sorted(losses, key=lambda loss: loss[1] / loss[0])
     cut = len(ranked) // 10
@@ -221,7 +225,7 @@ def _slowdown(losses: Sequence[tuple[float, float]]) -> float:
 
 
 def _within(effect: float) -> float:
-    """From slower by as much as the shorter operator takes to hidden altogether."""
+    """Clip an effect to [-1, 1]: from slower by the shorter operator's whole time to completely hidden."""
     return max(-1.0, min(1.0, effect))
 
 
@@ -235,7 +239,7 @@ def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
 
 
 def _transfers(samples: Sequence[Samples]) -> dict[str, TransferFit]:
-    """Latency and rate through the medians of a small and a large payload."""
+    """Fit latency and rate to the medians of a small and a large payload."""
     fits = {}
     for key, runs in _by_key(rank.transfers for rank in samples).items():
         sizes: dict[int, list[int]] = defaultdict(list)

@@ -1,8 +1,9 @@
-"""Drives a run: start ranks, rendezvous, step, validate, save, write down. Never touches a tensor.
+"""Drives a run: starts ranks, lets them meet, step, validate and save, and records it. Never touches a
+tensor.
 
-A plain class: it runs in a Ray actor (`braid.actors.controller.actor`) or in the process of the command line.
-A run is a sequence of generations: the first one, and one after every failure or change of membership, each
-with process groups of its own. Who its ranks are and where their state comes from is decided at its begin.
+It is a plain class: it runs in a Ray actor (`braid.actors.controller.actor`) or in the process of the command
+line. A run is a sequence of generations: the first one, and one after every failure or change of membership,
+each with its own process groups. At its begin, the ranks and the source of their state are decided.
 """
 
 import contextlib
@@ -41,27 +42,28 @@ from braid.scheduling.model.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run starts and ends, beside its configuration."""
+    """Options of how a run starts and ends, which are not part of its configuration."""
 
     resume: bool = False
     overwrite: bool = False
     until: int | None = None
-    """Stop, with a checkpoint, after this step instead of ``train.steps``."""
+    """Step after which to stop, with a checkpoint, instead of after ``train.steps``."""
     again: bool = False
-    """Where no home has a checkpoint, ``resume`` begins anew: for whoever starts a run again by itself."""
+    """Whether ``resume`` begins a new run if there is no checkpoint; for schedulers that restart runs
+    automatically."""
     takes_over: bool = False
-    """Another controller of the same command has died; this one goes on with its run."""
+    """Whether another controller of the same command has died and this one continues its run."""
 
 
 Replan = Callable[[Config, Launcher], RunPlan]
-"""Plans a run anew, for the layout of a configuration."""
+"""Plans a run again, for the layout of a configuration."""
 
 
 def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
-    """Refuse what a run cannot begin with, or go on from, before anything starts.
+    """Refuse a run that cannot begin or be resumed, before anything starts.
 
-    `ConfigError` for its directory; `CheckpointError` for checkpoints that are missing, damaged (by their
-    manifests), or of another model or order of samples; `MirrorError` for a mirror that does not answer.
+    Raise `ConfigError` for its directory; `CheckpointError` for checkpoints that are missing, damaged (by
+    their manifests), or of another model or sample order; `MirrorError` for a mirror that does not answer.
     """
     resume, mark = _resumes(config, options)
     check_run_directory(config, resume=resume, overwrite=options.overwrite, mark=mark)
@@ -74,7 +76,7 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
 
 
 def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:
-    """Whether the command goes on with a run, and the mark of that run."""
+    """Return whether the command resumes a run, and the mark of that run."""
     mark = begun_mark(config) if options.resume else ""
     begins_anew = options.again and not mark and not config.run_directory.is_dir()
     return options.resume and not begins_anew, mark
@@ -84,18 +86,18 @@ class Controller:
     def __init__(
         self, plan: RunPlan, launcher: Launcher, options: RunOptions, replan: Replan | None = None
     ) -> None:
-        """``replan``: plans the run anew for another layout; without it the number of ranks is fixed."""
+        """``replan``: plans the run again for another layout; without it the number of ranks is fixed."""
         self._plan, self._replan, self._launcher, self._options = plan, replan, launcher, options
         self._stop = threading.Event()
         self._run: RunState
 
     def stop(self) -> None:
-        """Ask the run to end after the step under way, with a checkpoint; callable from any thread."""
+        """Ask the run to end after the current step, with a checkpoint; callable from any thread."""
         self._stop.set()
 
     def run(self) -> Iterator[Event]:
-        """Train; yields events as they happen. Raises `ConfigError`, `CheckpointError` or `WorkerError`, and
-        `StoppedError` if the run was asked to stop before it began; leaves nothing running."""
+        """Train, and yield events as they happen. Raise `ConfigError`, `CheckpointError` or `WorkerError`,
+        and `StoppedError` if the run was asked to stop before it began; leave no process running."""
         plan, options, config = self._plan, self._options, self._plan.config
         resume, mark = _resumes(config, options)
         with contextlib.ExitStack() as stack:
@@ -106,9 +108,9 @@ class Controller:
             saver = Saver(homes, directory, config.checkpoint)
             stack.callback(saver.close)
             resumed = resume and (not options.again or homes.begun())
-            if options.takes_over and failure is not None:  # its home may be away for a while
+            if options.takes_over and failure is not None:  # its checkpoints may be unreachable for a while
                 step, trained = failure.step, True
-            else:  # errors show before anything starts; ranks verify all files later
+            else:  # errors are raised before anything starts; ranks verify all files later
                 step, trained = homes.newest_of(plan.shape).manifest.step if resumed else 0, False
             budget = config.telemetry.trace_mb_per_rank << 20
             fits = partial(can_be_planned, vocabulary=plan.shape.vocabulary)
@@ -134,14 +136,14 @@ class Controller:
                     if not run.step:
                         raise
                     saved = saver.last_step or 0
-                    if run.trained and saved < run.step:  # no ranks were there that could save the newest
+                    if run.trained and saved < run.step:  # no ranks were left to save the newest state
                         text = f"the newest checkpoint is of step {saved}, {run.step} were done"
                         yield run.tell("telemetry", f"stopped in a recovery; {text}", shown_as="failed")
                         run.step = saved
             yield from self._finish()
 
     def _generations(self) -> Iterator[Event]:
-        """One set of ranks after the other, until the run is over."""
+        """Run one set of ranks after the other, until the run is over."""
         change: Change | None = None
         avoid: tuple[str, ...] = ()
         while True:
@@ -150,10 +152,10 @@ class Controller:
                     yield from self._replanned(change)
                     avoid, change = change.avoid, None
                 group = self._launcher.start(self._run.config.layout().ranks, avoid, self._stop.is_set)
-            except NoRoomError as error:  # nodes left while nothing ran
+            except NoRoomError as error:  # nodes left while no ranks ran
                 change = yield from self._run.on_what_is_left(error, "not all nodes are there")
                 continue
-            except WorkerError as error:  # a rank that measures, or a rank that does not start
+            except WorkerError as error:  # a rank failed while measuring, or did not start
                 yield from self._restarts(self._survived(error))
                 if change is not None:  # there may be fewer nodes by now
                     lost = NoRoomError(str(error).splitlines()[0])
@@ -168,7 +170,8 @@ class Controller:
                 return
 
     def _with_ranks(self, group: WorkerGroup) -> Generator[Event, None, Change | None]:
-        """Generations on as many ranks, until the run is over or should go on with other ranks."""
+        """Run generations with a fixed number of ranks, until the run is over; return the change if it should
+        continue with other ranks."""
         run = self._run
         while True:
             try:
@@ -193,16 +196,17 @@ class Controller:
                 raise
 
     def _rescue(self, group: WorkerGroup) -> Iterator[Event]:
-        """The run, or its layout, is about to end: what ranks hold in memory becomes a checkpoint."""
+        """Save what ranks hold in memory as a checkpoint, before the run or its layout ends."""
         run = self._run
         if run.config.checkpoint.copies_every:
             group.interrupt(run.generation)
             run.saver.abandon()
-            run.generation += 1  # a folder and a meeting of its own
+            run.generation += 1  # the rescue needs a folder and a rendezvous of its own
             yield from run.saver.rescue(group, run.config, run.step, run.generation)
 
     def _replanned(self, change: Change) -> Iterator[Event]:
-        """Plan the run for another layout; `NoRoomError` if that is refused, so that another one is taken."""
+        """Plan the run for another layout; raise `NoRoomError` if planning refuses it, so that another one is
+        chosen."""
         assert self._replan is not None
         run, config = self._run, change.degrees.of(self._run.config)
         before, after = run.config.layout(), config.layout()
@@ -220,7 +224,7 @@ class Controller:
             raise NoRoomError(f"{after.describe()} cannot be planned: {error}") from None
 
     def _survived(self, error: WorkerError) -> Interruption:
-        """What failed, if the run tolerates it; else raises it again."""
+        """Describe a failure that the run tolerates; raise the error again if it does not."""
         run, text = self._run, str(error).splitlines()[0]
         failure = failure_of(error.rank, text, run.step, error.unwell_seconds)
         if isinstance(error, GuardError) or (error.user_error and not run.trained):
@@ -232,7 +236,7 @@ class Controller:
         return failure
 
     def _restarts(self, failure: Interruption) -> Iterator[Event]:
-        """Tell of a failure that the next generation makes up for, and wait before another try."""
+        """Report a failure that the next generation recovers from, and wait before another try."""
         gone = failure.facts["replaced"]
         what = f"{rank_names(gone)} replaced" if gone else "no rank is lost"
         text = f"{failure.text}; {what}, all ranks go on as a new generation"

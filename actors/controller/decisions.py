@@ -1,4 +1,5 @@
-"""What is decided for a run with measured costs, kept beside the profiles: a restart searches nothing anew.
+"""Keeps decisions made with a run's measured costs beside the profiles, so that a restart need not search
+again.
 
 A search takes seconds. Its result is a pure function of what the key covers: the profile, the operators'
 graphs, shape, layout, batch, what the configuration says about schedules, and the planner's own sources.
@@ -29,9 +30,9 @@ from braid.scheduling.text.records import from_mapping, to_mapping
 from braid.scheduling.trace.batches import batches_of, encode_all
 
 KEPT = 32
-"""Decisions that are kept in a folder of profiles: those used last."""
+"""Number of decisions that are kept in a folder of profiles: those used last."""
 PLANNER = (Path(braid.scheduling.__file__).parent, Path(planning.__file__), Path(__file__))
-"""The sources that decide: folders and files."""
+"""Folders and files of the sources on which decisions depend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +53,18 @@ class Decisions:
     """A run's schedule and what is expected of it, by simulation with a measured profile."""
 
     name: str
-    """Of the schedule: the configuration's, or the choice of ``overlap.schedule: auto``."""
+    """Name of the schedule: the configuration's, or the choice of ``overlap.schedule: auto``."""
     candidates: tuple[SimulatedSchedule, ...]
-    """What ``auto`` compared, its choice first; else empty."""
+    """Schedules that ``auto`` compared, its choice first; empty without ``auto``."""
     schedule: str
-    """Its text."""
+    """Text of the schedule."""
     solo_ns: Mapping[str, int]
-    """Measured times of operators alone, and of the pieces that the schedule cuts them into."""
+    """Measured solo times of operators, and of the pieces into which the schedule cuts them."""
     serial: SerialStep
     texts: Mapping[str, str]
-    """``plan.yaml`` and ``predicted.json`` of the run directory."""
+    """Contents of ``plan.yaml`` and ``predicted.json`` in the run directory."""
     spans: str
-    """Its ``trace/predicted.arrows``, in base 64."""
+    """Content of ``trace/predicted.arrows``, in base 64."""
 
     @property
     def files(self) -> dict[str, str | bytes]:
@@ -71,16 +72,17 @@ class Decisions:
 
 
 def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
-    """The decisions that were made before for the same run and profile, else new ones, which are kept.
+    """Return the decisions made before for the same run and profile; else decide and keep the result.
 
-    `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.plan_run`.
+    Raise `ValueError` for a cost that the profile does not have, and `ConfigError` as `planning.plan_run`
+    does.
     """
     key = decisions_key(config, shape, profile)
     path = config.runs / "profiles" / f"decisions-{key}.json"
     if (kept := _read(path, key)) is not None:
         return kept
     decisions = decide(config, shape, profile)
-    with contextlib.suppress(OSError):  # a disk that is full: the next start decides anew
+    with contextlib.suppress(OSError):  # if the disk is full, the next start decides again
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps(to_mapping(decisions))
         write_durably(path, json.dumps({"key": key, "sha256": _checksum(content), "decisions": content}))
@@ -89,7 +91,7 @@ def find_or_decide(config: Config, shape: ModelShape, profile: Profile) -> Decis
 
 
 def remove_oldest(files: Iterable[Path], keep: int) -> list[Path]:
-    """Remove all but so many files, those that were not used for longest; returns them."""
+    """Remove all but the ``keep`` files that were used last; return the removed ones."""
     oldest = sorted(files, key=lambda file: file.stat().st_mtime_ns)[:-keep]
     for file in oldest:
         file.unlink(missing_ok=True)
@@ -97,12 +99,12 @@ def remove_oldest(files: Iterable[Path], keep: int) -> list[Path]:
 
 
 def decide(config: Config, shape: ModelShape, profile: Profile) -> Decisions:
-    """Search and simulate. `ValueError` as `find_or_decide`."""
+    """Search and simulate. Raise `ValueError` as `find_or_decide` does."""
     planned = planning.plan_run(config, shape, profile)
     taken, serial = planned.taken, planned.serial_step()
     searched = config.overlap.schedule == AUTO
     texts = {"predicted.json": json.dumps(prediction(taken, serial), indent=1)}
-    if config.overlap.schedule_file is None:  # `braid train --plan` runs it again
+    if config.overlap.schedule_file is None:  # `braid train --plan` can run it again
         plan = Plan(
             cluster="this run's",
             profile=taken.bench.profile.source,
@@ -135,7 +137,8 @@ def _candidate(outcome: Outcome) -> SimulatedSchedule:
 
 
 def prediction(outcome: Outcome, serial: SerialStep) -> dict[str, float | str]:
-    """The contents of ``predicted.json``: the simulated step, to be set beside the measured ones."""
+    """Return the contents of ``predicted.json``: the simulated step, for comparison with the measured
+    ones."""
     parts = ("step", "communication", "exposed", "slowdown", "launch_gap", "bubble")
     return {
         "source": outcome.bench.profile.source,
@@ -151,7 +154,7 @@ def prediction(outcome: Outcome, serial: SerialStep) -> dict[str, float | str]:
 
 
 def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
-    """What decisions are good for; equal keys, equal decisions."""
+    """Return a key of everything that decisions depend on; equal keys mean equal decisions."""
     overlap, train = config.overlap, config.train
     content = {
         "braid": braid.__version__,
@@ -171,18 +174,18 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
 
 
 def key_of(content: Mapping[str, object]) -> str:
-    """A short key of plain data: equal ones have equal keys."""
+    """Return a short key of plain data: equal data have equal keys."""
     return _checksum(json.dumps(content, sort_keys=True))[:16]
 
 
 def sources_digest(places: Iterable[Path]) -> str:
-    """Digest of Python sources: of files, and of all below folders."""
+    """Return a digest of Python sources: of files, and of all sources below folders."""
     files = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else (place,))]
     return hashlib.sha256("".join(_digest(file) or "" for file in sorted(files)).encode()).hexdigest()
 
 
 def _digest(file: Path | None) -> str | None:
-    """SHA-256 of a file; None without one, which whoever needs it reports."""
+    """Return the SHA-256 of a file; None if it cannot be read, which is reported where the file is needed."""
     try:
         return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
@@ -190,13 +193,13 @@ def _digest(file: Path | None) -> str | None:
 
 
 def _read(path: Path, key: str) -> Decisions | None:
-    """The decisions in a file; None if it is not there, is damaged, or is for something else."""
+    """Read the decisions in a file; return None if it is missing, damaged, or for something else."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["key"] != key or kept["sha256"] != _checksum(kept["decisions"]):
             return None
         decisions = from_mapping(Decisions, json.loads(kept["decisions"]), str(path))
-        os.utime(path)  # used: the last to go
+        os.utime(path)  # mark as used, so that it is removed last
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return decisions

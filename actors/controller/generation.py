@@ -1,4 +1,4 @@
-"""One generation of a run: its ranks meet, restore the newest state, and train.
+"""Runs one generation: its ranks meet, restore the newest state, and train.
 
 A generation ends with the run, with a failure, or when the number of ranks should change; the controller
 (`controller.py`) begins the next one.
@@ -33,14 +33,14 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.topology import Topology
 
 _STALL_STEPS = 3
-"""Ranks may be without progress for as long as so many steps take, if ``failure.stall_s`` is less."""
+"""Number of steps for whose time ranks may make no progress, if that is more than ``failure.stall_s``."""
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 1.0, 30.0
-"""Between two looks for a home of checkpoints that is away: doubled each time, up to the second number."""
+"""Seconds between two tries to reach checkpoints: doubled each time, up to the second number."""
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """A run: where it keeps what, and how far it is; generations continue it."""
+    """State of a run: where it keeps its files, and how far it is; generations continue it."""
 
     plan: RunPlan
     directory: RunDirectory
@@ -52,45 +52,46 @@ class RunState:
     stop: threading.Event
     """Set when the run is asked to stop."""
     last: int
-    """The run stops, with a checkpoint, after this step."""
+    """Step after which the run stops, with a checkpoint."""
     generation: int = 0
     step: int = 0
-    """Steps that are done."""
+    """Number of steps done."""
     trained: bool = False
-    """Whether a step was done since this controller began, or the controller whose run it takes over did
-    one: what ranks raise from then on is no mistake of the user's."""
+    """Whether this controller, or the one whose run it takes over, has done a step: from then on, errors of
+    ranks are not mistakes of the user."""
     resumed: bool = False
     """Whether the run began from a checkpoint."""
     shift: int | None = None
-    """How much further the rank is that keeps a rank's copies (`recovery.partner_shift`)."""
+    """Difference between a rank and the rank that keeps its copies (`recovery.partner_shift`)."""
     clock: StepClock = field(default_factory=StepClock)
     drained: bool = False
-    """Whether a checkpoint was saved since a node is being drained."""
+    """Whether a checkpoint was saved since a node began to be drained."""
 
     @property
     def config(self) -> Config:
         return self.plan.config
 
     def tell(self, kind: str, text: str, shown_as: str = "", **facts: Any) -> Incident:
-        """`RunDirectory.note`, of the step and generation under way."""
+        """Record an event like `RunDirectory.note`, for the present step and generation."""
         return self.directory.note(kind, self.step, self.generation, text, shown_as, **facts)
 
     def on_what_is_left(self, error: NoRoomError, why: str, left: int = 0) -> Generator[Event, None, Change]:
-        """`Resizing.what_is_left`, of the step under way."""
+        """Call `Resizing.what_is_left` for the present step."""
         fixed = self.config, self.step, self.stop.is_set
         return (yield from self.resizing.what_is_left(error, why, left, *fixed))
 
 
 class Generation:
-    """The ranks of a group from their meeting on."""
+    """Trains with the ranks of a group, from their rendezvous on."""
 
     def __init__(self, run: RunState, group: WorkerGroup) -> None:
         self._run, self._group = run, group
 
     def train(self) -> Generator[Event, None, Change | None]:
-        """Meet, restore and train: to the end, until the run is asked to stop, or until the change that is
-        returned is due. Raises `WorkerError` if a rank fails, `StoppedError` if the run was asked to stop
-        before the first step, `CheckpointError` if the state cannot be restored or its last save failed."""
+        """Let ranks meet, restore and train: to the end, until the run is asked to stop, or until a change is
+        due, which is returned. Raise `WorkerError` if a rank fails, `StoppedError` if the run was asked to
+        stop before the first step, `CheckpointError` if the state cannot be restored or its last save failed.
+        """
         run, group, saver, clock = self._run, self._group, self._run.saver, self._run.clock
         first_step, records, stepper = yield from self._begin()
         watch = Watch(run.collector, run.directory, run.config.layout())
@@ -126,20 +127,20 @@ class Generation:
                     f"checkpoint there"
                 )
         if change is None:
-            self._recovered(first_step)  # from a failure after the last step, too
+            self._recovered(first_step)  # also from a failure after the last step
             yield from saver.settle()
         return change
 
     def _begin(self) -> Generator[Event, None, tuple[int, deque[StepRecord], Stepper]]:
-        """Meet and restore; returns how many steps are done, the records of the newest of them, and what
-        runs the next ones."""
+        """Let ranks meet and restore; return how many steps are done, the newest of their records, and the
+        object that runs the next steps."""
         run, group, directory = self._run, self._group, self._run.directory
         with group.heeding(run.stop.is_set):
             kernels = self._meet()
             facts = group.call(0, Rank.data_facts)
         plan, layout, config = run.plan, run.config.layout(), run.config
         yield from run.saver.late_ones()
-        data = {  # fixes, together with the step, which samples come next
+        data = {  # determines, together with the step, which samples come next
             "fingerprint": facts["fingerprint"],
             "seed": config.train.seed,
             "global_batch": config.train.global_batch,
@@ -149,7 +150,7 @@ class Generation:
             self._pair_copies(done)
         run.saver.goes_on(done, group, run.generation, manifest_facts(layout, data, plan.shape))
         notes += [kernels] if kernels else []
-        if config.cluster.emulated_link_mbit is None:  # else it is what the user wants to see
+        if config.cluster.emulated_link_mbit is None:  # else the slow link is what the user wants to see
             notes += placement_notes(Topology(layout.mesh, group.hosts), plan.streams)
         cluster = {"controller": os.getpid(), **group.describe()}
         directory.describe(plan, cluster)
@@ -180,9 +181,11 @@ class Generation:
     def _look_around(
         self, watch: Watch, records: Iterable[StepRecord]
     ) -> Generator[Event, None, Change | None]:
-        """The change to make before the next step, if there is one; a drained node asks for a checkpoint.
+        """Return the change to make before the next step, if any; save a checkpoint if a node is being
+        drained.
 
-        A change that the run could do without is not made if its state cannot be saved: the disk is full.
+        A change that the run could do without is not made if its state cannot be saved because the disk is
+        full.
         """
         run, saver, resizing = self._run, self._run.saver, self._run.resizing
         step_s = median(record.seconds for record in records)
@@ -199,7 +202,7 @@ class Generation:
         return change
 
     def _recovered(self, first_step: int) -> None:
-        """After a step, record the failures and changes that the run has recovered from with it."""
+        """After a step, record the failures and changes from which the run has thereby recovered."""
         run, now = self._run, time.time()
         for over in run.interruptions.step_done(run.step, now):
             run.directory.incident(**over.line(now, first_step, run.generation))
@@ -207,9 +210,9 @@ class Generation:
                 run.resizing.cost_s = now - over.time
 
     def _meet(self) -> str:
-        """A new generation: lost ranks are replaced, and all of them find each other.
+        """Begin a new generation: replace lost ranks, and let all ranks form their process groups.
 
-        Returns which kernels they chose (`Rank.setup`).
+        Return the names of the kernels that they chose (`Rank.setup`).
         """
         run, group = self._run, self._group
         failure, timeout_s = run.interruptions.failure, run.config.cluster.group_timeout_s
@@ -224,7 +227,7 @@ class Generation:
             group.call_all(Rank.open_log, str(run.config.run_directory), run.generation)
             if failure is None or run.shift is None:
                 run.shift = partner_shift(group.hosts, run.config.layout().mesh)
-            # After a failure copies stay where they are until the state is restored from them.
+            # After a failure, copies stay in place until the state is restored from them.
             meeting = rendezvous(group, timeout_s, run.generation, run.shift)
             kernels, *_ = group.call_all(Rank.setup, run.plan, meeting)
             if run.config.overlap.profile is not None:
@@ -232,19 +235,19 @@ class Generation:
         return kernels
 
     def _restore(self, data: dict[str, Any]) -> Generator[Incident, None, tuple[int, list[str]]]:
-        """Bring the ranks to the newest state there is; returns its number of steps, and what to tell.
+        """Bring the ranks to the newest available state; return its number of steps, and notes to report.
 
         After a failure that is the newest state among the copies in memory and the good checkpoints; else the
-        newest good checkpoint if the run goes on, or initial weights. ``data``: what decides on the order of
-        samples. `CheckpointError` if the run goes on and no home has a good checkpoint, or none comes back in
-        time.
+        newest good checkpoint if the run is resumed, or initial weights. ``data``: facts that determine the
+        sample order. Raise `CheckpointError` if the run is resumed and there is no good checkpoint, or none
+        becomes reachable in time.
         """
         run, group, config, homes = self._run, self._group, self._run.config, self._run.homes
         failure, copies = run.interruptions.failure, config.checkpoint.copies_every
         goes_on = run.resumed or run.saver.published or bool(homes.steps())
         if failure is not None and copies:
             common = newest_common(group.call_all(Rank.copies_held), config.layout().mesh, failure.step)
-            # Checkpoints of later steps than are done: damaged ones that the run once fell back from.
+            # Checkpoints of later steps are damaged ones from which the run once fell back.
             saved = max((step for step in homes.steps() if step <= failure.step), default=0)
             if common is not None and common[0] >= saved:
                 group.call_all(Rank.restore_copies, *common)
@@ -265,8 +268,8 @@ class Generation:
         return done, notes
 
     def _newest_checkpoint(self, step: int) -> Generator[Incident, None, Found]:
-        """Once a step is done, wait for a home of checkpoints that is away: a missing disk may be mounted
-        again, but steps that a new beginning throws away are lost."""
+        """Return the newest good checkpoint. Once a step is done, wait if checkpoints are unreachable: a
+        missing disk may be mounted again, but a new beginning would lose the steps done."""
         run, told = self._run, False
         wait_s = run.config.elastic.wait_s if run.trained else 0.0
         deadline, pause = time.monotonic() + wait_s, _LOOK_SECONDS
@@ -290,13 +293,14 @@ class Generation:
             pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
 
     def _verify(self, checkpoint: Path) -> None:
-        """Let the ranks read a checkpoint's files, each its share; `CheckpointError` names a damaged file."""
+        """Let each rank read its share of a checkpoint's files; raise `CheckpointError`, which names a
+        damaged file."""
         damages: list[str | None] = self._group.call_all(Rank.damage, str(checkpoint))
         if texts := sorted({text for text in damages if text is not None}):
             raise CheckpointError(f"checkpoint {checkpoint}: {texts[0]}")
 
     def _pair_copies(self, done: int) -> None:
-        """Where lost ranks were replaced on other hosts, copies go to other partners from now on."""
+        """If lost ranks were replaced on other hosts, send copies to new partners from now on."""
         run, group = self._run, self._group
         shift = partner_shift(group.hosts, run.config.layout().mesh)
         if run.config.checkpoint.copies_every and shift != run.shift:
@@ -306,9 +310,9 @@ class Generation:
 
 
 def placement_notes(topology: Topology, planned: Mapping[str, Stream]) -> list[str]:
-    """What to say about the places of a run's ranks.
+    """Return remarks on where a run's ranks are placed.
 
-    ``planned``: where the profile that decisions were made with says that axes lie; empty without one.
+    ``planned``: the links that the profile used for decisions assumes for axes; empty without a profile.
     """
     where = {Stream.INTRA: "inside nodes", Stream.INTER: "between nodes"}
     moved = [

@@ -1,4 +1,4 @@
-"""From configuration to what the run will execute, without starting anything.
+"""Turns a configuration into what the run will execute, without starting anything.
 
 Decisions are those of `braid.scheduling.plan.decide`, here with a run's own graphs and measured costs.
 """
@@ -36,15 +36,15 @@ from braid.scheduling.schedule.text import parse
 from braid.scheduling.schedule.validate import check, linked
 
 IN_BOUNDS = Space(unit_layers=(0, 1, 2, 4))
-"""Where memory is bounded: shorter units hold less."""
+"""Search space if memory is limited: shorter units hold less."""
 
 
 def model_graphs(
     config: Config, shape: ModelShape, streams: Mapping[str, Stream] | None = None
 ) -> dict[str, Part]:
-    """The operator graphs of the run's model parts. Only layers of the user's own need torch for this.
+    """Build the operator graphs of the run's model parts. Only user-defined layers need torch for this.
 
-    ``streams``: where axes lie (`Profile.streams`), by default inside the node.
+    ``streams``: the stream of each axis's transfers (`Profile.streams`), by default inside the node.
     """
     sizes = config.sizes(shape, streams)
     if not config.model.own_layers:
@@ -58,7 +58,7 @@ def model_graphs(
 
 @as_config_error()
 def setting_of(config: Config, shape: ModelShape) -> Setting:
-    """What the planner is told of a run, with nothing decided; of ``auto``, the serial schedule."""
+    """Describe a run for the planner, with nothing decided; for ``auto``, with the serial schedule."""
     return Setting(
         model=shape,
         layout=config.layout(),
@@ -73,20 +73,20 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run will execute, and what that was compared with."""
+    """The outcome that a run will execute, and the alternatives it was compared with."""
 
     outcomes: tuple[Outcome, ...]
-    """The one that is taken first."""
+    """Compared outcomes; the first one is taken."""
     serial: Outcome
-    """The same layout without overlap (``megatron``)."""
+    """Outcome of the same layout without overlap (``megatron``)."""
 
     @property
     def taken(self) -> Outcome:
-        """What is run."""
+        """The outcome that is run."""
         return self.outcomes[0]
 
     def serial_step(self) -> SerialStep:
-        """What a step takes without overlap."""
+        """Return the simulated time and communication share of a step without overlap."""
         numbers = self.serial.numbers
         return SerialStep(
             seconds=numbers.step_seconds, alpha=numbers.communication_seconds / numbers.step_seconds
@@ -96,9 +96,9 @@ class Planned:
 def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
     """Decide with measured costs: the schedule's name, its pipeline, layers of a unit, partitions, orders.
 
-    The fastest within ``overlap.memory_slack``; where nothing is, what needs the least. What a plan or a
-    schedule file says is not decided again. `ConfigError` for a plan or a file that is not for this run;
-    `ValueError` for a cost that the profile does not have.
+    Take the fastest within ``overlap.memory_slack``; if nothing fits, the one that needs least memory. What a
+    plan or a schedule file fixes is not decided again. Raise `ConfigError` for a plan or a file that is not
+    for this run, `ValueError` for a cost that the profile does not have.
     """
     graphs = model_graphs(config, shape, profile.streams)
     setting, bench_of = setting_of(config, shape), measured(graphs, profile)
@@ -120,8 +120,8 @@ def plan_run(config: Config, shape: ModelShape, profile: Profile) -> Planned:
 
 
 def _over(config: Config, serial: Outcome) -> Over:
-    """Bytes beyond what a run may take: of activations so much more than megatron's as
-    ``overlap.memory_slack`` allows, of everything ``cluster.memory_gb``.
+    """Return a function of the bytes beyond the limits: activations may exceed megatron's by
+    ``overlap.memory_slack``, and the total is limited by ``cluster.memory_gb``.
     """
     slack, total = config.overlap.memory_slack, in_memory(config)
     if slack is None:
@@ -135,16 +135,18 @@ def _over(config: Config, serial: Outcome) -> Over:
 
 
 def in_memory(config: Config) -> Over:
-    """Bytes beyond ``cluster.memory_gb``."""
+    """Return a function of the bytes beyond ``cluster.memory_gb``."""
     room = config.cluster.memory_gb
     return anything if room is None else within(room * 1e9)
 
 
 @as_config_error()
 def build_schedule(config: Config, shape: ModelShape) -> Schedule:
-    """The run's training schedule without costs: the named one, a plan's, or the text of a file; checked.
+    """Build and check the run's training schedule without costs: the named one, a plan's, or the text of a
+    file.
 
-    Nothing is searched for: as few pieces as can overlap; `ConfigError` for schedules that need a pairing.
+    Nothing is searched for: operators are cut into as few pieces as can overlap. Raise `ConfigError` for
+    schedules that need a pairing.
     """
     setting, graphs = setting_of(config, shape), model_graphs(config, shape)
     if (given := _given(config, setting, graphs)) is not None:
@@ -161,7 +163,7 @@ def build_schedule(config: Config, shape: ModelShape) -> Schedule:
     return schedule
 
 
-# -- plans and schedules of the user's -----------------------------------------------------------------------
+# -- plans and schedules of the user -------------------------------------------------------------------------
 
 _KEYS = {
     "model": "model",
@@ -173,15 +175,16 @@ _KEYS = {
     "recompute": "train.recompute",
     "context": "parallel.context",
 }
-"""What a plan and a configuration have to agree in, and the keys that say it."""
+"""Fields in which a plan and a configuration must agree, and the keys of these fields."""
 
 
 def _given(
     config: Config, setting: Setting, graphs: Mapping[str, Part]
 ) -> tuple[Setting, Choices, Schedule | None] | None:
-    """The decisions of ``overlap.plan``, or the schedule of ``overlap.schedule_file`` and what it decides.
+    """Return the decisions of ``overlap.plan``, or the schedule of ``overlap.schedule_file`` and its
+    decisions; None if neither is set.
 
-    `ConfigError` if the file cannot be read, or is for another run.
+    Raise `ConfigError` if the file cannot be read, or is for another run.
     """
     if (file := config.overlap.plan) is not None:
         with as_config_error("overlap.plan: "):
@@ -219,7 +222,7 @@ def _given(
 
 
 def _told(value: object, other: object) -> str:
-    """A value of a setting in words; of a record only what differs."""
+    """Describe a value of a setting; of a record only the fields that differ."""
     if isinstance(value, ParallelLayout):
         return value.describe()
     if not is_dataclass(value):

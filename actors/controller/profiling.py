@@ -1,4 +1,4 @@
-"""Profiles of runs: ranks measure (`combining` makes one of it); what was measured before is used again."""
+"""Profiles runs: ranks measure (`combining` merges the results); earlier measurements are used again."""
 
 import contextlib
 import functools
@@ -35,14 +35,14 @@ from braid.scheduling.text.records import to_mapping
 
 ROUNDS = 9
 _MEASURED_SECONDS = 600.0
-"""For another run to measure the same; then this one measures, too."""
+"""Seconds to wait for another run that measures the same; then this run measures, too."""
 KEPT = 64
-"""Profiles that are kept, of all runs in a folder."""
+"""Number of profiles that are kept in a folder, of all runs."""
 _SOURCES = tuple(Path(braid.__file__).parent / folder for folder in ("actors", "kernels"))
 
 
 def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds: int = ROUNDS) -> Profile:
-    """Start the ranks of a run, let them measure, end them. ``plan`` holds any schedule of the layout."""
+    """Start the ranks of a run, let them measure, end them. ``plan`` may hold any schedule of the layout."""
     group = launcher.start(plan.config.layout().ranks)
     try:
         group.call_all(Rank.setup, plan, rendezvous(group, plan.config.cluster.group_timeout_s))
@@ -56,30 +56,30 @@ def measure(plan: RunPlan, launcher: Launcher, parts: Mapping[str, Part], rounds
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A profile, and where it is from."""
+    """A profile, and where it comes from."""
 
     profile: Profile
     path: Path
     reused: bool
     seconds: float = 0.0
     trouble: str = ""
-    """Why it was not kept for other runs; empty if it was."""
+    """Why it was not kept for other runs; empty if it was kept."""
 
 
 def find_or_measure(
     config: Config, shape: ModelShape, launcher: Launcher, *, data: str = "", anew: bool = False
 ) -> Profiled:
-    """The profile that is known (`known_profile`), else a new one, which is kept; others wait for it.
+    """Return the known profile (`known_profile`), else measure one and keep it; other runs wait for it.
 
-    ``data``: where the run's tokens are. Experts are measured with the rows that those of the first step give
-    them; without data, with what routers choose for random tokens.
+    ``data``: folder of the run's tokens. Experts are measured with the numbers of rows that the first step
+    gives them; without data, with what routers choose for random tokens.
     """
     if not anew and (found := known_profile(config, shape, launcher)) is not None:
         return found
     path = _profile_path(config, shape, launcher)
     with _held(path):
         if not anew and (found := known_profile(config, shape, launcher)) is not None:
-            return found  # of the run that measured meanwhile
+            return found  # a run that measured meanwhile has kept it
         begin, stops = time.perf_counter(), throttled()
         serial = config.with_schedule("megatron")
         schedule = build_schedule(serial, shape)
@@ -98,7 +98,7 @@ def find_or_measure(
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Hold the lock of a profile, where its folder has locks; others wait until it is measured."""
+    """Hold the lock of a profile, if its folder supports locks; other runs wait until it is measured."""
     lock = FileHold(path.with_name(f".{path.stem}.lock"))
     with contextlib.suppress(OSError, ConfigError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def _held(path: Path) -> Iterator[None]:
 
 
 def _keep(path: Path, profile: Profile) -> str:
-    """Write a profile and remove those that were not used for longest; why it failed, or nothing."""
+    """Write a profile and remove those unused for longest; return why that failed, or an empty string."""
     try:
         write_durably(path, profile.to_json())
         kept = [file for file in path.parent.glob("*.json") if re.fullmatch("[0-9a-f]{16}", file.stem)]
@@ -122,25 +122,25 @@ def _keep(path: Path, profile: Profile) -> str:
 
 
 def known_profile(config: Config, shape: ModelShape, launcher: Launcher) -> Profiled | None:
-    """The profile of ``overlap.profile``, or one that was measured before; None if there is none."""
+    """Return the profile of ``overlap.profile``, or one that was measured before; None if there is none."""
     given = config.overlap.profile
     if given is not None:
         return Profiled(profile=read_profile(given), path=given, reused=True)
     path = _profile_path(config, shape, launcher)
     try:
         profile = read_profile(path)
-    except ValueError:  # missing, damaged, or of another version: measured anew
+    except ValueError:  # missing, damaged, or of another version: it is measured again
         return None
     graphs = (graph for part in _graphs(config, shape).values() for graph in (part.forward, part.backward))
     if any(op.key not in profile.solo_ns for graph in graphs for op in graph.operators):
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # used: the last to go
+        os.utime(path)  # mark as used, so that it is removed last
     return Profiled(profile=profile, path=path, reused=True)
 
 
 def _graphs(config: Config, shape: ModelShape) -> dict[str, Part]:
-    """What is measured: operators take as long in whatever passes they are computed again."""
+    """Return the graphs to measure; operators take equally long in recomputation, so that it is left out."""
     return model_graphs(config.changed(train={"recompute": "none"}), shape)
 
 
@@ -152,7 +152,7 @@ def _profile_path(config: Config, shape: ModelShape, launcher: Launcher) -> Path
 
 
 def machine() -> str:
-    """The processors of this machine, without asking torch for them."""
+    """Describe the processors of this machine, without asking torch."""
     found = set()
     for place in (Path("/proc/cpuinfo"), *Path("/proc/driver/nvidia/gpus").glob("*/information")):
         try:
@@ -170,16 +170,16 @@ _CLUSTER_KEYS = {
     *("threads_per_rank", "cpus_per_rank", "nccl", "env", "device", "backend", "launcher"),
     "emulated_link_mbit",
 }
-"""What the configuration says of costs."""
+"""Configuration keys that influence costs."""
 
 
 def profile_key(
     config: Config, shape: ModelShape, hardware: Sequence[str], streams: Mapping[str, Stream]
 ) -> str:
-    """The key of a profile: runs with equal keys have equal costs.
+    """Return the key of a profile: runs with equal keys have equal costs.
 
-    It holds hardware and links, the operators' graphs, the sources that run and measure operators (the user's
-    layers too), numerics, and the limits of ranks. Of ``cluster.env`` it holds only values that the
+    It covers hardware and links, the operators' graphs, the sources that run and measure operators (including
+    the user's layers), numerics, and the limits of ranks. Of ``cluster.env`` it covers only values that the
     configuration gives.
     """
     layout = config.layout()
@@ -205,8 +205,8 @@ def _own_sources() -> str:
 
 
 def _layer_digest(reference: str) -> str:
-    """Of a layer's name and the file that has its class; of a module that is not found, which is told
-    elsewhere, the name."""
+    """Return a digest of a layer's name and the file of its class; only the name if its module is not found,
+    which is reported elsewhere."""
     place, _, _ = reference.rpartition(":")
     file: str | None = place if place.endswith(".py") else None
     if file is None:
@@ -217,7 +217,7 @@ def _layer_digest(reference: str) -> str:
 
 
 def check_hardware(group: WorkerGroup, source: str, where: str) -> None:
-    """`ConfigError` if a measured profile is from other hardware than a group's."""
+    """Raise `ConfigError` if a measured profile is from other hardware than a group's."""
     here = f"measured: {hardware_of(group.call_all(Rank.hardware))}"
     if source.startswith("measured: ") and source != here:
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""One step on all ranks: its record, its guards, its validation; and what is watched between steps."""
+"""Runs one step on all ranks: record, guards and validation; and watches ranks and telemetry between
+steps."""
 
 import contextlib
 import math
@@ -22,9 +23,9 @@ from braid.scheduling.schedule.memory import model_flops
 from braid.scheduling.trace.stragglers import LAST, STRETCH, Straggler, stragglers
 
 _MOST_ENDS = 100_000
-"""Steps that a failure may lose and the clock still counts."""
+"""Most steps that a failure may lose for the clock still to count their time."""
 _WATCH_SECONDS = 5.0
-"""Between two looks at the telemetry."""
+"""Seconds between two checks of the telemetry."""
 
 
 class StepClock:
@@ -37,24 +38,25 @@ class StepClock:
         self._now = now
         self._ended = now()
         self._ends: dict[int, float] = {}
-        """Of the newest steps, by number."""
+        """End times of the newest steps, by step number."""
         self._parts: dict[str, float] = {}
 
     def goes_on(self, done: int) -> None:
-        """Training goes on after ``done`` steps; what was lost since they were done belongs to the next."""
+        """Continue after ``done`` steps; time lost since they were done counts for the next step."""
         self._ended = self._ends.get(done, self._now())
         self._ends = {step: end for step, end in self._ends.items() if step <= done}
         self._parts = {}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something that lies between two steps, or follows a step's update."""
+        """Measure the time of something between two steps, or after a step's update, as part ``name``."""
         begin = self._now()
         yield
         self._parts[name] = self._parts.get(name, 0.0) + self._now() - begin
 
     def step_ends(self, step: int) -> tuple[float, dict[str, float]]:
-        """Seconds since the last end, and the parts of them that lay beside the step."""
+        """End a step; return the seconds since the last end, and the parts of them outside the step
+        itself."""
         before, self._ended = self._ended, self._now()
         parts, self._parts = self._parts, {}
         self._ends[step] = self._ended
@@ -69,14 +71,15 @@ class Stepper:
     group: WorkerGroup
     generation: int
     facts: Mapping[str, Any]
-    """Of the data (`Rank.data_facts`)."""
+    """Facts about the data (`Rank.data_facts`)."""
     interruptions: Interruptions
     clock: StepClock
 
     def run(self, step: int, last: int, records: Sequence[StepRecord]) -> tuple[StepDone, list[str]]:
-        """Run a step (from 0); returns also what the guards say of it. ``records``: of earlier steps.
+        """Run a step (from 0); return its event and the guards' remarks. ``records``: records of earlier
+        steps.
 
-        Raises `WorkerError`.
+        Raise `WorkerError` if a rank fails or a guard objects.
         """
         results: list[StepResult] = self.group.call_all(Rank.train_step, step)
         config, shape, layout = self.plan.config, self.plan.shape, self.plan.config.layout()
@@ -118,7 +121,8 @@ class Stepper:
         return StepDone(record=record, ranks={"step": step + 1, "time": now, **rank_fields(results)}), texts
 
     def _odd(self, step: int, loss: float, result: StepResult, records: Sequence[StepRecord]) -> list[str]:
-        """What the guards say of a step; `WorkerError` if they end the run or repeat the step."""
+        """Return the guards' remarks on a step; raise `WorkerError` if they end the run or repeat the
+        step."""
         failure = self.plan.config.failure
         if failure.on_nan == "stop" and result.discarded:
             text = (
@@ -142,7 +146,7 @@ class Stepper:
 
 
 class Watch:
-    """Tells when a rank falls behind, and once each when telemetry loses something or cannot keep up."""
+    """Reports when a rank falls behind, and once each if telemetry loses data or cannot keep up."""
 
     def __init__(self, collector: Collector, directory: RunDirectory, layout: ParallelLayout) -> None:
         self._collector, self._directory = collector, directory
@@ -151,12 +155,12 @@ class Watch:
         self._stages = [layout.coordinate(rank)["pp"] for rank in range(layout.ranks)]
         self._compute: deque[list[float]] = deque(maxlen=LAST)
         self._named: dict[int, int] = {}
-        """Ranks that were named, with the last step in which they were slow."""
+        """For each rank that was reported, the last step in which it was slow."""
         self.slowest: Straggler | None = None
-        """The rank that holds the others up most, if one does."""
+        """The rank that delays the others most; None if no rank does."""
 
     def look(self, step: int, generation: int, ranks: dict[str, Any]) -> Iterator[Incident]:
-        """What there is to tell after a step. A rank that recovers and slows down again is named again."""
+        """Yield reports after a step. A rank that recovers and slows down again is reported again."""
         self._compute.append(ranks["compute_seconds"])
         slow = stragglers(list(self._compute), self._stages)
         self.slowest = next(iter(slow), None)

@@ -1,7 +1,7 @@
 """Two Grafana dashboards, *Overlap* and *Training*, as files beside this module, and their export.
 
-The dashboards are Grafana's classic model (schema version 39), which Grafana 10 to 13 read; no panel needs a
-plug-in. Colours are those of Okabe and Ito (2008), which people with any colour vision tell apart.
+The dashboards use Grafana's classic model (schema version 39), which Grafana 10 to 13 read; no panel needs a
+plug-in. Colours are those of Okabe and Ito (2008), which people with any colour vision can distinguish.
 """
 
 import json
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 _HERE: Final = Path(__file__).parent
 RULES: Final = _HERE.parent / "prometheus" / "rules.yaml"
-"""Recording rules and alerts, for ``rule_files`` of a Prometheus configuration."""
+"""File of recording rules and alerts, for ``rule_files`` of a Prometheus configuration."""
 
 _DASHBOARDS: Final = ("braid-overlap", "braid-training")
 _EXPORTED: Final = {
@@ -29,8 +29,8 @@ _EXPORTED: Final = {
 
 
 def parse_url(url: str, key: str = "--url") -> SplitResult:
-    """The parts of ``http[s]://host[:port][/prefix]``; `ValueError` for anything else."""
-    if "@" in url:  # which is not shown, for it holds a secret
+    """Parse ``http[s]://host[:port][/prefix]``; raise `ValueError` for anything else."""
+    if "@" in url:  # not shown in the message, as it contains a secret
         raise ValueError(f"{key} holds a name or password; leave it out and give a token instead")
     try:
         parts = urlsplit(url)
@@ -47,16 +47,15 @@ def all_dashboards() -> list[Json]:
 
 
 def datasource(prometheus_url: str) -> Json:
-    """The data source as Grafana takes it. `ValueError` for what is no URL."""
+    """Return the data source in Grafana's format. Raise `ValueError` if the URL is not valid."""
     parse_url(prometheus_url, "--prometheus-url")
     (source,) = yaml.safe_load(_filled(_HERE / "datasource.yaml", prometheus=prometheus_url))["datasources"]
     return dict(source)
 
 
 def export(directory: Path, prometheus_url: str, folder: str) -> list[Path]:
-    """Write what Grafana reads when it starts, rules and a README to ``directory``; returns the files.
-
-    folder: title of the dashboards' folder in Grafana. `ValueError` where nothing can be written."""
+    """Write provisioning files for Grafana, rules and a README to ``directory``; return the files.
+    ``folder``: title of the dashboards' folder in Grafana. Raise `ValueError` if they cannot be written."""
     parse_url(prometheus_url, "--prometheus-url")
     directory = directory.resolve()
     values = {"directory": str(directory), "dashboards": f"{directory}/dashboards", "folder": folder}
@@ -71,6 +70,6 @@ def export(directory: Path, prometheus_url: str, folder: str) -> list[Path]:
 
 
 def _filled(source: Path, **values: str) -> str:
-    """A file with its placeholders filled, quoted in YAML; Grafana's own variables stay."""
+    """Return a file's text with its placeholders filled, quoted in YAML; Grafana's own variables stay."""
     quoted = {key: json.dumps(value) for key, value in values.items()} if source.suffix == ".yaml" else values
     return Template(source.read_text(encoding="utf-8")).safe_substitute(quoted)

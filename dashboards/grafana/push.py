@@ -1,7 +1,7 @@
-"""Brings folder, data source and dashboards to a Grafana server, through its HTTP interface.
+"""Sends folder, data source and dashboards to a Grafana server, through its HTTP interface.
 
-Whatever goes wrong becomes a `ValueError`: one line that names the key, the value and a remedy. The token
-is in none of them, nor in any other output.
+Every failure becomes a `ValueError`: one line that names the key, the value and a remedy. No message or other
+output contains the token.
 """
 
 import os
@@ -22,7 +22,7 @@ _NO_GRAFANA: Final = "the answer is not Grafana's JSON; is this Grafana, with it
 
 
 def read_token(file: Path | None) -> str:
-    """The token from a file that only its owner can read, or from ``GRAFANA_TOKEN``."""
+    """Read the token from a file that only its owner can read, or from ``GRAFANA_TOKEN``."""
     where = "GRAFANA_TOKEN" if file is None else f"--token-file={file}"
     try:
         if file is not None and stat.S_IMODE(file.stat().st_mode) & 0o077:
@@ -54,7 +54,8 @@ class Server:
     def push(self, folder: str, prometheus_url: str | None, say: Callable[[str], None]) -> None:
         """Create or update the folder, the data source (if its URL is given) and both dashboards.
 
-        Doing it again changes nothing. ``say`` hears a line for each thing. `ValueError` where that fails.
+        Repeating this changes nothing. ``say`` gets a line for each object. Raise `ValueError` if a request
+        fails.
         """
         source = None if prometheus_url is None else datasource(prometheus_url)
         uid, new = self._folder(folder)
@@ -65,7 +66,7 @@ class Server:
             say(f"dashboard {content['title']!r}: {self._dashboard(content, uid)}")
 
     def _folder(self, title: str) -> tuple[str, bool]:
-        """The uid of the folder with a title, and whether it is new."""
+        """Return the uid of the folder with a title, and whether it was just created."""
         folders = self._ask("list folders", "GET", "/folders", kind=list) or ()
         there = next((folder for folder in folders if folder.get("title") == title), None)
         made = there or self._ask(f"create --folder={title!r}", "POST", "/folders", {"title": title})
@@ -77,7 +78,7 @@ class Server:
         if there is None:
             self._ask("create the data source", "POST", "/datasources", source)
             return "created"
-        # What somebody has set there besides (headers, intervals) stays.
+        # Other settings that somebody has added (headers, intervals) stay.
         wanted = there | {key: value for key, value in source.items() if key != "jsonData"}
         if there == wanted:
             return "as it should be"
@@ -94,7 +95,8 @@ class Server:
         return "created" if there is None else "updated"
 
     def _ask(self, what: str, method: str, path: str, body: Json | None = None, kind: type = dict) -> Any:
-        """The answer, of a kind; None where what is asked for is not there."""
+        """Send a request and return the answer, which must be of type ``kind``; None if the object does not
+        exist."""
         import requests
         from grafana_api.grafana_api import GrafanaException
 
@@ -104,25 +106,26 @@ class Server:
                 return answer
             reason = _NO_GRAFANA
         except GrafanaException as error:
-            # A proxy that knows no such page says 404 as well, but not as Grafana does.
+            # A proxy without such a page answers 404 as well, but in another form than Grafana.
             if method == "GET" and error.status_code == 404 and isinstance(error.response, dict):
                 return None
             remedy = _REMEDIES.get(error.status_code, "look into Grafana's log")
             reason = f"{error.status_code}, {remedy} ({self._clean(error)})"
         except (requests.exceptions.JSONDecodeError, TypeError, KeyError):
-            reason = _NO_GRAFANA  # grafana-api trips over errors that are not JSON objects
+            reason = _NO_GRAFANA  # grafana-api fails on errors that are not JSON objects
         except requests.exceptions.RequestException as error:
             name = type(error).__name__
             reason = f"no answer ({name}); is Grafana running there, and its certificate trusted here?"
         raise ValueError(f"--url={self._url}: cannot {what}: {reason}")
 
     def _clean(self, message: object) -> str:
-        """The begin of a server's message, on one line, without the token."""
+        """Return the beginning of a server's message, on one line, without the token."""
         return " ".join(str(message).replace(self._token, "***").split())[:200]
 
 
 def _same(there: Mapping[str, Any], content: Json, folder: str) -> bool:
-    """Whether a dashboard is there as it should be; number and version are the server's business."""
+    """Return whether a dashboard already has this content and folder, apart from the server's id and
+    version."""
     found, of_server = there.get("dashboard") or {}, {"id": None, "version": None}
     in_folder = (there.get("meta") or {}).get("folderUid") == folder
     return in_folder and {**found, **of_server} == {**content, **of_server}

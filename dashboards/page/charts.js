@@ -9,9 +9,9 @@ const [LEFT, BOTTOM, TOP, HEIGHT] = [54, 18, 12, 150];
 export const MARKS = { restarted: "↻", resized: "⇔", failed: "✕", straggler: "⚠", guard: "!", waiting: "…", draining: "⏏", saved: "▾", "save-failed": "▿", rescued: "✚", started: "", finished: "" };
 
 const DASHES = { dash: [6, 4], dot: [2, 3], long: [10, 3], "dash-dot": [8, 3, 2, 3] };
-const STYLES = [undefined, "long", "dash-dot"]; // of lines beside each other, apart from colours
+const STYLES = [undefined, "long", "dash-dot"]; // line styles for lines of a chart, beside their colours
 
-/** What the charts show: name, how to write a value, lines of [name, values, colour, style]. */
+/** Specifications of the charts: name, formatter of a value, lines of [name, values, colour, style]. */
 export function specifications(run) {
   const { columns } = run;
   const colours = theme.colours;
@@ -40,10 +40,10 @@ const rateText = (value) => (typeof value === "number" ? value.toPrecision(3).re
 const minus = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : null);
 
 export class Charts {
-  /** `specify`: what is shown of a run. */
+  /** `specify`: returns the specifications of a run's charts. */
   constructor(box, run, redraw, specify = specifications) {
     Object.assign(this, { box, run, redraw, specify });
-    this.cursor = null; // a place among the steps
+    this.cursor = null; // index of a step
     this.figures = [];
   }
 
@@ -85,7 +85,7 @@ export class Charts {
     this.redraw();
   }
 
-  /** Names and values of a chart's lines at the cursor. */
+  /** Return names and values of a chart's lines at the cursor. */
   _told(place) {
     const chart = this.specify(this.run)[place];
     return chart.lines.filter(([, values]) => typeof values?.[this.cursor] === "number").map(([name, values]) => [name, chart.write(values[this.cursor])]);
@@ -165,7 +165,7 @@ export class Charts {
 
   _marks(context, frame, height) {
     const colours = theme.colours;
-    let taken = -Infinity; // of the sign before: what happens at once stands side by side
+    let taken = -Infinity; // right edge of the previous mark: simultaneous marks are drawn side by side
     for (const event of this.run.events) {
       const sign = MARKS[event.kind];
       if (!sign || typeof event.step !== "number" || event.step < frame.first || event.step > frame.last) continue;
@@ -186,7 +186,7 @@ function newest(values, cursor) {
   return values.findLast((value) => typeof value === "number") ?? null;
 }
 
-/** A line with gaps where there is no number; of every pixel it has the lowest and the highest value. */
+/** Draw a line with gaps where there is no number, through the lowest and highest value of every pixel. */
 function line(context, frame, steps, values, colour, style) {
   Object.assign(context, { strokeStyle: colour, fillStyle: colour, lineWidth: 1.8 });
   context.setLineDash(DASHES[style] ?? []);
@@ -227,7 +227,7 @@ function dots(context, frame, steps, values, colour) {
   values.forEach((value, n) => typeof value === "number" && write(context, "◆", frame.x(steps[n]), frame.y(value), colour, "center"));
 }
 
-/** A band on top of what lies below; `floor` is raised by it. */
+/** Draw a band stacked on `floor`, and raise `floor` by the band's values. */
 function area(context, frame, steps, values, floor, colour) {
   const tops = steps.map((_, n) => floor[n] + (values[n] ?? 0));
   context.fillStyle = colour;

@@ -26,7 +26,7 @@ export class Run extends EventTarget {
     this.columns = { step: [] };
     this.events = [];
     this.ranks = null;
-    this.visits = null; // of experts, in the newest step that tells: layers, and a row for each
+    this.visits = null; // visits of experts in the newest step that records them: layers, and a row for each
     this.traced = []; // first and last step with spans
     this.connected = false;
     this.epoch = 0;
@@ -59,7 +59,7 @@ export class Run extends EventTarget {
       while (this._wanted && !same(this._wanted, this._have)) {
         const wanted = this._wanted;
         if (wanted.reader !== this._have.reader) {
-          // Another server: its numbers have nothing to do with those before.
+          // Another server: its version numbers are unrelated to the former ones.
           this._have = { reader: wanted.reader };
           this.epoch = 0;
           this._steps.clear();
@@ -120,22 +120,22 @@ export class Run extends EventTarget {
     return this._json(`api/ranks?step=${step}`);
   }
 
-  /** Columns of a step for the ranks around one, as far as they are here; undefined: they are not. */
+  /** Return a step's columns for the ranks around `rank`; undefined if they are not loaded. */
   held(step, rank) {
     return this._steps.get(keyOf(step, rank));
   }
 
-  /** Steps of which some ranks' columns are here, in order. */
+  /** Return the steps for which some ranks' columns are loaded, in order. */
   heldSteps() {
     return [...new Set([...this._steps.keys()].map((key) => Number(key.split(":")[0])))].sort((a, b) => a - b);
   }
 
-  /** As `held`; what is not here is asked for. */
+  /** Return columns like `held`; request them if they are not loaded. */
   step(step, rank) {
     const key = keyOf(step, rank);
     const found = this._steps.get(key);
     if (found) {
-      this._steps.delete(key); // to the end of the order: used last
+      this._steps.delete(key); // move to the end of the order, as the last used
       this._steps.set(key, found);
     }
     if (!found || found.stale) this._ask(key);
@@ -154,7 +154,7 @@ export class Run extends EventTarget {
       while (this._steps.size > MOST_STEPS_OF_RANKS) this._steps.delete(this._steps.keys().next().value);
       this._tell("spans");
     } catch {
-      // The connection is gone; the page asks again when it draws the next time.
+      // The connection is lost; the page requests again at its next drawing.
     } finally {
       this._asked.delete(key);
     }

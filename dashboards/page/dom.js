@@ -17,7 +17,7 @@ function filled(node, attributes, children) {
 export const el = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 export const svg = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
-/** A table of text cells; `head` may be empty. */
+/** Make a table of text cells; `head` may be empty. */
 export function table(head, rows) {
   const lines = rows.map((row) => el("tr", {}, ...row.map((cell) => el("td", { text: cell }))));
   const top = head.length ? [el("thead", {}, el("tr", {}, ...head.map((cell) => el("th", { scope: "col", text: cell }))))] : [];
@@ -37,7 +37,7 @@ export function seconds(value) {
   return size === 0 ? "0 s" : `${digits(value * 1e6)} µs`;
 }
 
-/** Time that was lost: a measured difference of less than nothing is noise. As `scheduling/trace/figures.py`. */
+/** Format lost time; a negative measured difference is noise, as in `scheduling/trace/figures.py`. */
 export const lost = (value) => (known(value) && value <= 0 ? "none that can be told" : seconds(value));
 export const nanoseconds = (value) => (known(value) ? seconds(value / 1e9) : "–");
 export const percent = (value, places = 0) => (known(value) ? `${(value * 100).toFixed(places).replace(/^-(?=[0.]*$)/, "")} %` : "–");
@@ -57,7 +57,7 @@ export function bytes(value) {
   return `${place ? digits(value / 1024 ** place) : value} ${["B", "KiB", "MiB", "GiB", "TiB"][place]}`;
 }
 
-/** A duration in hours, minutes and seconds, the two greatest that are there. */
+/** Format a duration in its two largest units of hours, minutes and seconds. */
 export function duration(value) {
   const whole = Math.max(0, Math.round(value));
   const parts = [[Math.floor(whole / 86400), "d"], [Math.floor(whole / 3600) % 24, "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
@@ -70,7 +70,7 @@ export function mean(values) {
   return found.length ? found.reduce((sum, one) => sum + one, 0) / found.length : null;
 }
 
-/** A canvas sized to its box in device pixels; returns its context in CSS pixels, with width and height. */
+/** Size a canvas to its box in device pixels; return its context in CSS pixels, with width and height. */
 export function surface(canvas, height) {
   const ratio = window.devicePixelRatio || 1;
   const width = Math.max(50, canvas.clientWidth);
@@ -87,14 +87,14 @@ export function surface(canvas, height) {
   return { context, width, height };
 }
 
-/** Text on a canvas. */
+/** Write text on a canvas. */
 export function write(context, text, x, y, colour, align = "left") {
   context.fillStyle = colour;
   context.textAlign = align;
   context.fillText(text, x, y);
 }
 
-/** A straight line on a canvas. */
+/** Draw a straight line on a canvas. */
 export function stroke(context, [x, y], [toX, toY], colour) {
   context.strokeStyle = colour;
   context.beginPath();
@@ -103,7 +103,7 @@ export function stroke(context, [x, y], [toX, toY], colour) {
   context.stroke();
 }
 
-/** Round numbers that divide a range into about `count` parts. */
+/** Return round numbers that divide a range into about `count` parts. */
 export function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   if (!(raw > 0)) return [low];
@@ -116,7 +116,7 @@ export function ticks(low, high, count) {
 
 const tip = byId("tip");
 
-/** Show rows beside a place on the screen: the first is a title, others are [name, text] or text. */
+/** Show a tip beside a point of the screen: the first row is a title, others are [name, text] or text. */
 export function showTip(x, y, rows) {
   const [title, ...rest] = rows;
   const cells = rest.map((row) =>
@@ -134,7 +134,7 @@ export function hideTip() {
   tip.hidden = true;
 }
 
-/** Show what `tell` says of a place under the pointer, if it says something. */
+/** Show a tip with the rows that `tell` returns for the point under the pointer, if any. */
 export function hover(node, tell) {
   node.addEventListener("pointermove", (event) => {
     const rows = tell(event.offsetX, event.offsetY);

@@ -11,7 +11,7 @@ const loss = (value) => (typeof value === "number" ? (value === 0 ? "0" : value.
 
 const knows = (run, name) => run.columns[`experts.${name}`]?.some((value) => typeof value === "number");
 
-/** What the section's charts show; as `specifications` of the charts of all models. */
+/** Specifications of the section's charts, in the form of those in charts.js. */
 export function expertCharts(run) {
   const column = (name) => run.columns[`experts.${name}`] ?? [];
   const known = (name) => knows(run, name);
@@ -86,13 +86,13 @@ export class Experts {
     for (let rank = 1; rank < this.ranks; rank += 1) context.fillRect(Math.round(LEFT + (rank * count * wide) / this.ranks) - 1, TOP - 4, 1.5, bottom - TOP + 8);
   }
 
-  /** Ranks that the experts are cut over. */
+  /** Number of ranks over which the experts are distributed. */
   get ranks() {
     const ep = this.run.state?.config?.parallel?.ep;
     return Number.isInteger(ep) && ep > 1 && this.cell.count % ep === 0 ? ep : 1;
   }
 
-  /** The newest step in a sentence. */
+  /** Describe the newest step in a sentence. */
   _told() {
     const now = (name) => this.run.columns[`experts.${name}`]?.at(-1) ?? null;
     const facts = [`the fullest expert has ${times(now("imbalance"))} the average, in the worst layer ${times(now("worst_imbalance"))}`, `entropy ${percent(now("entropy"), 1)} of a balanced load's`];
@@ -117,7 +117,7 @@ export class Experts {
   }
 }
 
-/** From 1, a quarter of the average, to -1, four times as much: as `heatColour` takes it, amber is too full. */
+/** Map a load to `heatColour`'s scale: 1 is a quarter of the average, -1 (amber, too full) four times the average. */
 const share = (ratio) => (ratio > 0 ? Math.max(-1, Math.min(1, -Math.log2(ratio) / 2)) : 1);
 
 export function drawExpertLegends(run) {

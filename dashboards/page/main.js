@@ -14,7 +14,7 @@ const run = new Run();
 const dirty = new Set();
 let waiting = false;
 
-/** Draw some parts in the next frame. */
+/** Draw some parts of the page in the next frame. */
 function redraw(...parts) {
   for (const part of parts) dirty.add(part);
   if (waiting) return;
@@ -42,7 +42,7 @@ const ofExperts = new Charts(byId("expert-charts"), run, () => redraw("experts")
 
 const shown = new Map();
 
-/** Whether what a part is made of differs from what it was drawn of before: hundreds of elements cost time. */
+/** Return whether a part's data differ from those drawn last: redrawing hundreds of elements costs time. */
 function anew(part, content) {
   const text = JSON.stringify(content);
   const differs = shown.get(part) !== text;

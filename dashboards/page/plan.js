@@ -1,4 +1,4 @@
-// What was decided: layout, pairing as two strands with their bonds; what overlaps well; the cluster.
+// Shows the plan: layout, pairing as two strands with their bonds, overlap effectiveness, the cluster.
 
 import { byId, bytes, el, hover, nanoseconds, percent, svg, table } from "./dom.js";
 import { theme } from "./theme.js";
@@ -39,7 +39,7 @@ function facts(state) {
 
 const PAIRING = "In order of issue. Boxes compute, rails outside carry transfers from start to wait; a bond ties a transfer of one pass to the computation of the other that hides it. A dashed frame: an end that the layer or the block before has left (L in the schedule).";
 
-/** Boxes one after the other, rails from start to wait, bonds between a rail and what the other pass computes. */
+/** Draw operators as boxes in a row, rails from start to wait, bonds from a rail to the other pass's boxes. */
 function arrange(actions) {
   const known = actions.filter((one) => one.verb === "compute" && one.ns).map((one) => one.ns);
   const usual = known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : 1;
@@ -72,7 +72,7 @@ function arrange(actions) {
   return { boxes, rails, barriers, wide: x + 14 };
 }
 
-/** The first pass above, those beside it below. */
+/** Draw the first pass above, the passes beside it below. */
 function strands({ sides, actions }) {
   const colours = theme.colours;
   const { boxes, rails, barriers, wide } = arrange(actions);
@@ -115,7 +115,7 @@ function strands({ sides, actions }) {
 const endFrame = ({ side }) => (side === "L" ? { stroke: theme.colours.ink, "stroke-width": 1.5, "stroke-dasharray": "3 2" } : {});
 const endNote = ({ side }) => (side === "L" ? ["an end that the layer or the block before has left"] : []);
 
-/** Give overlapping rails lanes of their own; returns how many there are. */
+/** Assign overlapping rails to separate lanes; return the number of lanes. */
 function stack(rails) {
   const ends = [];
   for (const rail of rails) {
@@ -134,7 +134,7 @@ function named(shape, rows) {
   return shape;
 }
 
-/** From amber (worse) over the card's colour (no gain) to blue (free): apart in every kind of colour vision. */
+/** Return a colour from amber (worse) over the card's colour (no gain) to blue (free), for any colour vision. */
 export function heatColour(value) {
   const share = Math.max(-1, Math.min(1, value));
   const [middle, end] = [theme.dark ? [35, 44, 54] : [245, 246, 248], share >= 0 ? [0, 96, 168] : [190, 90, 0]];

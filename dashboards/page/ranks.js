@@ -1,4 +1,4 @@
-// A column per rank: where its time of one step went. 256 columns fit a laptop's screen.
+// Shows how each rank spent its time of one step, in a column per rank. 256 columns fit a laptop's screen.
 
 import { byId, bytes, hover, seconds, surface, ticks, write } from "./dom.js";
 import { namedNumbers } from "./spans.js";
@@ -7,7 +7,7 @@ import { dotted, stripes, theme } from "./theme.js";
 
 const [LEFT, HEIGHT, BOTTOM] = [54, 190, 20];
 
-/** The parts of a rank's step that add up to it, as `paints` are in order. */
+/** Return the parts that add up to a rank's step, in the order of `paints`. */
 function partsOf(line, rank) {
   const [step, compute, exposed, slowdown, waiting] = ["", "compute_", "exposed_", "slowdown_", "waiting_"].map((name) => line[`${name}seconds`]?.[rank] ?? 0);
   const found = parts({ step, compute, exposed, slowdown, waiting });
@@ -17,7 +17,7 @@ function partsOf(line, rank) {
 export class Ranks {
   constructor(canvas, run, { chosen, redraw }) {
     Object.assign(this, { canvas, run, chosen, redraw });
-    this.line = null; // of a step that is not the newest
+    this.line = null; // record of a chosen step; null: the newest step is shown
     hover(canvas, (x) => this._tell(x));
     canvas.addEventListener("click", (event) => {
       const rank = this._rank(event.offsetX);
@@ -25,7 +25,7 @@ export class Ranks {
     });
   }
 
-  /** Show another step than the newest (null). */
+  /** Show a chosen step, or the newest one (null). */
   async choose(step) {
     this.line = step === null ? null : (await this.run.ranksOf(step)).line;
     this.redraw();
@@ -94,7 +94,7 @@ export class Ranks {
   }
 }
 
-/** One sentence on who holds the others up; the rule is `scheduling/trace/stragglers.py`. */
+/** Say in one sentence which ranks delay the others; the rule is in `scheduling/trace/stragglers.py`. */
 export function drawStragglers(run) {
   const { stragglers: slow = [], stages = [], rule } = run.ranks ?? {};
   const named = slow.slice(0, 12).map((one) => `rank ${one.rank} (stage ${one.stage}, ${one.times.toFixed(2)} ×)`).join(", ");
@@ -103,7 +103,7 @@ export function drawStragglers(run) {
   byId("stragglers").textContent = [text, waitedMost(run.ranks?.line)].filter(Boolean).join(" ");
 }
 
-/** The longest wait for a peer in a step, of all ranks. */
+/** Describe the longest wait for a peer in a step, over all ranks. */
 function waitedMost(line) {
   const all = (line?.waits_for ?? []).flatMap((waits, rank) => waits.map(([peer, operator, waited]) => ({ rank, peer, operator, waited })));
   if (!all.length) return "";

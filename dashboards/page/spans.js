@@ -1,4 +1,4 @@
-// Spans of a step: finding them, and what is told about them. Times are nanoseconds from the step's begin.
+// Finds and describes spans of a step. Times are nanoseconds from the step's begin.
 
 import { amount, bytes, lost, nanoseconds, percent, seconds } from "./dom.js";
 
@@ -8,7 +8,7 @@ const DIRECTIONS = ["", "forward", "backward"];
 
 export const spoken = (rows) => rows.map((row) => (Array.isArray(row) ? row.join(" ") : row)).join(" · ");
 
-/** The shortest of some spans (places in order of their begin) at a time, or else one within a pixel of it. */
+/** Find the shortest of some spans (indices in order of their begin) at a time, else one within a pixel of it. */
 export function spanAt({ start, end }, spans, time, slack) {
   let best = null;
   for (const span of spans) {
@@ -20,13 +20,13 @@ export function spanAt({ start, end }, spans, time, slack) {
   return best === null ? null : best.span;
 }
 
-/** The place of an interval at a time; null where there is none. */
+/** Return the index of the interval at a time; null if there is none. */
 export function intervalAt({ start, end }, time, slack) {
   const place = start.findIndex((begin, n) => begin - slack <= time && time <= end[n] + slack);
   return place < 0 ? null : place;
 }
 
-/** `kind`: "exposed" transfers, or "waits" for peers. */
+/** Describe an interval of a `kind`: "exposed" transfers, or "waits" for peers. */
 export function describeInterval({ rank, data, kind, place }) {
   const { start, end, label, peer } = data.ranks.get(rank)[kind];
   const length = nanoseconds(end[place] - start[place]);
@@ -35,7 +35,7 @@ export function describeInterval({ rank, data, kind, place }) {
   return [`rank ${rank} waits for rank ${peer[place]} (${operator}${layer >= 0 ? `, layer ${layer}` : ""})`, `${length} in which nothing runs here, and that rank has not begun the collective`];
 }
 
-/** Nanoseconds of a span during which its rank waits. */
+/** Return the nanoseconds of a span during which its rank waits. */
 function exposedIn({ start, end }, from, to) {
   return start.reduce((sum, begin, n) => sum + Math.max(0, Math.min(end[n], to) - Math.max(begin, from)), 0);
 }
@@ -66,7 +66,7 @@ export function describeSpan({ rank, data, span }) {
 
 const NUMBERS = [["computes", "compute"], ["communication", "communication"], ["hidden", "hidden"], ["exposed: waits for transfers", "exposed"], ["waits for peers", "waiting"], ["slowdown", "slowdown"], ["launch gap", "launch_gap"], ["bubble", "bubble"]];
 
-/** Rows of the numbers of overlap that are known; `find` has them by name, in seconds. */
+/** Return rows of the known overlap numbers; `find` returns a number by name, in seconds. */
 export function namedNumbers(find) {
   const known = NUMBERS.map(([title, name]) => [title, find(name), name]).filter(([, value]) => typeof value === "number");
   return known.map(([title, value, name]) => [title, (name === "slowdown" ? lost : seconds)(value)]);

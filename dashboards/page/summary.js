@@ -1,11 +1,11 @@
-// The first thing to read: what is hidden and what is not, in words and as two bars to one scale.
+// The page's summary: hidden and exposed communication, in words and as two bars to one scale.
 
 import { byId, duration, el, lost, mean, percent, seconds } from "./dom.js";
 
 const WINDOW = 10;
-const PACE = 50; // steps that tell how long the rest takes: saves and validations are among them
+const PACE = 50; // number of last steps, with their saves and validations, from which the remaining time is estimated
 
-/** Means over the newest steps. */
+/** Return means over the newest steps. */
 export function recent(run) {
   const { columns } = run;
   const count = columns.step.length;
@@ -24,7 +24,7 @@ export function recent(run) {
   };
 }
 
-/** Axes of the mesh whose exposed transfers were recorded. */
+/** Return the mesh axes whose exposed transfers were recorded. */
 export function axesOf(run) {
   const before = "exposed_by_axis.";
   return Object.keys(run.columns).filter((name) => name.startsWith(before)).map((name) => name.slice(before.length));
@@ -65,7 +65,7 @@ function headline(run) {
   under.textContent = `${facts.join("; ")}. Mean of ${now.count === 1 ? "one step" : `the last ${now.count} steps`} and all ranks.`;
 }
 
-/** Parts of a step, in seconds: measured, predicted, and by one strand that hides nothing. */
+/** Return the parts of a step in seconds: measured, predicted, and for a single strand that hides nothing. */
 function rows(run) {
   const now = recent(run);
   const found = [];
@@ -82,7 +82,7 @@ function rows(run) {
   return found;
 }
 
-/** What the seconds of a step were spent on. */
+/** Return the parts on which a step's seconds were spent. */
 export function parts({ name, step, compute, exposed, slowdown, communication, waiting }) {
   const waits = exposed ?? 0;
   const peers = Math.max(0, Math.min(waiting ?? 0, step - waits));
@@ -91,7 +91,7 @@ export function parts({ name, step, compute, exposed, slowdown, communication, w
   return { name, step, communication, waits, peers, slow, computes: computes - slow, idle: Math.max(0, step - computes - waits - peers), hidden: Math.max(0, (communication ?? 0) - waits) };
 }
 
-/** Of each row a bar of the step's parts, and below it one of communication: hidden under what computes, or not. */
+/** Draw for each row a bar of the step's parts, and below it a bar of hidden and exposed communication. */
 function budget(run) {
   const box = byId("budget");
   const found = rows(run);
@@ -112,7 +112,7 @@ function spoken(row) {
   return `${row.name}: step ${seconds(row.step)}, computes ${seconds(row.computes + row.slow)}, waits ${seconds(row.waits)} for transfers and ${seconds(row.peers)} for peers, idle ${seconds(row.idle)}, hidden communication ${seconds(row.hidden)}.`;
 }
 
-/** Parts side by side, [name, seconds, what it looks like]; a name stands where there is room. */
+/** Draw parts, [name, seconds, style], side by side; names are shown where there is room. */
 function bar(scale, found) {
   const boxes = found.filter(([, value]) => value * scale >= 0.3).map(([name, value, look = name]) => {
     const label = `${name} ${seconds(value)}`;
@@ -124,7 +124,7 @@ function bar(scale, found) {
   return el("div", { class: "bar" }, ...boxes);
 }
 
-/** Running, finished or silent, from what the run wrote last. */
+/** Return the run's state, such as running or silent, according to its last records. */
 export function status(run) {
   const kinds = ["started", "restarted", "resized", "finished", "failed"];
   const last = run.events.findLast((event) => kinds.includes(event.kind));
@@ -142,7 +142,7 @@ export function status(run) {
 
 const allSteps = (run) => run.state?.config.train?.steps;
 
-/** How long this start of the run has lasted, and how long it goes on; from what the last steps took. */
+/** Return the time since this start of the run, and the remaining time estimated from the last steps. */
 function times(run, kind) {
   const begin = run.events.findLast((event) => event.kind === "started" || event.kind === "restarted" || event.kind === "resized");
   const last = run.columns.time?.at(-1);

@@ -32,7 +32,7 @@ function tileOf(context, size, back, draw) {
   return context.createPattern(tile, "repeat");
 }
 
-/** Dots: waiting for a peer. */
+/** Make a pattern of dots: waiting for a peer. */
 export function dotted(context) {
   return tileOf(context, 5, theme.colours.peer, (brush) => {
     brush.fillStyle = theme.colours.dot;
@@ -40,7 +40,7 @@ export function dotted(context) {
   });
 }
 
-/** Diagonal stripes: exposed transfers. */
+/** Make a pattern of diagonal stripes: exposed transfers. */
 export function stripes(context) {
   return tileOf(context, 8, theme.colours.hurt, (brush) => {
     brush.lineWidth = 2;
@@ -48,7 +48,7 @@ export function stripes(context) {
   });
 }
 
-/** A key to colours: [name, a colour, or "stripes" or "dotted"]. */
+/** Make a legend from entries [name, a colour, or "stripes" or "dotted"]. */
 export function legend(box, entries) {
   box.replaceChildren(...entries.map(([name, paint]) => {
     const swatch = el("i", { class: paint });

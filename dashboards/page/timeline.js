@@ -9,7 +9,7 @@ import { dotted, stripes, theme } from "./theme.js";
 const [AXIS, STRIP] = [22, 7];
 const SIZES = [3, 5, 8, 12, 16, 22, 30];
 
-/** A rank of every answer that holds some of these ranks. */
+/** Return the first rank of every server answer that contains some of these ranks. */
 function chunksOf(first, last) {
   const found = [];
   for (let rank = Math.floor(first / RANKS_AT_ONCE) * RANKS_AT_ONCE; rank <= last; rank += RANKS_AT_ONCE) found.push(rank);
@@ -20,11 +20,11 @@ export class Timeline {
   constructor(canvas, run, { redraw, read, stepChanged }) {
     Object.assign(this, { canvas, run, redraw, read, stepChanged });
     this.chosen = null; // a step; null: follow the newest
-    this.drawn = null; // the newest step that was here as a whole: what is drawn until the next one is
+    this.drawn = null; // the newest completely loaded step, drawn until the next one is loaded
     this.count = 1;
     this.view = null; // [from, to] in nanoseconds; null: everything
     this.scroll = 0;
-    this.size = null; // of a lane, as a place in SIZES; null: what suits the number of ranks
+    this.size = null; // height of a lane, as index into SIZES; null: according to the number of ranks
     this.picked = null;
     this._listen();
   }
@@ -33,7 +33,7 @@ export class Timeline {
     return this.chosen ?? this.run.traced.at(-1) ?? null;
   }
 
-  /** Room for names; a narrow window gives them less. */
+  /** Width reserved for names; smaller in a narrow window. */
   get gutter() {
     return this.narrow ? 120 : 176;
   }
@@ -42,7 +42,7 @@ export class Timeline {
     return this.canvas.clientWidth < 600;
   }
 
-  /** Go to a step; past the newest one means to follow. */
+  /** Go to a step; a number past the newest step means to follow the newest. */
   choose(step) {
     const [first, last] = [this.run.traced[0], this.run.traced.at(-1)];
     if (last === undefined) return;
@@ -52,7 +52,7 @@ export class Timeline {
     this.redraw();
   }
 
-  /** So many steps, or as many as before, from begin to end. */
+  /** Show `count` steps, by default as many as before, from begin to end. */
   show(count = this.count) {
     Object.assign(this, { count, view: null });
     this.redraw();
@@ -92,12 +92,12 @@ export class Timeline {
     this.scroll = Math.max(0, Math.min(this.rankCount * this.row + 4 - (this.height - AXIS), place));
   }
 
-  /** The first step in view where another is the last. */
+  /** Return the first step in view if a given step is the last. */
   _first(step) {
     return Math.max(this.run.traced[0], step - this.count + 1);
   }
 
-  /** Whether all that is in view of a step is here, some ranks' columns each; what is not is asked for. */
+  /** Return whether the columns of all ranks in view are loaded for a step; request missing ones. */
   _isWhole(step, ranks) {
     let whole = true;
     for (let one = this._first(step); one <= step; one += 1) {
@@ -106,7 +106,7 @@ export class Timeline {
     return whole;
   }
 
-  /** Take the newest step that is here as a whole. Steps may come faster than their columns: look at later ones first. */
+  /** Select the newest completely loaded step; try later ones first, as steps may arrive faster than columns. */
   _advance(ranks) {
     if (this._isWhole(this.step, ranks)) this.drawn = this.step;
     else if (this.chosen === null && this.drawn !== null) {
@@ -116,7 +116,7 @@ export class Timeline {
     if (this.drawn !== null && (this.drawn > this.step || this.drawn < this.run.traced[0])) this.drawn = null;
   }
 
-  /** The steps in view with the nanoseconds at which they begin; the first one is at 0. */
+  /** Return the steps in view with the nanoseconds at which they begin; the first one is at 0. */
   steps(rank) {
     if (this.drawn === null) return [];
     const first = this._first(this.drawn);
@@ -157,7 +157,7 @@ export class Timeline {
     if (!ends.length) this._say(context);
   }
 
-  /** Draw in a box alone, until `context.restore`. */
+  /** Clip drawing to a box, until `context.restore`. */
   _clip(context, ...box) {
     context.save();
     context.beginPath();
@@ -165,7 +165,7 @@ export class Timeline {
     context.clip();
   }
 
-  /** Why there is nothing to see. */
+  /** Explain why there is nothing to see. */
   _say(context) {
     write(context, this.drawn === null ? "loading …" : `No spans are kept of step ${this.drawn}.`, this.gutter + 12, 40, theme.colours.quiet);
   }
@@ -241,7 +241,7 @@ export class Timeline {
     context.font = font;
   }
 
-  /** Of intervals, in order of their begin, those in view as [place, left, right]; of all that share a pixel, one. */
+  /** Yield the intervals in view, in order of their begin, as [index, left, right]; one of all that share a pixel. */
   *_inView({ start, end }, at, places = start.keys()) {
     const [from, to] = this.range;
     const scale = (this.width - this.gutter - 10) / (to - from);
@@ -311,7 +311,7 @@ export class Timeline {
     context.fillRect(width - 7, AXIS + (this.scroll / all) * seen, 6, Math.max(16, (seen / all) * seen));
   }
 
-  /** What lies at a place of the canvas. */
+  /** Return what lies at a point of the canvas. */
   hit(x, y) {
     if (this.step === null || !this.whole || y < AXIS) return null;
     const rank = Math.floor((y - AXIS + this.scroll) / this.row);
@@ -334,7 +334,7 @@ export class Timeline {
     return null;
   }
 
-  /** Title and rows about what was hit, for the tip and for reading out. */
+  /** Return title and rows about what was hit, for the tip and for screen readers. */
   describe(found) {
     if (found.kind) return describeInterval(found);
     if (found.span !== undefined) return describeSpan(found);
@@ -345,7 +345,7 @@ export class Timeline {
     return rows;
   }
 
-  /** The operator before or after the picked one, on the same rank and lane. */
+  /** Pick the operator before or after the picked one, on the same rank and lane. */
   pick(by) {
     const rank = this.picked?.rank ?? Math.ceil(this.scroll / this.row);
     const steps = this.steps(rank);

@@ -1,3 +1,3 @@
-"""Benchmarks: `overlap.py` compares schedules and peers by turns on one machine, `training.py` Braid with a
-plain loop.
+"""Benchmarks: `overlap.py` compares schedules and other PyTorch implementations, alternating on one machine;
+`training.py` compares Braid with a plain PyTorch loop.
 """

@@ -1,4 +1,4 @@
-"""``braid bench``: measurements, as ratios within one run."""
+"""``braid bench``: measurements, reported as ratios within one run."""
 
 import inspect
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def _say(text: str) -> None:
 
 
 def _with_case(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take fields of `OverlapCase` as options, instead of the case as its first argument."""
+    """Wrap a command so that fields of `OverlapCase` become its options and replace its first argument."""
     signature = inspect.signature(command)
     options = [
         inspect.Parameter(

@@ -1,8 +1,9 @@
-"""Schedules and peers on two emulated hosts, alternating in one run: what overlap is worth on a real link.
+"""Measures schedules and peers on two emulated hosts, alternating in one run: the value of overlap on a real
+link.
 
-Everything is real but the hosts: processes, sockets, gloo, TCP over a veth pair whose rate ``tbf`` limits
-(`braid.jobs.drill.hosts`); without root, over this host's loopback with paced connections. A row is the
-median of the rounds; a step is a whole training step with all micro-batches and the optimizer.
+Only the hosts are emulated: processes, sockets, gloo and TCP are real, over a veth pair whose rate ``tbf``
+limits (`braid.jobs.drill.hosts`); without root, over this host's loopback with paced connections. A row is
+the median of the rounds; a step is a whole training step with all micro-batches and the optimizer.
 """
 
 import contextlib
@@ -59,16 +60,16 @@ from braid.scheduling.plan.orders import BenchOf, decisions, exact_pairing, laye
 from braid.scheduling.schedule.text import write
 
 FIRST_GUESS_MBIT = 600.0
-"""Link rate at which the rate for a wanted alpha is worked out."""
+"""Link rate in Mbit/s at which alpha is first measured, to derive the rate for a wanted alpha."""
 _SPAN_BYTES = 16 << 20
-"""Of a rank's files, in the benchmark's temporary folder."""
+"""Size limit of a rank's span files, in the benchmark's temporary folder."""
 
 Decide = Callable[[Config, ModelShape, Profile], Outcome]
-"""What a side runs: of its configuration, its model and the measured costs."""
+"""Decides what a side runs, from its configuration, its model and the measured costs."""
 
 
 def planned(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
-    """As a run decides it."""
+    """Decide as a training run does."""
     return plan_run(config, shape, profile).taken
 
 
@@ -77,7 +78,8 @@ class WithoutTier(Setting):
     """A setting whose schedule leaves out one of Centauri's tiers."""
 
     tier: str
-    """partitions, reorders or early_sums (`ScheduleKind`): Centauri's operation, layer and model tier."""
+    """One of partitions, reorders or early_sums (`ScheduleKind`): Centauri's operation, layer and model
+    tier."""
 
     @property
     def kind(self) -> ScheduleKind:
@@ -86,7 +88,8 @@ class WithoutTier(Setting):
 
 
 def without_tier(tier: str) -> Decide:
-    """Without one of Centauri's tiers; ``overlap.memory_slack`` does not count."""
+    """Return a decision like a run's, without one of Centauri's tiers; it ignores
+    ``overlap.memory_slack``."""
 
     def decided(config: Config, shape: ModelShape, profile: Profile) -> Outcome:
         setting = WithoutTier(**vars(setting_of(config, shape)), tier=tier)
@@ -96,7 +99,7 @@ def without_tier(tier: str) -> Decide:
 
 
 def compared(case: OverlapCase) -> tuple[str, ...]:
-    """The schedules of a case, where none are named."""
+    """Return the schedules that a case compares by default."""
     if case.layout in MIXED:
         ours = "oases" if case.recompute == "full" else "braid:sub_batches"
         alike = [f"{ours} {case.layers}*{degree}" for degree in degrees_within(case.axes["tp"])]
@@ -105,10 +108,9 @@ def compared(case: OverlapCase) -> tuple[str, ...]:
 
 
 def drawn(schedule: str, case: OverlapCase, count: int) -> tuple[str, ...]:
-    """So many schedules with degrees that are drawn for every layer, all of them different.
+    """Draw ``count`` different schedules with a random tensor-parallel degree for every layer.
 
-    How many layers have which is drawn first, so that few of one and many of another are as likely as equal
-    numbers.
+    The number of layers of each degree is drawn first, so that unequal numbers are as likely as equal ones.
     """
     assignments, draw = set[str](), random.Random(case.seed)
     degrees = degrees_within(case.axes["tp"])
@@ -131,12 +133,12 @@ def run(
     others: Mapping[str, Decide] = MappingProxyType({}),
     progress: Progress = lambda text: None,
 ) -> OverlapResult:
-    """Measure a case, on paced connections where this machine cannot make hosts.
+    """Measure a case; use paced connections if this machine cannot emulate hosts.
 
-    ``starts``: all ranks are started so often, and make their part of the rounds each time.
-    ``spans_cost``: also run the last schedule without recording spans, as ``NAME, no spans``.
-    ``without``: also braid without one of Centauri's tiers (`WithoutTier.tier`).
-    ``others``: more sides, as ``NAME, DESCRIPTION``: those of a schedule, decided in another way.
+    ``starts``: how often all ranks are started; each start measures its part of the rounds. ``spans_cost``:
+    also run the last schedule without recording spans, as ``NAME, no spans``. ``without``: also run braid
+    without one of Centauri's tiers (`WithoutTier.tier`). ``others``: more sides, ``SCHEDULE, DESCRIPTION``,
+    each with its own way to decide what it runs.
     """
     link_made, why_paced = two_hosts_or_paced()
     if why_paced:
@@ -159,13 +161,13 @@ def run(
             bench.launcher_of = stack.enter_context(bench.ray_launchers())
         named = [bench.start(name) for name in names]
         sides = list(named)
-        if spans_cost:  # the same ranks: others would differ by some percent for reasons of their own
+        if spans_cost:  # the same ranks: other ranks would differ by some percent for other reasons
             last, name = named[-1], f"{names[-1]}, no spans"
             last.records = True
             sides.append(Contender(name, last.launcher, last.plan, shares=last, records=False))
             sides[-1].start()
         sides += [bench.start(name, way) for name, way in others.items()]
-        if peers and not ray and case.recompute == "none":  # they keep all activations
+        if peers and not ray and case.recompute == "none":  # peers keep all activations
             sides += [bench.start_peer(name) for name in PEERS.get(case.layout, ())]
         each = math.ceil(rounds / starts)
         draw = random.Random(case.seed)
@@ -181,7 +183,7 @@ def run(
                 for side in named:
                     held = side.group.call_all(Rank.activation_bytes, 2 * each + 2)
                     side.activation_bytes = max(held)
-            for side in sides:  # beside idle ranks operators were measured a fifth too slow
+            for side in sides:  # while idle ranks were alive, operators were measured a fifth too slow
                 side.group.shutdown()
             again = bench.profile()
             for side in sides:
@@ -204,10 +206,10 @@ def run(
 
 
 class _StartedCase:
-    """Starts what a case compares; ``stack`` ends it."""
+    """Starts the sides that a case compares; ``stack`` ends them."""
 
     costs: Profile
-    """Measured before anything ran."""
+    """Costs that were measured before any side ran."""
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class _StartedCase:
         return self._case.config(schedule, **self._link.cluster, **cluster)
 
     def set_rate(self) -> float:
-        """Shape the link: at the given rate, or at the one that gives the wanted alpha."""
+        """Set the link's rate: the given one, or the one that gives the wanted alpha; return it in Mbit/s."""
         case = self._case
         mbit = case.mbit or FIRST_GUESS_MBIT
         for turn in range(3):
@@ -244,7 +246,7 @@ class _StartedCase:
         return mbit
 
     def profile(self) -> Profile:
-        """Measured costs at the rate that was set."""
+        """Measure costs at the rate that was set."""
         self._progress("measuring operators alone and beside communication")
         return self._measure(rounds=15)
 
@@ -258,7 +260,8 @@ class _StartedCase:
         return measure(plan, self._processes(config), model_graphs(config, self.shape), rounds)
 
     def exact_seconds(self) -> float | None:
-        """The simulated step of ``braid:w`` with the best order of a layer's two passes that exists."""
+        """Simulate a step of ``braid:w`` with the optimal order of a layer's forward and backward pass;
+        return seconds, or None if the search takes too long."""
         config = self._config("braid:w")
         bench = _costed(config, self.shape, self.costs)(setting_of(config, self.shape))
         ((choices, _),) = decisions(bench)
@@ -275,7 +278,7 @@ class _StartedCase:
 
     @contextlib.contextmanager
     def ray_launchers(self) -> Iterator[Callable[[Config], Launcher]]:
-        """What starts ranks as actors of a Ray cluster over the two hosts."""
+        """Yield a function that makes launchers of Ray actors on a Ray cluster over the two hosts."""
         root = str(Path(next(iter(braid.__path__))).resolve().parent)
         paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
@@ -299,7 +302,8 @@ class _StartedCase:
                 enter_namespace(home)
 
     def start(self, name: str, decided_by: Decide = planned) -> Contender:
-        """The ranks of a schedule, ready to train; what follows a comma in its name only describes it."""
+        """Start the ranks of a schedule, ready to train; text after a comma in its name is only a
+        description."""
         self._progress(f"starting {name}")
         config = self._config(name.partition(",")[0])
         if config.chooses_layers:
@@ -330,7 +334,7 @@ class _StartedCase:
         )
 
     def start_peer(self, name: str) -> Contender:
-        """The ranks of a peer, ready to train."""
+        """Start the ranks of a peer, ready to train."""
         self._progress(f"starting {name}")
         config = self._config("megatron")
         kind, _, exchange = name.partition(", ")

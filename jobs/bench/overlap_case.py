@@ -1,4 +1,4 @@
-"""What `braid bench overlap` compares: layouts with their schedules and peers, and the model of a case."""
+"""Defines what `braid bench overlap` compares: layouts with their schedules and peers, and a case's model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +28,13 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "mixed4": {"tp": 4},
 }
 MIXED = ("mixed2", "mixed4")
-"""Layouts whose layers have degrees of their own, behind the schedule: ``oases 2*4 2``, ``oases planned``."""
+"""Layouts whose layers have individual tensor-parallel degrees, given behind the schedule's name: ``oases 2*4
+2``, ``oases planned``."""
 PLANNED = "planned"
-"""The degrees that `braid.scheduling.plan.layer_choices` takes within ``memory_gb``."""
+"""Stands for the degrees that `braid.scheduling.plan.layer_choices` chooses within ``memory_gb``."""
 OURS = ("braid:w", "braid:eager_w", "braid:v")
 ANY_OF_OURS = "braid"
-"""Takes the pipeline of ours that is simulated to be the fastest."""
+"""Name that stands for the pipeline of Braid's own with the fastest simulated step."""
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "tp2": ("megatron", "intra_batch", "wavelet", "dhelix", "braid:w", "braid:twins"),
     "pp2": ("megatron", "megatron:eager_1f1b", "interleaved", "zbv", "dualpipev", "wavelet", "dhelix", *OURS),
@@ -44,21 +45,23 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(MIXED, ("megatron",)),
     **dict.fromkeys(("ep2", "ep2tp2"), ("megatron", "expert_overlap", "wavelet", "dhelix", ANY_OF_OURS)),
 }
-"""Schedules that are compared in a layout. Left out are those that equal another schedule there, the folded
-pipeline without overlap, and with both kinds of parallelism `zbv` and `dualpipev`."""
+"""Schedules that are compared in each layout. Schedules that equal another one there are left out, as is the
+folded pipeline without overlap; `zbv` and `dualpipev` are left out if tp and pp are combined."""
 RECOMPUTING = ("megatron", "merak", "oases", ANY_OF_OURS)
-"""Schedules that are compared by default where activations are recomputed."""
+"""Schedules that are compared by default if activations are recomputed."""
 NO_COLLECTIVE_AGAIN = ("oases", "braid")
-"""Schedules that repeat no collective (``fine``) where others recompute whole layers (``full``): Oases,
+"""Schedules that repeat no collective (``fine``) while others recompute whole layers (``full``): Oases,
 section IV-B."""
 FILLED = ("tp4", "dp4", "tp2dp2", "cp2tp2", "ep2tp2", "mixed4")
-"""Layouts whose neighbours stand on one host, as on a cluster; of others on two, so that there is a link."""
+"""Layouts in which neighbouring ranks share a host, as on a cluster; in the other layouts they are on two
+hosts, so that a link lies between them."""
 ZERO: Mapping[str, int] = {f"zero{stage}": stage for stage in (1, 2, 3)}
-"""Baselines: `ddp` under that ZeRO stage."""
+"""Names of baselines that run `ddp`, and their ZeRO stage."""
 MIXTURE: Mapping[str, Any] = {"family": "moe", "experts": 8, "top_k": 2, "balance_loss": 0.01}
-"""Of layouts with experts: as many as Mixtral's, each as wide as the MLP of the other layouts' model."""
+"""Settings of layouts with experts: as many experts as Mixtral has, each as wide as the other layouts'
+MLP."""
 EXCHANGE = "Braid's exchange"
-"""Stands behind a peer whose collectives are Braid's messages, not gloo's (`PeerPlan.messages`)."""
+"""Suffix of a peer's name if its collectives are Braid's messages instead of gloo's (`PeerPlan.messages`)."""
 PEERS: Mapping[str, tuple[str, ...]] = {
     "tp2": ("torch_tp", f"torch_tp, {EXCHANGE}"),
     "pp2": ("torch_1f1b", "torch_dualpipev", "torch_dualpipev_threads"),
@@ -67,16 +70,18 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "cp2": ("torch_cp",),
     "ep2": ("torch_ep",),
 }
-"""Peers, by layout.
+"""Peers by layout.
 
-Experts and sequences that are cut over tensor-parallel ranks too have no peer: it would be another one, with
-a plan for routers, experts and gathered keys, and gradients that `DistributedDataParallel` does not sum.
+Layouts that also cut experts or sequences over tensor-parallel ranks have no peer: it would be a new
+implementation, with a plan for routers, experts and gathered keys, and gradients that
+`DistributedDataParallel` does not sum.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCase:
-    """What is trained, and over which link: fields that have a help text are options of the command."""
+    """Model, batch, layout and link of a benchmark; fields that have a help text are options of the
+    command."""
 
     layout: Annotated[str, Option(help=", ".join(LAYOUTS))] = "tp2"
     zero: Annotated[int, Option(help="parallel.zero of the schedules.", min=0, max=3)] = 0
@@ -113,7 +118,7 @@ class OverlapCase:
     seed: int = 1
 
     def check(self, schedules: Sequence[str] = ()) -> None:
-        """`ConfigError` for what does not go together, or is no schedule."""
+        """Raise `ConfigError` for options that exclude each other, and for unknown layouts or schedules."""
         if self.layout not in LAYOUTS:
             raise ConfigError(f"--layout {self.layout!r} {must_be_one_of(self.layout, tuple(LAYOUTS))}")
         if self.mbit is not None and self.alpha is not None:
@@ -135,7 +140,7 @@ class OverlapCase:
                     raise ConfigError(f"--schedules: {error}") from None
 
     def config(self, schedule: str, **cluster: Any) -> Config:
-        """The run's configuration under a schedule, perhaps with degrees (`MIXED`), or a baseline (`ZERO`).
+        """Build the configuration for a schedule, perhaps with degrees (`MIXED`), or for a baseline (`ZERO`).
 
         Degrees that are still to be planned are ``auto``.
         """
@@ -183,7 +188,8 @@ class OverlapCase:
         return parse_config(content)
 
     def shape(self) -> ModelShape:
-        """The model's sizes, and whether tokens are routed evenly, which no configuration can say."""
+        """Return the model's sizes, and whether tokens are routed evenly, which a configuration cannot
+        say."""
         from braid.jobs.data.tokenizer import tokenizer_of
 
         config = self.config("megatron")
@@ -191,27 +197,29 @@ class OverlapCase:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Degrees of the layout."""
+        """Degrees of the layout's mesh axes."""
         return LAYOUTS[self.layout]
 
     @property
     def samples(self) -> int:
-        """Of a micro-batch: so many that every rank can have some of its own."""
+        """Samples of a micro-batch: as many as the tensor-parallel degree if layers may have smaller degrees,
+        else 1."""
         return self.axes["tp"] if self.layout in MIXED else 1
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, of all replicas."""
+        """Tokens of a step, summed over all replicas."""
         return self.tokens * self.micro_batches * self.axes.get("dp", 1)
 
     @property
     def message_bytes(self) -> int:
-        """What one rank sends another at once: its tokens' activations, single precision.
+        """Bytes that one rank sends another at once: the fp32 activations of its share of a micro-batch's
+        tokens.
 
-        Of replicas an eighth of it, the least that a profile sums over them: what gradients take is on a line
-        through that, so it must not pass at once either (`braid.jobs.drill.hosts.Hosts.shape`). Of ranks that
-        share a host a quarter of that again: stages between hosts are measured too. Keys and values of ranks
-        of cp are as wide as two hidden states.
+        With data parallelism an eighth of that, the smallest sum that a profile measures: costs of gradient
+        sums are extrapolated from it, so the link's bucket must not let it pass at once
+        (`braid.jobs.drill.hosts.Hosts.shape`). If ranks share a host, a 32nd, since stages between hosts are
+        measured too. With context parallelism, keys and values are as wide as two hidden states.
         """
         parts = 8 if "dp" in self.axes else self.axes.get("tp", 1)
         parts = 32 if self.layout in FILLED else parts
@@ -219,7 +227,7 @@ class OverlapCase:
 
     @property
     def name(self) -> str:
-        """The model in one line."""
+        """Description of the model in one line."""
         facts = [
             f"{'moe' if 'ep' in self.axes else 'llama'} hidden {self.hidden} x {self.layers} layers",
             f"{self.tokens} tokens x {self.micro_batches} micro-batches{' a replica' * ('dp' in self.axes)}",

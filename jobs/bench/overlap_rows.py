@@ -1,4 +1,4 @@
-"""What `braid bench overlap` measured, as rows and as a table."""
+"""Turns the measurements of `braid bench overlap` into rows and a table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,70 +22,71 @@ from braid.scheduling.trace import figures
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapRow:
-    """One schedule or peer; medians over the rounds."""
+    """Results of one schedule or peer; medians over the rounds."""
 
     schedule: str
     seconds_per_step: float
     spread_seconds: float
-    """Distance of the quartiles."""
+    """Interquartile range of the seconds per step."""
     tokens_per_second: float
     speedup: float
-    """Over `megatron`: median of the ratios round by round."""
+    """Speed-up over `megatron`: median of the ratios round by round."""
     alpha: float | None = None
     limit_speedup: float | None = None
     recovered: float | None = None
     hidden_fraction: float | None = None
     slowdown_fraction: float | None = None
     links_together_fraction: float | None = None
-    """Of a step, when links inside hosts and between them moved data at the same time."""
+    """Share of a step in which links inside hosts and between hosts moved data at the same time."""
     launch_gap_fraction: float | None = None
     bubble_fraction: float | None = None
     waiting_fraction: float | None = None
-    """Of a step, waiting until a peer too had issued a collective."""
+    """Share of a step that a rank waited until its peer too had issued a collective."""
     communication_seconds: float | None = None
-    """Of a step, with some transfer under way; mean over the ranks."""
+    """Seconds of a step in which some transfer was under way; mean over the ranks."""
     link_seconds: float | None = None
-    """What the bytes of the fullest direction take at the rate of the link between hosts."""
+    """Seconds that the bytes of the busiest direction take at the rate of the link between hosts."""
     peak_bytes: int = 0
-    """Of the largest process."""
+    """Peak resident memory of the largest process."""
     activation_bytes: int | None = None
-    """Most that slots and messages held at once."""
+    """Most bytes that activation slots and messages held at once."""
     predicted_seconds: float | None = None
-    """Simulated with the profile that was measured before anything ran."""
+    """Seconds of a step, simulated with the profile that was measured before any side ran."""
     beside_seconds: float | None = None
-    """Simulated with profiles that were measured after the rounds, the median of all starts: its difference
-    from the measured step is more the simulator's error and less the machine's, whose speed drifts."""
+    """Seconds of a step, simulated with the profiles measured after the rounds (median over all starts): its
+    difference from the measured step shows the simulator's error more than the drift of the machine's speed.
+    """
     loss: float = 0.0
-    """Of the last step: the same for all."""
+    """Loss of the last step, which should be equal for all sides."""
 
 
 FEWEST = 3
-"""Steps that a rank correlation needs at least."""
+"""Least number of schedules for which a rank correlation is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Of one schedule, seconds."""
+    """Step times of one schedule, in seconds."""
 
     simulated: float
     measured: float
     spread: float
-    """Distance of the quartiles."""
+    """Interquartile range of the measured step."""
 
     @property
     def error(self) -> float:
-        """Share of the measured step."""
+        """Error of the simulated step, relative to the measured one."""
         return abs(self.simulated - self.measured) / self.measured
 
     def ties(self, other: "StepTimes") -> bool:
-        """Whether the measured steps differ by less than their spread."""
+        """Return whether the measured steps differ by less than their spread."""
         return abs(self.measured - other.measured) <= (self.spread + other.spread) / 2
 
 
 def rank_correlation(steps: Sequence[StepTimes]) -> float | None:
-    """Spearman's, of simulated and measured steps. None where all tie, so that nothing was told apart.
+    """Compute Spearman's rank correlation of simulated and measured steps; None if all measured steps tie.
 
-    Neither order of steps that tie is wrong: they have the mean of their ranks on both sides.
+    Steps whose measured times tie get the mean of their ranks on both sides, since neither order is wrong.
     """
     simulated = rankdata([step.simulated for step in steps])
     measured = rankdata([step.measured for step in steps])
@@ -102,31 +103,31 @@ def rank_correlation(steps: Sequence[StepTimes]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapResult:
-    """A case, measured."""
+    """The measured results of a case."""
 
     model: str
     link_mbit: float
     rounds: int
-    """Of all starts."""
+    """Number of measured rounds over all starts."""
     starts: int
-    """How often all ranks were started."""
+    """Number of times that all ranks were started."""
     ray: bool
     rows: tuple[OverlapRow, ...]
     seed: int
     load_before: tuple[float, float, float]
     paced: bool = False
-    """Whether hosts were emulated by pacing the connections of ranks on one host, for want of root."""
+    """Whether hosts were emulated by paced connections on one host, because there was no root access."""
     exact_seconds: float | None = None
-    """Simulated step of braid:w with layers paired in the best order there is for the measured profile, by
-    branch and bound; None where that takes too long. Units of several layers may be faster."""
+    """Simulated step of braid:w whose layers are paired in the optimal order for the measured profile, found
+    by branch and bound; None if that takes too long. Units of several layers may be faster."""
     spans_price: Spread | None = None
-    """Step time with recorded spans over that without, round by round; None: not asked for."""
+    """Ratio of step times with and without recorded spans, round by round; None if not requested."""
 
     @property
     def simulated(self) -> tuple[float, float | None] | None:
-        """Of the simulator: median error, and `rank_correlation` with what was measured.
+        """The simulator's median error, and `rank_correlation` of simulated and measured steps.
 
-        With the profile that was taken after the rounds. None for fewer than three schedules.
+        It uses the profiles taken after the rounds. None for fewer than three schedules.
         """
         steps = [
             StepTimes(simulated=row.beside_seconds, measured=row.seconds_per_step, spread=row.spread_seconds)
@@ -138,38 +139,38 @@ class OverlapResult:
         return median(step.error for step in steps), rank_correlation(steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers, for ``--json``."""
+        """Convert to plain containers, for ``--json``."""
         return {**asdict(self), "simulated": self.simulated}
 
 
 @dataclass(eq=False)
 class Contender:
-    """The ranks of a schedule or a peer, and what was measured of them.
+    """The ranks of a schedule or a peer, and their measurements.
 
-    They may be started anew: equal ones may differ by some percent as long as they live.
+    Ranks may be started anew, since equal processes may differ by some percent for as long as they live.
     """
 
     name: str
     launcher: Launcher
     plan: RunPlan | PeerPlan
     target: Any = None
-    """Where Braid's ranks stream their spans, as in a run."""
+    """Destination of the spans of Braid's ranks, as in a training run."""
     predict: Callable[[Profile], float] | None = None
-    """Seconds of its step by a profile."""
+    """Predicts the seconds of this side's step from a profile."""
     predicted: float | None = None
     shares: "Contender | None" = None
-    """The side whose ranks these are, too."""
+    """Another side that uses the same ranks; None if this side has its own."""
     results: list[list[StepResult]] = field(default_factory=list)
-    """Of the rounds, of every rank."""
+    """Results of every rank, round by round."""
     beside: list[float] = field(default_factory=list)
-    """Predicted by the profiles that were measured after the rounds, one of each start."""
+    """Step times predicted from the profiles measured after the rounds, one per start."""
     activation_bytes: int | None = None
     records: bool | None = None
-    """Whether its steps record spans, where another side of the same ranks does otherwise."""
+    """Whether its steps record spans; None if no other side with the same ranks differs in that."""
     group: WorkerGroup = field(init=False)
 
     def start(self) -> None:
-        """Start ranks, in the place of those that were shut down, and let them meet."""
+        """Start ranks, replacing ones that were shut down, and let them form their process groups."""
         if self.shares is not None:
             self.group = self.shares.group
             return
@@ -181,24 +182,25 @@ class Contender:
             self.group.call_all(Rank.stream_spans, self.target, 1)
 
     def two_steps(self, steps: range) -> list[StepResult]:
-        """The second step of two, of every rank. The first step may leave work under way for it (gathers,
-        ZeRO 1), which must not end while other sides run."""
+        """Run two steps and return every rank's result of the second. The first step may leave work under way
+        (gathers of ZeRO 1), which must not end while other sides run."""
         if self.records is not None:
             self.group.call_all(Rank.record_spans, self.records)
         return [self.group.call_all(Rank.train_step, step) for step in steps][-1]
 
     @property
     def seconds(self) -> list[float]:
-        """Of the rounds, of the slowest rank."""
+        """Seconds of the slowest rank, by round."""
         return [max(result.seconds for result in step) for step in self.results]
 
     def mean_seconds(self, name: str) -> list[float]:
-        """Of the rounds, mean over the ranks of a time of `OverlapNumbers`, without its unit."""
+        """Return a time of `OverlapNumbers` in seconds, by round, as mean over the ranks; ``name`` omits the
+        unit."""
         return [mean(getattr(result.overlap, f"{name}_ns") for result in step) / 1e9 for step in self.results]
 
 
 def row_of(side: Contender, serial: Contender, tokens: int, link_mbit: float) -> OverlapRow:
-    """What a side's rounds came to, beside the serial schedule's; tokens: of a step."""
+    """Summarise a side's rounds relative to the serial schedule; ``tokens``: tokens of a step."""
     seconds = Spread.of(side.seconds)
     row = OverlapRow(
         schedule=side.name,
@@ -242,7 +244,7 @@ def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def show(console: Console, result: OverlapResult) -> None:
-    """Print the table."""
+    """Print the result as a table."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     how = "Ray actors" if result.ray else "processes"
     starts = f" of ranks started {result.starts} times" if result.starts > 1 else ""

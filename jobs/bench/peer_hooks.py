@@ -1,4 +1,5 @@
-"""What a user may put into public PyTorch: other collectives under DTensor, two threads under DualPipeV."""
+"""Extensions that a user may add to public PyTorch: other collectives under DTensor, two threads under
+DualPipeV."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,26 +18,27 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
 BACKWARD_THREAD = "backward"
-"""Begins the name of the second thread of a rank."""
+"""Prefix of the name of a rank's second thread."""
 
 
 class MessageCollectives:
-    """While it lives, all-gathers and reduce-scatters of one group on CPU are Braid's messages, not gloo's.
+    """While an instance lives, a group's all-gathers and reduce-scatters on CPU use Braid's messages instead
+    of gloo.
 
-    gloo builds reduce-scatter on all-reduce, which moves twice the bytes. A comparison with Braid on CPU that
-    is about overlap needs both sides to move the same: with this, DTensor's functional collectives
-    (``torch.distributed._functional_collectives``) send what Braid's send, and nothing else changes. Sums are
-    in rank order; on two ranks they have the bits of gloo's.
+    gloo builds reduce-scatter on all-reduce, which moves twice the bytes. A fair comparison of overlap on CPU
+    needs both sides to move the same bytes: with this class, DTensor's functional collectives
+    (``torch.distributed._functional_collectives``) send what Braid sends, and nothing else changes. Sums are
+    in rank order; on two ranks they are bit-identical to gloo's.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """All ranks of ``group`` call it together."""
+        """Replace the collectives of ``group``; all its ranks must call this together."""
         self._ranks = dist.get_process_group_ranks(group)
         upward = dist.new_group(self._ranks, use_local_synchronization=True)
         assert upward is not None
         line = MessageLine(group, upward)
         self.calls = 0
-        """Collectives so far."""
+        """Number of collectives so far."""
 
         def reduce_scatter(x: Tensor, reduce_op: str, group_size: int, group: Any) -> Tensor:
             assert reduce_op == "sum", reduce_op
@@ -49,7 +51,7 @@ class MessageCollectives:
         self._library.impl("reduce_scatter_tensor", reduce_scatter, "CPU")
 
     def _issued(self, launch: Launch, group: Any) -> Tensor:
-        """Start a collective; whoever needs its result waits for it (``wait_tensor``)."""
+        """Start a collective; its result must be awaited (``wait_tensor``)."""
         asked = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
         assert dist.get_process_group_ranks(asked) == self._ranks, "a collective of other ranks"
         work = launch.issue()
@@ -68,16 +70,16 @@ class MessageCollectives:
 class ThreadedOverlap:
     """Runs the halves of DualPipeV's overlapped actions at once: forward here, backward in a second thread.
 
-    They are a forward pass of one of the rank's stages and a backward pass of the other, of different
-    micro-batches, so they share neither gradients nor buffers. What each half does is what the runtime of
-    ``torch.distributed.pipelining`` does for the action alone; sends and receives stay with the runtime.
+    An action pairs a forward pass of one of the rank's stages with a backward pass of its other stage, of
+    different micro-batches, so they share neither gradients nor buffers. Each half does what the runtime of
+    ``torch.distributed.pipelining`` does for that action alone; sends and receives stay with the runtime.
     """
 
     def __init__(self) -> None:
         self._other = ThreadPoolExecutor(1, thread_name_prefix=BACKWARD_THREAD)
 
     def __call__(self, action: "_Action", ctx: "_PipelineContext") -> None:
-        """Run both halves of ``action``."""
+        """Run both halves of ``action`` at the same time."""
         assert action.sub_actions is not None
         forward, backward = action.sub_actions
         pending = self._other.submit(self._backward, backward, ctx)

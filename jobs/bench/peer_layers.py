@@ -2,8 +2,8 @@
 
 Legend: as in `braid.jobs.bench.plain_torch`; R ranks. Experts: T tokens of a micro-batch, E experts, L
 experts on this rank, k experts that a token visits, v visits of this rank's tokens, n visits to this rank's
-experts, I inputs and O outputs of a matrix. Sequences: S tokens of both pieces of this rank, P of one piece,
-A all tokens of a sample, X key-value heads of keys and of values.
+experts, I inputs and O outputs of a matrix. Sequences: S tokens of both pieces of this rank, P tokens of one
+piece, A all tokens of a sample, X key-value heads, counted once for keys and once for values.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from braid.jobs.bench.plain_torch import Layer
 from braid.scheduling.model.shape import ModelShape
 
 OF_EXPERTS = ".experts."
-"""Part of the names of parameters that are not the same on all ranks."""
+"""Substring in the names of parameters that differ between ranks."""
 
 
 class ExpertLinear(nn.Module):
@@ -26,25 +26,26 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        bound = inputs**-0.5  # as of nn.Linear
+        bound = inputs**-0.5  # the same bound as in nn.Linear
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs).uniform_(-bound, bound))
 
     def forward(self, x_nI: Tensor, ends_L: Tensor) -> Tensor:
-        """Rows in the order of experts to outputs_nO; ``ends``: where each expert's rows end, int32."""
+        """Multiply rows, sorted by expert, by their experts' matrices, giving outputs_nO; ``ends``: each
+        expert's last row + 1, int32."""
         return F.grouped_mm(x_nI, self.weight.transpose(1, 2), offs=ends_L)
 
 
 class Mixture(Layer):
-    """A layer with experts over all ranks of a group, and the router before them, in place of its MLP.
+    """A layer with experts that are distributed over a group's ranks, and their router, in place of an MLP.
 
-    As torchtitan writes it, over gloo. Rows are sorted by the expert that they visit, ranks tell each other
-    how many come, ``all_to_all_single_autograd`` sends them (torchtitan's choice, though its module has an
-    underscore), they are sorted by this rank's experts, go through three ``grouped_mm``, and all the way back
-    to be weighed and summed. Nothing computes meanwhile, as there.
+    It follows torchtitan, over gloo: rows are sorted by the expert that they visit, ranks exchange their
+    numbers, ``all_to_all_single_autograd`` sends the rows (torchtitan's choice, though its module has an
+    underscore); they are sorted by this rank's experts, go through three ``grouped_mm``, and return to be
+    weighed and summed. As there, no computation overlaps with this.
 
     A quick check on CPU (fp32, 4 experts on a rank, with freed memory kept) chose ``grouped_mm``, which took
-    no longer than a loop over experts with matrices of their own, and less than one over parts of a common
-    tensor; and ``index_select`` to sort rows, which took less than indices, ``embedding`` and ``gather``.
+    no longer than a loop over experts with separate matrices, and less than a loop over slices of one tensor;
+    and ``index_select`` to sort rows, which was faster than indexing, ``embedding`` and ``gather``.
     """
 
     def __init__(self, shape: ModelShape, group: dist.ProcessGroup) -> None:
@@ -76,7 +77,7 @@ class Mixture(Layer):
         return torch.bmm(gates_Tk.unsqueeze(1), y_TkD).view_as(x_BSD)
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gates_Tk, the experts that they are of, and how many of these visits every expert gets."""
+        """Return the gates, the experts to which they belong, and the number of visits to each expert."""
         sizes = self.sizes
         logits_TE = self.router(x_TD)
         shares_TE = logits_TE.softmax(-1)
@@ -97,7 +98,8 @@ class Mixture(Layer):
         return gates_Tk, choice_Tk, visits_E
 
     def _visit(self, x_nD: Tensor, visits_RL: Tensor) -> Tensor:
-        """What this rank's experts make of rows that are sorted by the rank that they are from."""
+        """Apply this rank's experts to rows that are sorted by source rank, and return the results in that
+        order."""
         held_RL = torch.arange(visits_RL.shape[1]).expand_as(visits_RL)
         by_expert_n = held_RL.flatten().repeat_interleave(visits_RL.flatten()).argsort(stable=True)
         ends_L = visits_RL.sum(0).cumsum(0).int()
@@ -108,19 +110,19 @@ class Mixture(Layer):
 
 
 class ContextLayer(Layer):
-    """A layer with causal attention of two pieces of a sample to all of it.
+    """A layer with causal attention from this rank's two pieces of a sample to the whole sample.
 
-    PyTorch's own ``context_parallel`` (prototype, 2.13) has none on CPU: it replaces attention by rings of
-    CUDA's kernels, and knows none of ``_scaled_dot_product_flash_attention_for_cpu``, whatever sends the
-    messages. So this is what Llama 3 and Megatron do (Llama Team 2024, section 3.3.2; ``cp_comm_type:
-    all_gather``), written in public PyTorch. Of two pieces for every rank, rank r has the r-th from the front
-    and the r-th from the back. Keys and values of all are gathered before attention, their gradients sent
-    back to where they are from, and nothing computes meanwhile. Both go by an all-to-all: the gradients are
-    summed where they arrive, which is half the bytes of gloo's reduce-scatter.
+    PyTorch's own ``context_parallel`` (prototype, 2.13) does not work on CPU: it replaces attention by rings
+    of CUDA kernels, and does not know ``_scaled_dot_product_flash_attention_for_cpu``, whatever sends the
+    messages. So this does what Llama 3 and Megatron do (Llama Team 2024, section 3.3.2; ``cp_comm_type:
+    all_gather``), in public PyTorch. A sample has two pieces per rank: rank r has the r-th from the front and
+    the r-th from the back. Keys and values of all ranks are gathered before attention, their gradients are
+    sent back, and no computation overlaps with this. Both use an all-to-all: gradients are summed by the
+    receiver, which moves half the bytes of gloo's reduce-scatter.
 
     Each piece attends to all keys up to its end, in one call of ``scaled_dot_product_attention``: the first
-    with ``is_causal``, others with a mask, as there is no other causal attention of fewer queries than keys
-    on CPU (``causal_lower_right`` makes a mask there). Such a call computes half a square of a piece in vain.
+    piece with ``is_causal``, others with a mask, since CPU has no other causal attention of fewer queries
+    than keys (``causal_lower_right`` makes a mask there). Such a call wastes half a square of a piece.
     """
 
     def __init__(self, shape: ModelShape, group: dist.ProcessGroup) -> None:
@@ -130,7 +132,7 @@ class ContextLayer(Layer):
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
         rank, ranks = self.group.rank(), self.group.size()
         x_BXSH = torch.cat((k_BKSH, v_BKSH), dim=1)
-        # All get the same: the gradient of `expand` is the sum over ranks.
+        # All ranks get the same data: the gradient of `expand` is the sum over ranks.
         sent = x_BXSH.expand(ranks, *x_BXSH.shape).flatten(0, 1)
         parts = all_to_all_single_autograd(sent, None, None, self.group).unflatten(0, (ranks, -1))
         early, late = zip(*(part.chunk(2, dim=2) for part in parts), strict=True)
@@ -146,6 +148,6 @@ class ContextLayer(Layer):
 
 @cache
 def _mask_of_last_piece(sequence: int, pieces: int) -> Tensor:
-    """Mask_PA: of its queries, 0 for the keys that they see, else minus infinity."""
+    """Return Mask_PA for the last piece's queries: 0 for the keys that a query sees, else minus infinity."""
     places_A = torch.arange(sequence)
     return torch.where(places_A.chunk(pieces)[-1][:, None] >= places_A, 0.0, -torch.inf)

@@ -1,32 +1,32 @@
-"""The ways a PyTorch user has today to train one model on several ranks: public PyTorch over gloo.
+"""Trains one model on several ranks with public PyTorch over gloo, in all ways that users have today.
 
-Nothing of Braid is in them, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. One model
-is cut into pieces:
+They use nothing of Braid, unless ``PeerPlan.messages`` asks for its exchange of messages on CPU. Some peers
+cut one model into pieces:
 
 - ``torch_tp``: tensor + sequence parallel over all ranks, by DTensor and ``parallelize_module``.
 - ``torch_1f1b``: a stage per rank, ``Schedule1F1B`` of ``torch.distributed.pipelining``.
 - ``torch_dualpipev``: two stages per rank, placed as a V, ``ScheduleDualPipeV`` as shipped: it runs the
   forward and the backward half of its overlapped actions one after the other.
-- ``torch_dualpipev_threads``: the same with `ThreadedOverlap` registered, which runs both halves at once.
+- ``torch_dualpipev_threads``: ``torch_dualpipev`` with `ThreadedOverlap`, which runs both halves at once.
 - ``torch_tp_1f1b``: ``torch_1f1b``, each stage on two ranks as in ``torch_tp``.
 
-Or every rank has a replica, and a share of the global batch:
+In other peers every rank has a replica, and a share of the global batch:
 
 - ``torch_ddp``: ``DistributedDataParallel`` with its own bucket size: gradients are summed bucket by bucket
   behind the last micro-batch's backward pass, not at all before it (``no_sync``).
 - ``torch_fsdp2``: ``fully_shard`` of every layer and of the rest: parameters are gathered for every forward
   and every backward pass; gradients, which every rank adds up whole, are scattered in the last one.
-- ``torch_fsdp2_kept``: the same, with parameters that are kept from the first forward pass of a step to the
-  last backward pass, so that they are gathered once.
+- ``torch_fsdp2_kept``: ``torch_fsdp2``, with parameters that are kept from the first forward pass of a step
+  to the last backward pass, so that they are gathered once.
 - ``torch_ep``: ``torch_ddp`` of all parameters but those of experts, which are cut over ranks (`Mixture`).
 - ``torch_cp``: ``torch_ddp`` of ranks that have parts of the same samples (`ContextLayer`).
 
-The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and one
-reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss on
-sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on the
-network always. All else is the plain loop's (`braid.jobs.bench.plain_torch`), at a constant learning rate, so
-that losses are those of one process. Two things differ from GPUs: gloo's reduce-scatter moves twice the
-bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
+The tensor-parallel plan is that of torchtitan's Llama: norms sequence parallel, one all-gather before and
+one reduce-scatter after each of attention and MLP, embedding sharded by rows, head by columns with the loss
+on sharded logits: faster than gathering them but for vocabularies of a few hundred tokens, and lighter on
+the network always. All else is as in the plain loop (`braid.jobs.bench.plain_torch`), at a constant
+learning rate, so that losses equal those of one process. Two things differ from GPUs: gloo's reduce-scatter
+moves twice the bytes, and ``fully_shard`` waits for each of its collectives, as a CPU has no streams.
 
 Legend: as in `braid.jobs.bench.plain_torch`.
 """
@@ -78,43 +78,44 @@ KINDS = (TP, PIPELINE, TP_PIPELINE, DUALPIPEV, DUALPIPEV_THREADS, *REPLICATED)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPlan:
-    """What the ranks of a peer are told."""
+    """Plan that the ranks of a peer receive."""
 
     kind: str
     config: Config
     shape: ModelShape
-    """Its experts are only trained by ``torch_ep``; others have an MLP in every layer."""
+    """Sizes of the model. Only ``torch_ep`` trains its experts; other peers have an MLP in every layer."""
     data: str = ""
     messages: bool = False
-    """Collectives of tensor-parallel ranks are `MessageCollectives`, not gloo's."""
+    """Whether collectives of tensor-parallel ranks are `MessageCollectives` instead of gloo's."""
 
 
 class Peer:
-    """One rank of a peer. The default process group must exist; threads per rank are the caller's matter."""
+    """One rank of a peer. The default process group must exist; the caller sets the number of threads."""
 
     def __init__(self, plan: PeerPlan, rank: int, ranks: int) -> None:
         """Build this rank's part of the model, with values drawn from ``train.seed``."""
         self.plan, self.train = plan, plan.config.train
         self.stages: dict[int, PlainModel] = {}
         self._model: Any = None
-        """Makes logits of tokens; None: the pipeline does."""
+        """Model that maps tokens to logits; None if the pipeline does."""
         self._pipeline: Schedule1F1B | ScheduleDualPipeV | None = None
         self._replicas = 1
         self._share: Any = ...
-        """Index of what this rank computes of a global batch of tokens."""
+        """Index into a global batch of tokens that selects this rank's share."""
         self._group: dist.ProcessGroup | None = None
-        """Ranks whose losses and gradients are parts of one sum; None: all ranks."""
+        """Ranks whose losses and gradients are summed; None: all ranks."""
         torch.manual_seed(self.train.seed)
         (self._replicate if plan.kind in REPLICATED else self._cut)(rank, ranks)
         self._optimizer = adamw((parameter for _, parameter in self.named()), self.train)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, by names as ``layers.3.qkv.q.weight``; DTensors where they are sharded."""
+        """Yield this rank's parameters with names such as ``layers.3.qkv.q.weight``; sharded ones are
+        DTensors."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
     def _cut(self, rank: int, ranks: int) -> None:
-        """Make this rank's stages, sharded over tensor-parallel ranks."""
+        """Create this rank's pipeline stages, sharded over tensor-parallel ranks."""
         kind = self.plan.kind
         tensor = {TP: ranks, TP_PIPELINE: 2}.get(kind, 1)
         pipeline, position = ranks // tensor, rank // tensor
@@ -146,19 +147,19 @@ class Peer:
             self._pipeline.register_custom_function(OVERLAP_F_B, ThreadedOverlap())
 
     def _replicate(self, rank: int, ranks: int) -> None:
-        """Make this rank's replica, and let it train with the others."""
+        """Create this rank's replica and its data-parallel wrapper."""
         kind, shape, self._replicas = self.plan.kind, self.plan.shape, ranks
         samples = self.train.global_batch // ranks
         self._share = slice(rank * samples, (rank + 1) * samples)
         cut: Any = {EP: Mixture, CP: ContextLayer}.get(kind)
         group = dist.new_group() if cut else None
         if kind == EP:
-            # Other experts on every rank; DistributedDataParallel makes the same what else is drawn here.
+            # Each rank draws its own experts; DistributedDataParallel then equalises all other parameters.
             torch.manual_seed(self.train.seed + rank)
         model = PlainModel(shape, layer=(lambda _: cut(shape, group)) if cut else None)
         self.stages, self._model = {0: model}, model
         if kind in (FSDP2, FSDP2_KEPT):
-            mesh = init_device_mesh("cpu", (ranks,))  # of CPUs: else it would look for GPUs
+            mesh = init_device_mesh("cpu", (ranks,))  # a mesh of CPUs: else it would look for GPUs
             for each in model.layers.values():
                 fully_shard(each, mesh=mesh, reshard_after_forward=kind == FSDP2)
             fully_shard(model, mesh=mesh)  # embedding and head, which the root keeps for the backward pass
@@ -181,17 +182,18 @@ class Peer:
     def step(self, tokens_BS: Tensor) -> float:
         """Train on a whole global batch, samples x (sequence + 1) token ids, the same on all ranks.
 
-        Returns the mean cross-entropy over all tokens, in nats, the same on all ranks.
+        Return the mean cross-entropy over all tokens, in nats, the same on all ranks.
         """
         with parallel.loss_parallel() if self.plan.kind in (TP, TP_PIPELINE) else nullcontext():
             loss = self._passes(tokens_BS[:, :-1], tokens_BS[:, 1:])
         parts, whole = list[nn.Parameter](), list[nn.Parameter]()
         for name, parameter in self.named():
-            # Norms' gradients are partial sums: summed once here, not in the norm and in the optimizer again.
+            # Gradients of norms are partial sums: sum them once here, not both in the norm and in the
+            # optimizer.
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             elif OF_EXPERTS in name and parameter.grad is not None:
-                parameter.grad /= self._replicas  # losses were scaled for a mean, which its gradient is not
+                parameter.grad /= self._replicas  # losses were scaled for a mean, but this is not averaged
             (parts if self._replicas == 1 or OF_EXPERTS in name else whole).append(parameter)
         sums = torch.stack((_square(parts), loss))
         dist.all_reduce(sums, group=self._group)
@@ -203,7 +205,7 @@ class Peer:
         return sums[1].item()
 
     def _passes(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Both passes of all micro-batches; returns this rank's part of the loss."""
+        """Run forward and backward passes of all micro-batches; return this rank's part of the loss."""
         losses = [torch.zeros(())]
         if self._pipeline is not None:
             last = any(stage.head is not None for stage in self.stages.values())
@@ -218,13 +220,15 @@ class Peer:
         for number, (window_BS, target_BS) in enumerate(zip(windows, targets, strict=True), 1):
             with self._passing(last=number == len(windows)):
                 share = self._loss(self._model(window_BS), target_BS)
-                # A share of the mean over the global batch is to be added up; gradients will be averaged.
+                # Shares of the mean over the global batch add up; multiply by replicas, as gradients will be
+                # averaged.
                 (share * self._replicas).backward()
             losses.append(share.detach())
         return torch.stack(losses).sum()
 
     def _passing(self, last: bool) -> AbstractContextManager[None]:
-        """Surrounds both passes of a micro-batch; ``last``: they end with gradients' mean over replicas."""
+        """Return a context for both passes of a micro-batch; after the ``last``, gradients are averaged over
+        replicas."""
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last)
             self._model.set_reshard_after_backward(last or self.plan.kind == FSDP2)
@@ -233,7 +237,8 @@ class Peer:
         return nullcontext()
 
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        """A micro-batch's share of the mean over the global batch, with the gradient of auxiliary losses."""
+        """Return a micro-batch's share of the global batch's mean loss, with the gradient of auxiliary
+        losses."""
         total = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
         for stage in self.stages.values():
             for layer in stage.layers.values():
@@ -244,7 +249,7 @@ class Peer:
 
 
 def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Of the norm of their gradients."""
+    """Return the square of the norm of the parameters' gradients."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
 
@@ -285,16 +290,17 @@ _NOTHING_SEEN = OverlapNumbers(
 
 
 class PeerRank:
-    """A peer's rank in a process of its own; methods as of `braid.actors.stage.rank.worker.Worker`."""
+    """Runs a peer's rank in a process of its own; has the methods of
+    `braid.actors.stage.rank.worker.Worker`."""
 
     def __init__(self, rank: int, address: str) -> None:
-        keep_freed_memory()  # as ranks of Braid do
+        keep_freed_memory()  # Braid's ranks do the same
         self.rank = rank
         self._membership = Membership(address)
         self._memory = PeakMemory(self._membership.device)
 
     def open_store(self, timeout_s: float) -> int:
-        """On rank 0: host the rendezvous and return its port."""
+        """On rank 0, host the rendezvous and return its port."""
         return self._membership.host_store(timeout_s)
 
     def setup(self, plan: PeerPlan, rendezvous: Rendezvous) -> None:
@@ -308,7 +314,7 @@ class PeerRank:
         self._data = TokenShards.open(Path(plan.data), "train", plan.shape.sequence)
 
     def train_step(self, step: int) -> StepResult:
-        """One optimizer step, of which no spans are recorded."""
+        """Run one optimizer step, without recording spans."""
         begin, train = time.perf_counter(), self._peer.train
         ids = sample_ids(train.seed, self._data.samples, step * train.global_batch, train.global_batch)
         tokens = torch.from_numpy(self._data.tokens_at(ids)).to(torch.int64)

@@ -1,9 +1,9 @@
 """A training loop as a PyTorch user writes it: ordinary modules, autograd, AdamW.
 
-It is the independent reference of the tests and the peer of the benchmark, so it must be good: PyTorch's own
-attention, norms, loss and fused AdamW. Of Braid it has the records of sizes and settings only. Projections
-are separate, as in Hugging Face's Llama: fused ones were no faster here, since autograd puts their gradients
-together with a copy.
+It is the independent reference of the tests and the baseline of the benchmark, so it must be good: PyTorch's
+own attention, norms, loss and fused AdamW. From Braid it uses only the records of sizes and settings.
+Projections are separate, as in Hugging Face's Llama: fused ones were no faster here, since autograd
+concatenates their gradients with a copy.
 
 Legend: B samples, S tokens of a sample (on this rank, where a peer shards the sequence), D hidden, N query
 heads, K key-value heads, H head dimension (heads of this rank, where a peer shards them), V vocabulary.
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def learning_rate(settings: "Settings", step: int) -> float:
-    """Of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr_fraction`` of ``lr``."""
+    """Return a step's learning rate (first step: 0): linear warm-up, then cosine decay to ``min_lr_fraction *
+    lr``."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     done = min((step - settings.warmup_steps) / max(settings.steps - settings.warmup_steps, 1), 1.0)
@@ -37,7 +38,7 @@ def learning_rate(settings: "Settings", step: int) -> float:
 
 
 def adamw(parameters: Iterable[nn.Parameter], settings: "Settings") -> torch.optim.AdamW:
-    """AdamW that decays matrices only."""
+    """Build an AdamW that applies weight decay to matrices only."""
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for parameter in parameters:
         (matrices if parameter.dim() > 1 else vectors).append(parameter)
@@ -47,7 +48,7 @@ def adamw(parameters: Iterable[nn.Parameter], settings: "Settings") -> torch.opt
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding as in Hugging Face's Llama: dimension i turns with i + H/2."""
+    """Rotary position embedding as in Hugging Face's Llama: dimension i is rotated together with i + H/2."""
 
     cos: Tensor  # S x H
     sin: Tensor  # S x H
@@ -78,14 +79,14 @@ class Rotary(nn.Module):
 
 @dataclass(frozen=True)
 class Seen:
-    """Positions of tokens, and which tokens see each other; None: one document to a sample."""
+    """Positions of tokens and the attention mask; None if every sample is one document."""
 
     positions_bs: Tensor | None = None
     mask_b1ss: Tensor | None = None
 
     @classmethod
     def of(cls, tokens_BS: Tensor, end_of_document: int, restart_positions: bool) -> "Seen":
-        """Attention, and perhaps positions, begin anew behind every token ``end_of_document``."""
+        """Build masks, and perhaps positions, that begin anew after every token ``end_of_document``."""
         places_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
         behind_BS = F.pad(tokens_BS[:, :-1] == end_of_document, (1, 0))
         first_BS = torch.where(behind_BS, places_BS, 0).cummax(dim=1).values
@@ -96,7 +97,7 @@ class Seen:
 
 
 class Projections(nn.ModuleDict):
-    """Linear maps of one input, by name."""
+    """Several linear maps of the same input, by name."""
 
     def __init__(self, inputs: int, outputs: Mapping[str, int], bias: bool) -> None:
         super().__init__({name: nn.Linear(inputs, width, bias) for name, width in outputs.items()})
@@ -154,7 +155,7 @@ class PlainModel(nn.Module):
     """A decoder-only transformer in ``dtype``, or a stage of one, with PyTorch's default initial values."""
 
     end_of_document: int | None = None
-    """The token behind which attention begins anew; None: it sees whole samples."""
+    """The token after which attention begins anew; None: attention spans whole samples."""
     restart_positions = False
 
     def __init__(
@@ -166,7 +167,8 @@ class PlainModel(nn.Module):
         stages: int = 1,
         layer: Callable[[int], Layer] | None = None,
     ) -> None:
-        """``layer``: makes the layer of a number. Of several ``stages``, the last one has the head."""
+        """``layer``: makes the layer with a given number. Of several ``stages``, the first has the embedding,
+        the last the head."""
         super().__init__()
         first, last = stage == 0, stage == stages - 1
         is_gpt = shape.family == "gpt"
@@ -184,7 +186,7 @@ class PlainModel(nn.Module):
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids_BS, behind the first stage x_BSD, to logits_BSV, before the last stage x_BSD."""
+        """Map token ids_BS (in later stages: x_BSD) to logits_BSV (in stages before the last: x_BSD)."""
         seen = Seen()
         if self.end_of_document is not None:
             seen = Seen.of(x, self.end_of_document, self.restart_positions)
@@ -200,25 +202,25 @@ class PlainModel(nn.Module):
         return x
 
     def loss_sum(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Sum of the tokens' cross-entropies, in nats."""
+        """Return the sum of the tokens' cross-entropies, in nats."""
         return F.cross_entropy(self(tokens_BS).flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
 def norm(shape: ModelShape) -> nn.Module:
-    """The family's normalisation of the hidden dim."""
+    """Build the family's normalisation layer over the hidden dimension."""
     kind = nn.LayerNorm if shape.family == "gpt" or shape.layer_norm else nn.RMSNorm
     return kind(shape.hidden, eps=shape.norm_eps)
 
 
 class PlainTrainer:
-    """The training loop: gradient accumulation, clipping (not with ``clip_norm`` 0), AdamW."""
+    """The training loop: gradient accumulation, clipping (none if ``clip_norm`` is 0), AdamW."""
 
     def __init__(self, model: PlainModel, settings: "Settings") -> None:
         self.model, self.settings = model, settings
         self.optimizer = adamw(model.parameters(), settings)
 
     def step(self, step: int, windows: Sequence[Tensor]) -> tuple[float, float]:
-        """Train on micro-batches of windows (B x (S + 1) tokens each); returns (mean loss, gradient norm)."""
+        """Train on micro-batches of windows (B x (S + 1) tokens each); return (mean loss, gradient norm)."""
         tokens = sum(window.shape[0] * (window.shape[1] - 1) for window in windows)
         losses = []  # read at the end: until then the host may run ahead of a GPU
         for window in windows:
@@ -235,16 +237,16 @@ class PlainTrainer:
 
     @torch.no_grad()
     def mean_loss(self, windows: Sequence[Tensor]) -> float:
-        """Mean loss over the tokens of micro-batches of windows, without training."""
+        """Return the mean loss per token over windows (B x (S + 1) tokens each), without training."""
         losses = [self.model.loss_sum(window[:, :-1], window[:, 1:]).item() for window in windows]
         return sum(losses) / sum(window[:, 1:].numel() for window in windows)
 
 
 @torch.no_grad()
 def load_named(model: PlainModel, tensors: Mapping[str, Tensor]) -> None:
-    """Set all parameters from tensors with Braid's global names, which are this model's own.
+    """Set all parameters from tensors with Braid's global names, which are also this model's names.
 
-    Raises ValueError, naming the difference, if the names are not those of the model.
+    Raise `ValueError`, naming the difference, if the names differ from the model's.
     """
     parameters = dict(model.named_parameters())
     if odd := parameters.keys() ^ tensors.keys():

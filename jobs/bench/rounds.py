@@ -1,4 +1,4 @@
-"""How benchmarks measure: sides by turns, on real text; and how repeated measurements are summed up."""
+"""How benchmarks measure: sides take turns on real text; repeated measurements are summarised."""
 
 import os
 import random
@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Median, quartiles and number of some measurements, and how sure the median is.
+    """Median, quartiles and number of some measurements, and a confidence interval of the median.
 
-    ``median_from`` and ``median_to``: where the median of endless measurements lies with 95 % confidence, by
-    counting those above and below it (sign test), which asks nothing of their distribution; of fewer than
-    six measurements the extremes, which are less sure than that.
+    ``median_from`` and ``median_to``: the 95 % confidence interval of the true median, by counting values
+    above and below it (sign test), which assumes nothing about their distribution; with fewer than six
+    measurements the extremes, which are less certain than that.
     """
 
     median: float
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Sum up at least one measurement."""
+        """Summarise at least one measurement."""
         low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         ordered = sorted(values)
         # No more than `first` values lie below the true median in less than 2.5 % of cases.
@@ -53,12 +53,12 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> "Spread":
-        """Sum up the ratios of two series, round by round: load that comes and goes hits both of a round."""
+        """Summarise the ratios of two series, round by round: passing load affects both values of a round."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def prepare_text(folder: Path) -> Path:
-    """Real text, some 1.5 MB of it."""
+    """Tokenize some 1.5 MB of real text into a new data set below ``folder``, and return its path."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
     config = parse_config({"data": {"files": [str(path) for path in sources]}})
     return prepare(DataRequest.of(config), folder / "data", map).output
@@ -71,8 +71,8 @@ def by_turns(
     draw: random.Random,
     progress: Progress = lambda text: None,
 ) -> dict[K, list[R]]:
-    """What each side makes of its next ``steps`` steps in each round, in an order that is drawn anew; the
-    first round is not counted."""
+    """Run every side's next ``steps`` steps in each round, in a newly drawn order, and return the results by
+    side; the first round is not counted."""
     taken: dict[K, list[R]] = {side: [] for side in sides}
     for turn in range(rounds + 1):
         progress(f"round {turn} of {rounds}" + (" (not counted)" if turn == 0 else ""))

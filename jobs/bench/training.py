@@ -1,9 +1,10 @@
-"""What Braid costs where it cannot win: one rank against plain PyTorch, Ray actors against plain processes.
+"""Measures Braid's overhead where it cannot win: one rank against plain PyTorch, Ray actors against
+processes.
 
 Both sides of every comparison run in turn, in random order, within one run, so that ratios hold on machines
-that others use as well. CPU seconds stand beside wall seconds: other people's load reaches them far less.
-One rank and the plain loop are timed side by side in one process, their memory is measured in one process
-each. All of these are fresh: what ran before leaves a heap behind that changes speeds by some percent.
+that others use as well. CPU seconds are reported beside wall seconds: other people's load affects them far
+less. One rank and the plain loop are timed in turn in one process; their memory is measured in separate
+processes. All of these processes are fresh: earlier work leaves a heap that changes speeds by some percent.
 """
 
 import multiprocessing
@@ -47,7 +48,7 @@ RAY, PROCESSES = "Ray actors", "processes"
 
 R = TypeVar("R")
 Seconds = dict[str, list[float]]
-"""Seconds per step of every counted round, by what was timed."""
+"""Seconds per step of every counted round, by the kind of time ("wall", "cpu", ...)."""
 
 
 Case = Mapping[str, Mapping[str, Any]]
@@ -70,7 +71,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One side's steps: seconds of wall clock and of this process's CPUs, by round."""
+    """One side's steps: spreads of wall-clock and CPU seconds over the rounds."""
 
     step_seconds: Spread
     cpu_seconds: Spread
@@ -79,36 +80,37 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """One side's resident memory in a process of its own: after the imports, and at its highest."""
+    """One side's resident memory in a process of its own: after the imports, and its peak."""
 
     imported_bytes: int
     peak_bytes: int
 
     @property
     def training_bytes(self) -> int:
-        """What training takes on top of the imports."""
+        """Memory above that of the imports."""
         return self.peak_bytes - self.imported_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """One rank of Braid against the plain loop. Ratios are Braid / plain."""
+    """Comparison of one rank of Braid with the plain loop. Ratios are Braid / plain."""
 
     case: str
     parameters: int
     tokens_per_step: int
     timing: Mapping[str, Timing]
     memory: Mapping[str, Memory]
-    speed_ratio: Spread  # of tokens per second of wall clock, round by round
-    cpu_speed_ratio: Spread  # of tokens per second of CPU, round by round
-    memory_ratio: float  # of peaks above imports
-    peak_ratio: float  # of whole peaks
-    loss_difference: float  # relative, after the last step: both did the same work
+    speed_ratio: Spread  # ratio of tokens per wall-clock second, round by round
+    cpu_speed_ratio: Spread  # ratio of tokens per CPU second, round by round
+    memory_ratio: float  # ratio of peaks above the memory of imports
+    peak_ratio: float  # ratio of whole peaks
+    loss_difference: float  # relative difference of the losses after the last step: both did the same work
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherResult:
-    """The same two ranks as Ray actors and as processes. Ratios are Ray / processes, round by round.
+    """Result for the same two ranks as Ray actors and as processes. Ratios are Ray / processes, round by
+    round.
 
     ``timing``: by side, ``wall_seconds`` of a step as the controller sees it, ``step_seconds`` as the slowest
     rank sees it, ``cpu_seconds`` of all ranks together, and ``call_seconds`` of a call that does nothing.
@@ -123,7 +125,7 @@ class LauncherResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark:
-    """Everything that `run` measured, and where."""
+    """All results of `run`, and the machine on which they were measured."""
 
     machine: Mapping[str, Any]
     loops: tuple[LoopResult, ...]
@@ -140,9 +142,9 @@ def run(
     seed: int | None = None,
     progress: Progress = lambda text: None,
 ) -> TrainingBenchmark:
-    """Measure. ``rounds`` of ``steps`` steps per side; ``ray``: also compare launchers, on the first case.
+    """Measure ``rounds`` of ``steps`` steps per side; ``ray``: also compare launchers, on the first case.
 
-    ``seed`` orders the rounds and starts the models; by default it is drawn anew.
+    ``seed`` determines the order of rounds and the initial values; by default it is drawn at random.
     """
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     order = random.Random(seed)
@@ -171,7 +173,7 @@ def run(
 
 
 def _plan_of(case: Case, data: Path, seed: int, threads: int, **parallel: int) -> RunPlan:
-    """What the ranks of a case on the CPU are told."""
+    """Build the plan that the ranks of a case get, on the CPU."""
     config = parse_config(
         {
             "model": case["model"],
@@ -193,7 +195,7 @@ def _timed_by_turns(
 
 
 def _compare_loops(name: str, plan: RunPlan, rounds: int, steps: int, order: random.Random) -> LoopResult:
-    """Train both from the same initial values on the same samples, by turns."""
+    """Train both sides from the same initial values on the same samples, by turns."""
     memory = {side: _in_fresh_process(_memory_of, side, plan) for side in (BRAID, PLAIN)}
     taken, losses = _in_fresh_process(_time_loops, plan, rounds, steps, order.randrange(2**31))
     tokens = plan.config.train.global_batch * plan.shape.sequence
@@ -223,7 +225,8 @@ def _in_fresh_process(function: Callable[..., R], *arguments: Any) -> R:
 def _time_loops(
     plan: RunPlan, rounds: int, steps: int, seed: int
 ) -> tuple[dict[str, Seconds], dict[str, float]]:
-    """Seconds of wall clock ("step") and of CPU ("cpu") of each side, and its last loss."""
+    """Measure each side's wall-clock ("step") and CPU ("cpu") seconds; return them with each side's last
+    loss."""
     worker = _worker_alone(plan)
     tokens = plan.config.train.global_batch * plan.shape.sequence
     plain = _plain_step(plan, {name: value.detach() for name, value in worker.parameters()})
@@ -244,7 +247,7 @@ def _time_loops(
 
 
 def _worker_alone(plan: RunPlan) -> Worker:
-    """A rank of Braid in this process, alone in its process group."""
+    """Set up a rank of Braid in this process, alone in its process group."""
     worker = Worker(0, LOOPBACK)
     port = worker.open_store(plan.config.cluster.group_timeout_s)
     worker.setup(plan, Rendezvous(address=LOOPBACK, port=port, generation=1))
@@ -252,7 +255,8 @@ def _worker_alone(plan: RunPlan) -> Worker:
 
 
 def _plain_step(plan: RunPlan, initial: Mapping[str, torch.Tensor] | None) -> Callable[[int], float]:
-    """A step of the plain loop, on the same samples from the same reader; it returns the mean loss."""
+    """Return a function that runs a step of the plain loop, on the same samples as Braid, and returns the
+    mean loss."""
     train = plan.config.train
     torch.set_num_threads(plan.config.cluster.threads_per_rank)
     model = PlainModel(plan.shape, DTYPES[train.dtype])
@@ -322,14 +326,15 @@ def _time_group(group: WorkerGroup, steps: range) -> dict[str, float]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time that the living threads of a process on this machine have had (Linux)."""
+    """Return the CPU seconds used by the living threads of a process on this machine (Linux)."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextmanager
 def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
-    """The ranks of ``plan`` twice, ready to train: as actors of a private local cluster, and as processes."""
+    """Start the ranks of ``plan`` twice, ready to train: as actors of a private local cluster, and as
+    processes."""
     config = plan.config
     with ExitStack() as stack:
         stack.enter_context(environment({}))
@@ -346,7 +351,7 @@ def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
 
 
 def show(console: Console, result: TrainingBenchmark) -> None:
-    """Print everything as tables."""
+    """Print all results as tables."""
     machine = result.machine
     console.print(
         f"{machine['cpus']} CPUs, {machine['threads']} thread(s) per rank, torch {machine['torch']}, "
@@ -395,5 +400,5 @@ def _table(title: str, labels: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _shown(spread: Spread) -> str:
-    """The median, and half the distance of the quartiles in percent of it."""
+    """Format the median, and half the interquartile range in percent of it."""
     return f"{spread.median:.4f} ±{(spread.high - spread.low) / 2 / spread.median:4.1%}"

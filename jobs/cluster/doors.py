@@ -1,7 +1,7 @@
-"""Who may talk to a Ray cluster: a cluster that listens beyond loopback and answers strangers is refused.
+"""Refuses a Ray cluster that listens beyond loopback and accepts requests without a token.
 
-The cluster itself is asked, with a request that carries no token: what the environment here says about
-authentication proves nothing about the other side. Whoever reaches an open Ray head runs code on its nodes.
+The cluster itself is asked, with a request that carries no token: authentication variables in this
+environment prove nothing about the other side. Whoever reaches an open Ray head can run code on its nodes.
 """
 
 import ipaddress
@@ -13,13 +13,14 @@ from braid.jobs.output import complain
 
 _SECONDS = 10.0
 _CLIENT = "ray://"
-"""Begins addresses of Ray's client server, which has a protocol of its own."""
+"""Prefix of addresses of Ray's client server, which has a protocol of its own."""
 _ANSWERED = ("OK", "UNIMPLEMENTED")
-"""gRPC's status where a stranger gets in: no token is wanted, and the question is understood (no TLS)."""
+"""Status codes of gRPC that mean open access: no token is required, and the request is understood (no
+TLS)."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address leads no further than this machine."""
+    """Return whether a host's name or address is this machine's loopback."""
     if host == "localhost":
         return True
     try:
@@ -31,7 +32,7 @@ def is_loopback(host: str) -> bool:
 def check_cluster(address: str, allowed: bool) -> None:
     """Refuse a Ray head, ``HOST:PORT`` or ``ray://HOST:PORT``, beyond loopback that answers without a token.
 
-    ``allowed`` (``cluster.allow_unauthenticated``) makes it a warning. Raises `ConfigError`.
+    Raise `ConfigError`; if ``allowed`` (``cluster.allow_unauthenticated``), only warn.
     """
     host = address.removeprefix(_CLIENT).rpartition(":")[0]
     if not is_loopback(host) and _status(address) in _ANSWERED:
@@ -39,13 +40,14 @@ def check_cluster(address: str, allowed: bool) -> None:
 
 
 def check_job_server(url: str, host: str, allowed: bool) -> None:
-    """The same for a job server, ``http://HOST:PORT``."""
+    """Refuse a job server, ``http://HOST:PORT``, beyond loopback that answers without a token, as
+    `check_cluster` does."""
     if not is_loopback(host) and _http_answers(f"{url.rstrip('/')}/api/jobs/"):
         _complain(f"the Ray job server at {url}", allowed)
 
 
 def head_is_silent(address: str) -> bool:
-    """Whether what listens at a Ray head's address takes a question and never answers."""
+    """Return whether a server at a Ray head's address accepts a request and never answers."""
     return _status(address) == "DEADLINE_EXCEEDED"
 
 
@@ -64,7 +66,7 @@ def _complain(what: str, allowed: bool) -> None:
 
 
 def _status(address: str) -> str:
-    """The name of gRPC's status of the answer to a question of Ray's own protocol that changes nothing."""
+    """Return the gRPC status name of a read-only request in Ray's own protocol."""
     import grpc  # comes with ray[default]
 
     method = "NodeInfoGcsService/GetAllNodeInfo"
@@ -88,4 +90,4 @@ def _http_answers(url: str) -> bool:
     except urllib.error.HTTPError as error:
         return error.code not in (401, 403)
     except OSError:
-        return False  # nobody there; connecting in earnest says so better
+        return False  # nobody is there; the real connection gives a better message

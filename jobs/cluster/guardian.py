@@ -1,7 +1,7 @@
 """Ends a command's private Ray cluster with the command, however that ends: `python guardian.py FOLDER PID`.
 
-The guardian is a process of its own that imports nothing of Braid. It waits until its standard input ends, as
-the command holds the other end, then ends the cluster's processes and removes their folder.
+The guardian is a separate process that imports nothing of Braid. It waits until its standard input ends,
+whose other end the command holds; then it kills the cluster's processes and removes their folder.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MARK = "BRAID_SESSION"
-"""Variable of all processes of a private cluster: its folder."""
+"""Environment variable of all processes of a private cluster; its value is the cluster's folder."""
 _SECONDS = 10.0
 
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """When the block or this process ends, end all processes that have `MARK` or write below ``folder``."""
+    """When the block or this process ends, kill all processes that have `MARK` or write below ``folder``."""
     command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid())]
     guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert guardian.stdin is not None
@@ -34,9 +34,9 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 def members(folder: str, command: int) -> list[int]:
-    """Ids of the processes of the cluster in ``folder``: processes that have the variable `MARK` or, since a
-    title may overwrite a process' variables, write to the cluster's log files. The command, which also writes
-    there, is left out."""
+    """Return the ids of the processes of the cluster in ``folder``: processes that have the variable `MARK`
+    or, since a process title may overwrite variables, write to the cluster's log files. Leave out the
+    command, which also writes there."""
     mark = f"{MARK}={folder}".encode()
     ids = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -51,7 +51,7 @@ def members(folder: str, command: int) -> list[int]:
 
 
 def end(folder: str, command: int) -> None:
-    """SIGKILL for the cluster's processes until there are none, then remove the folder."""
+    """Kill the cluster's processes until none are left, then remove the folder."""
     deadline = time.monotonic() + _SECONDS
     while (left := members(folder, command)) and time.monotonic() < deadline:
         for process in left:

@@ -1,4 +1,5 @@
-"""``braid kubernetes``: a run as a manifest for KubeRay, filled into ``manifest.yaml`` beside this file."""
+"""``braid kubernetes``: writes a run as a manifest for KubeRay, from the template ``manifest.yaml`` beside
+this file."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from braid.jobs.cluster.submission import STOP_SECONDS
 from braid.jobs.output import check_outputs, write_output
 from braid.jobs.usage import ConfigFile, Overrides
 
-_NODE_SECONDS: Final = 1800.0  # so long a run waits for nodes that the autoscaler has yet to find
+_NODE_SECONDS: Final = 1800.0  # seconds that a run waits for nodes that the autoscaler has yet to find
 
 
 def kubernetes(
@@ -46,7 +47,7 @@ def kubernetes(
 ) -> None:
     """Write a manifest for KubeRay: an autoscaling cluster, the run, its configuration."""
     check_outputs(output=output)
-    # not `load_config`, which gives paths of this machine
+    # not `load_config`, which returns paths of this machine
     run = parse_config(read_content(config), overrides or (), source=str(config))
     all_ranks = run.layout().ranks
     ranks = min(ranks_per_node, all_ranks)
@@ -57,7 +58,7 @@ def kubernetes(
     name = name if name[:1].isalpha() else f"run-{name}"
     if run.cluster.launcher != "ray":
         raise ConfigError(f"cluster.launcher={run.cluster.launcher!r} cannot run there; set it to ray")
-    if len(name) > 47:  # of a RayJob: the names of cluster and pods are made from it
+    if len(name) > 47:  # limit of a RayJob: the names of cluster and pods are derived from it
         raise ConfigError(f"name={run.name!r} is too long for Kubernetes: at most 47 characters")
     if not mount.is_absolute():
         raise ConfigError(f"--mount {mount} must be an absolute path")
@@ -100,11 +101,12 @@ def kubernetes(
 
 
 def _filled(kind: str, **values: object) -> str:
-    """The manifest as YAML for ``kubectl apply -f -``: the ConfigMap, then the RayJob or RayCluster."""
+    """Fill the template; return YAML for ``kubectl apply -f -``: the ConfigMap, then the RayJob or
+    RayCluster."""
     import yaml
 
     class Plain(yaml.SafeDumper):
-        """Writes for people: nothing refers to another place, texts of several lines are written as such."""
+        """Writes YAML for readers: without anchors and aliases, and with multi-line texts as blocks."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""The Ray cluster that a command works on: an existing one, or a private one that ends with the command."""
+"""Connects a command to its Ray cluster: an existing one, or a private one that ends with the command."""
 
 import contextlib
 import importlib.util
@@ -26,26 +26,26 @@ from braid.jobs.data.executors import Executor, local_map, ray_map
 
 _CONNECT_SECONDS = 20.0
 _FOUND_BY_RAY = ("auto", "local")
-"""Addresses that name no host."""
+"""Values of an address with which Ray finds the cluster itself."""
 _SESSION_ROOM = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.10")
-"""Bytes of the longest path of a socket below the folder of a Ray cluster."""
+"""Bytes of the longest socket path below the folder of a Ray cluster."""
 WORKERS = {"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
-"""How clusters that are started here start their workers. Ray itself does so at nice 15, which costs them the
-CPU as soon as anything else runs here, and some in advance, which ranks, with variables of their own, cannot
-use."""
+"""Settings with which clusters started here start workers. By default Ray starts them at nice 15, so that
+they lose the CPU to all other processes, and starts some in advance, which ranks, with variables of their
+own, cannot use."""
 
 
 _INSTALL_RAY = "install it (pip install 'ray[default]') or use --launcher processes"
 
 
 def check_installed() -> None:
-    """`ConfigError` where Ray is not there, without loading it."""
+    """Raise `ConfigError` if Ray is not installed, without importing it."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"cluster.launcher='ray' needs Ray, which is not installed; {_INSTALL_RAY}")
 
 
 def is_private(config: Config) -> bool:
-    """Whether a Ray cluster of this machine is started for the command alone."""
+    """Return whether a Ray cluster of this machine is started for this command alone."""
     return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
@@ -53,12 +53,13 @@ def is_private(config: Config) -> bool:
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
 
-    Raises `ConfigError` where Ray is not installed, the address does not answer, or anybody may use it.
+    Raise `ConfigError` if Ray is not installed, the address does not answer, or the cluster is open to
+    anybody.
     """
     check_installed()
     try:
         import ray
-    except Exception as error:  # it is not installed, or not wholly
+    except Exception as error:  # Ray is not installed, or not completely
         raise ConfigError(
             f"cluster.launcher='ray' needs Ray, which cannot be loaded ({_first_line(error)}); {_INSTALL_RAY}"
         ) from None
@@ -72,7 +73,7 @@ def ray_session(config: Config) -> Iterator[None]:
                 _check_reachable(address, given)
                 check_cluster(address, config.cluster.allow_unauthenticated)
             quiet: contextlib.AbstractContextManager[None] = _native_messages_dropped()
-            # Ray refuses the package where a submitted job has brought it already.
+            # Ray refuses the package if a submitted job has brought it already.
             brought = "py_modules" in job_environment()
             options = {"address": address, "runtime_env": {} if brought else {"py_modules": [package()]}}
             trouble = f"{given}: cannot join this Ray cluster"
@@ -81,7 +82,7 @@ def ray_session(config: Config) -> Iterator[None]:
             check_loopback()
             stack.enter_context(environment({**WORKERS, **os.environ}))
             directory = stack.enter_context(session_folder())
-            if "RAY_AUTH_MODE" not in os.environ:  # or everybody who is logged in here could run code as us
+            if "RAY_AUTH_MODE" not in os.environ:  # else all users of this machine could run code as this one
                 stack.enter_context(own_token(directory))
             import ray._private.services
 
@@ -96,7 +97,7 @@ def ray_session(config: Config) -> Iterator[None]:
                 "num_cpus": whole_cpus(),
                 "include_dashboard": False,
                 "_node_ip_address": LOOPBACK,
-                "_temp_dir": f"{directory}/ray",  # open to everybody, who do not get there
+                "_temp_dir": f"{directory}/ray",  # readable for everybody, but its parent folder is not
             }
             trouble = "cluster.launcher='ray': Ray does not start on this machine"
             remedy = "see that /dev/shm can be written and memory is free, or use --launcher processes"
@@ -105,9 +106,9 @@ def ray_session(config: Config) -> Iterator[None]:
                 ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
         except StoppedError:
             raise
-        except Exception as error:  # Ray raises bare ones, and others than it says
+        except Exception as error:  # Ray raises bare exceptions, and others than it documents
             raise ConfigError(f"{trouble} ({_first_line(error)}); {remedy}") from None
-        os.environ.pop(MARK, None)  # Ray's processes have it; trackers and the page are not the cluster's
+        os.environ.pop(MARK, None)  # Ray's processes keep it; trackers and the page must not have it
         stack.callback(ray.shutdown)
         if address in _FOUND_BY_RAY:
             check_cluster(ray.get_runtime_context().gcs_address, config.cluster.allow_unauthenticated)
@@ -118,8 +119,9 @@ def ray_session(config: Config) -> Iterator[None]:
 def launcher_of(
     config: Config, places: Sequence[ProcessPlace] | None = None
 ) -> Iterator[tuple[Launcher, Executor]]:
-    """What starts a run's ranks, and what prepares its data; within the block the command has the run's Ray
-    cluster, if it is to run on Ray. ``places``: of plain processes, if not all on this host."""
+    """Yield the launcher of a run's ranks and the executor that prepares its data; within the block the
+    command is connected to the run's Ray cluster, if it runs on Ray. ``places``: places of plain processes,
+    if they are not all on this host."""
     if config.cluster.launcher == "processes":
         yield ProcessLauncher(config, places), local_map
         return
@@ -131,8 +133,8 @@ def launcher_of(
 
 @contextlib.contextmanager
 def session_folder() -> Iterator[Path]:
-    """A private folder for Ray clusters. However this process ends, the processes that it starts within the
-    block end with it, and the folder is removed."""
+    """Make a private folder for Ray clusters. However this process ends, the cluster processes that it starts
+    within the block end with it, and the folder is removed."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(private_folder(_SESSION_ROOM))
         stack.enter_context(environment({MARK: str(folder)}))
@@ -143,9 +145,10 @@ def session_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, to exit at once; this command wants to end its run first.
+    """Keep this command's handler of SIGTERM, which Ray replaces by an immediate exit, so that the run can
+    end first.
 
-    `StoppedError` where the signal has come meanwhile.
+    Raise `StoppedError` if the signal has arrived meanwhile.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -159,7 +162,7 @@ def _handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """These variables for as long as the block lasts; afterwards all are as they were before."""
+    """Set these variables for the length of the block; then restore the environment."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:
@@ -171,13 +174,13 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_token(folder: Path) -> Iterator[None]:
-    """Clusters that are started in the block want a token, which lies in a file for its owner only."""
+    """Require a token for clusters started in the block; it is in a file that only its owner can read."""
     file = folder / "token"
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(secrets.token_hex(32), encoding="utf-8")
     try:
         with environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}):
-            os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would come first
+            os.environ.pop("RAY_AUTH_TOKEN", None)  # it belongs to another cluster and would take precedence
             _read_again()
             yield
     finally:
@@ -185,7 +188,8 @@ def own_token(folder: Path) -> Iterator[None]:
 
 
 def _read_again() -> None:
-    """Ray reads mode and token once in a process; the mode first, or it looks for a token that is gone."""
+    """Let Ray read mode and token again, which it does only once per process; first the mode, else Ray looks
+    for a token that is gone."""
     import ray._raylet
 
     raylet: Any = ray._raylet  # compiled, without types
@@ -195,7 +199,7 @@ def _read_again() -> None:
 
 @contextlib.contextmanager
 def _native_messages_dropped() -> Iterator[None]:
-    """Keep Ray's C++ layer from writing its retries to standard error; the outcome is an exception."""
+    """Keep Ray's C++ layer from writing its retries to standard error; failures raise exceptions anyway."""
     saved = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
@@ -207,7 +211,8 @@ def _native_messages_dropped() -> Iterator[None]:
 
 
 def _check_reachable(address: str, given: str) -> None:
-    """Refuse an address that nobody answers at, before Ray spends a minute on it; ``given``: in words."""
+    """Refuse an address that does not answer, before Ray spends a minute on it; ``given``: the setting in
+    words."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdecimal():
         raise ConfigError(f"{given} must be HOST:PORT, such as 10.0.0.1:6379 or [fd00::1]:6379, or auto")
@@ -223,17 +228,17 @@ def _check_reachable(address: str, given: str) -> None:
 
 
 def package() -> str:
-    """The folder of the braid package, to be shipped to the cluster's nodes."""
+    """Return the folder of the braid package, which is shipped to the cluster's nodes."""
     return str(Path(braid.__file__).resolve().parent)
 
 
 def job_environment() -> dict[str, Any]:
-    """The runtime environment of the Ray job that this process is the driver of; empty outside of jobs."""
+    """Return the runtime environment of the Ray job whose driver is this process; empty outside of jobs."""
     return json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
 
 
 def check_lasting(config: Config) -> None:
-    """Refuse folders of checkpoints in a job's working directory, a copy that Ray removes with the job."""
+    """Refuse checkpoint folders in a job's working directory, a copy that Ray removes with the job."""
     if "working_dir" not in job_environment():
         return
     for key, path in (("runs", str(config.runs)), ("checkpoint.mirror", config.checkpoint.mirror or "")):

@@ -1,4 +1,4 @@
-"""``braid submit``, ``braid jobs``: runs as Ray jobs, shipped to a cluster's job server, found again by name.
+"""``braid submit``, ``braid jobs``: submit runs as Ray jobs to a cluster's job server, and find them by name.
 
 A job carries the package and a folder with the resolved configuration. Data and run directories are not
 shipped: relative paths are made absolute here, and must mean the same on all nodes.
@@ -34,14 +34,14 @@ from braid.jobs.output import ExitCode, answer, complain, duration, facts_of
 from braid.jobs.usage import AsJson, ConfigFile, Overrides, Overwrite, Resume, example, group
 
 STOP_SECONDS = 120
-"""Time for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
+"""Seconds for a job to save a checkpoint after it was told to stop; Ray's own default is 3."""
 
 _ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 _POLL_SECONDS, _STATUS_SECONDS = 0.3, 10.0
 _CONNECT_SECONDS, _READ_SECONDS = 20.0, 60.0
 _HERE = "http://127.0.0.1:8265"
 _SUBMITTED = ("layout", "directory", "submitted by")
-"""What `braid submit` notes of a job."""
+"""Facts that `braid submit` stores with a job."""
 _LISTED = ("run", "job", "status", "layout", "started", "took", "submitted by")
 
 jobs = group("List, show, follow and stop the jobs of a Ray cluster.", "jobs list")
@@ -54,7 +54,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show what the job 
 
 
 class JobError(RuntimeError):
-    """The job server refuses or fails, for a reason that is not in the configuration."""
+    """The job server refuses a request or fails, for a reason outside the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Job:
 
     id: str
     run: str | None
-    """The run's name; None of a job that `braid submit` did not make."""
+    """The run's name; None for a job that `braid submit` did not make."""
     status: str
     """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
     message: str
@@ -71,12 +71,13 @@ class Job:
     ended: float | None
     entrypoint: str
     metadata: Mapping[str, str]
-    """Of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as it was submitted), ``braid_directory``
-    (as nodes see it), ``braid_submitted_by`` (``user@host``) and ``braid_stop_seconds``."""
+    """Metadata of a run: ``braid_run``, ``braid_layout`` (the mesh in words, as submitted),
+    ``braid_directory`` (as nodes see it), ``braid_submitted_by`` (``user@host``) and ``braid_stop_seconds``.
+    """
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job is waiting or running."""
         return self.status not in _ENDED
 
     @property
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def cells(self) -> dict[str, Text]:
-        """What tables tell, by column; as `Text`, since names of others are not rich's markup."""
+        """The job's facts for tables, by column; as `Text`, since names may contain rich's markup."""
         started = took = None
         if self.started is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
@@ -121,7 +122,7 @@ def submit(
     Relative paths are taken from here (of model.layer, model.initial and checkpoint.mirror from CONFIG's
     folder) and must mean the same on all nodes.
     """
-    from braid.jobs.cluster.session import package  # here: no help needs it
+    from braid.jobs.cluster.session import package  # imported here, because help texts do not need it
 
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
@@ -132,7 +133,7 @@ def submit(
     check_job_server(server.address, server.host, resolved.cluster.allow_unauthenticated)
     known = server.jobs()
     _check_new(resolved.name, known, resume or overwrite)
-    taken = {job.id for job in known}  # Ray never takes an id twice
+    taken = {job.id for job in known}  # Ray never accepts an id twice
     ids = (resolved.name if number == 1 else f"{resolved.name}-{number}" for number in count(1))
     new = next(id for id in ids if id not in taken)
     facts = {
@@ -221,7 +222,7 @@ def stop(
 
 
 def _follow(server: "JobServer", job: Job) -> None:
-    """Print a job's log to its end; the exit code is the job's: 0, 1 if it failed, 130 if it was stopped."""
+    """Print a job's log to its end; exit with the job's code: 0, 1 if it failed, 130 if it was stopped."""
 
     async def show() -> None:
         with _answers():
@@ -254,13 +255,13 @@ class JobServer:
         self.client = _client(self.address, is_loopback(self.host))
 
     def jobs(self) -> list[Job]:
-        """All submitted jobs, the newest first."""
+        """Return all submitted jobs, the newest first."""
         with _answers():
             found = [_job(job) for job in self.client.list_jobs() if job.type.value == "SUBMISSION"]
         return sorted(found, key=lambda job: job.started or 0.0, reverse=True)
 
     def find(self, name: str, *, by_run: bool = True) -> Job:
-        """The job of a run (the active one, else the newest), or the job with this id."""
+        """Return the job of a run (the active one, else the newest), or the job with this id."""
         known = self.jobs()
         found = _of_run(name, known) if by_run else []
         if found := found or [job for job in known if job.id == name]:
@@ -269,7 +270,8 @@ class JobServer:
         raise ConfigError(f"there is no run or job named {name!r} at {self.address}; there are: {names}")
 
     def ended(self, job: Job, seconds: float = _STATUS_SECONDS) -> Job:
-        """The job when it has ended, or as it is after ``seconds``; its log may end a little earlier."""
+        """Return the job once it has ended, or its state after ``seconds``; its log may end a little
+        earlier."""
         deadline = time.monotonic() + seconds
         while (now := self.find(job.id, by_run=False)).active and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -277,9 +279,9 @@ class JobServer:
 
 
 def _checked(config: Config) -> Config:
-    """A configuration for a job: checked as far as that can be done here, with absolute paths.
+    """Return the configuration for a job: checked as far as possible here, with absolute paths.
 
-    The job joins the cluster that it is submitted to, so no address is left in it.
+    It contains no cluster address, since the job joins the cluster that it is submitted to.
     """
     from braid.jobs.data.tokenizer import tokenizer_of
 
@@ -294,7 +296,7 @@ def _checked(config: Config) -> Config:
 
 
 def _variables(settings: list[str]) -> dict[str, str]:
-    """``NAME=VALUE`` words as a mapping; `ConfigError` for secrets, which Ray would show to everybody."""
+    """Parse ``NAME=VALUE`` words; raise `ConfigError` for secrets, which Ray would show to everybody."""
     variables = {}
     for setting in settings:
         name, separator, value = setting.partition("=")
@@ -310,7 +312,7 @@ def _variables(settings: list[str]) -> dict[str, str]:
 
 
 def _check_new(name: str, known: list[Job], goes_on: bool) -> None:
-    """Refuse a run that is active, or that ended and is neither to go on nor to be replaced."""
+    """Refuse a run that is active, or that has ended and is neither resumed nor overwritten."""
     for job in _of_run(name, known)[:1]:
         if job.active:
             raise ConfigError(
@@ -325,7 +327,7 @@ def _check_new(name: str, known: list[Job], goes_on: bool) -> None:
 
 
 def _of_run(name: str, known: list[Job]) -> list[Job]:
-    """The jobs of a run, active ones first, then the newest."""
+    """Return the jobs of a run, active ones first, then the newest."""
     return sorted((job for job in known if job.run == name), key=lambda job: not job.active)
 
 
@@ -345,7 +347,8 @@ def _job(details: Any) -> Job:
 
 
 def _client(address: str, local: bool) -> Any:
-    """Ray's client for exactly this address, whatever the environment says. ``local``: on this machine."""
+    """Make Ray's client for exactly this address, whatever the environment says. ``local``: it is this
+    machine."""
     from braid.jobs.cluster.session import environment
 
     try:
@@ -356,14 +359,14 @@ def _client(address: str, local: bool) -> Any:
     direct: dict[str, Any] = {"proxies": {"no_proxy": urlsplit(address).hostname}} if local else {}
 
     class Client(JobSubmissionClient):
-        """Has time limits, and asks this machine without a proxy."""
+        """Client with time limits, and without a proxy for this machine."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             read = _CONNECT_SECONDS if endpoint == "/api/version" else _READ_SECONDS
             return super()._do_request(method, endpoint, timeout=(_CONNECT_SECONDS, read), **direct, **named)
 
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # they tell of every upload
+        logging.getLogger(name).setLevel(logging.ERROR)  # they log every upload
     with _answers(), environment({}):
         for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
             os.environ.pop(name, None)
@@ -378,7 +381,7 @@ def _client(address: str, local: bool) -> Any:
 
 @contextlib.contextmanager
 def _answers() -> Iterator[None]:
-    """Turn Ray's complaints about a server into ours."""
+    """Convert Ray's errors about a server into `ConfigError` or `JobError`."""
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
 

@@ -1,4 +1,4 @@
-"""``braid checkpoint``: list, verify and export what runs have saved."""
+"""``braid checkpoint``: lists, verifies and exports checkpoints of runs."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
     columns += [Column(name, overflow="fold") for name in ("layout", "state")]
     table = Table(*columns, box=None, pad_edge=False)
     for saved in all_saved:
-        state = Text(saved.problem or "verified")  # names of files are not rich's markup
+        state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
         table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", state)
     rows = [
         {
@@ -119,29 +119,29 @@ def export_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A checkpoint that was read from end to end."""
+    """Result of reading a checkpoint completely."""
 
     path: Path
     step: int | None
-    """As the directory's name says, else the manifest."""
+    """Step according to the directory's name, else according to the manifest."""
     size_bytes: int = 0
     problem: str = ""
-    """What is wrong, with the name of the file; empty if every file is what the manifest says."""
+    """Description of a fault, with the name of the file; empty if every file matches the manifest."""
     layout: str | None = None
-    """The layout that wrote it, such as ``tp 2 x pp 2``; None where there is a problem."""
+    """The layout that wrote it, such as ``tp 2 x pp 2``; None if there is a problem."""
     shape: ModelShape | None = None
-    """The model's; None where there is a problem."""
+    """Sizes of the model; None if there is a problem."""
 
 
 def _examined(path: Path) -> Examined:
-    """Every file of a checkpoint, checked against its manifest."""
+    """Read a checkpoint and check every file against its manifest."""
     named = _STEP.fullmatch(path.name)
     found = Examined(path=path, step=int(named[1]) if named else None)
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         found = replace(found, size_bytes=size)
         manifest = verify(path)
-        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more
+        known = {field.name for field in fields(ParallelLayout)}  # earlier versions wrote more fields
         layout = {key: value for key, value in manifest.layout.items() if key in known}
         return replace(
             found,
@@ -149,7 +149,7 @@ def _examined(path: Path) -> Examined:
             layout=from_mapping(ParallelLayout, layout, f"{path / MANIFEST}: layout").describe(),
             shape=from_mapping(ModelShape, manifest.shape, f"{path / MANIFEST}: shape"),
         )
-    except OSError as error:  # the run that it belongs to may remove it while it is read
+    except OSError as error:  # its run may remove it while it is read
         problem = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"
         return replace(found, problem=problem)
     except ValueError as error:
@@ -157,9 +157,9 @@ def _examined(path: Path) -> Examined:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """All checkpoints of a run, oldest first, or the one checkpoint that ``path`` is.
+    """Return all checkpoints of a run, oldest first, or the one checkpoint at ``path``.
 
-    `ConfigError` if it is neither, or the run has none.
+    Raise `ConfigError` if the path is neither, or the run has none.
     """
     if (path / MANIFEST).is_file() or (path.is_dir() and _STEP.fullmatch(path.name)):
         return [path]
@@ -175,7 +175,7 @@ def _checkpoints_at(path: Path) -> list[Path]:
 
 
 def _check_built_in(checkpoint: Path) -> None:
-    """`ConfigError` if the run that wrote a checkpoint has layers of the user's own."""
+    """Raise `ConfigError` if the run that wrote a checkpoint has user-defined layers."""
     written = checkpoint.resolve().parent.parent / "config.yaml"
     model = read_content(written).get("model") if written.is_file() else None
     layer = model.get("layer") if isinstance(model, dict) else None
@@ -188,9 +188,10 @@ def _check_built_in(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name ``target`` once all is written; nothing is left otherwise.
+    """Make a directory to fill, which is renamed to ``target`` once all is written; on an error nothing is
+    left.
 
-    `ConfigError` if there is something of that name, or no place for it.
+    Raise `ConfigError` if ``target`` exists, or cannot be created.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already; give the name of a new directory")

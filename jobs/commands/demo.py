@@ -1,8 +1,8 @@
-"""What hiding communication is worth, to be seen on one machine: ``braid demo``.
+"""``braid demo``: shows on one machine the value of hiding communication.
 
-The demo's model is trained twice over an emulated slow link: with overlap to the end, and from the same
-beginning a short stretch without it. In that stretch both make their steps by turns, so that other work on
-the machine slows both alike. Both compute the same, so their losses must agree to the last bit.
+The demo's model is trained twice over an emulated slow link: completely with overlap, and from the same
+beginning a short stretch without it. In that stretch both runs make their steps by turns, so that other work
+on the machine slows both alike. Both compute the same, so their losses must agree to the last bit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,37 +26,39 @@ from braid.jobs.training.train import report_of, training
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
 STRETCH = 12
-"""Steps that are made by turns."""
+"""Number of steps that the two runs make by turns."""
 _SETTLING = 2
-"""First steps of a run, which are not compared: memory is touched for the first time."""
+"""First steps of a run that are not compared, since memory is touched for the first time."""
 PICTURE = "timelines.svg"
 _KEPT = 10_000
-"""Steps whose spans are read: all."""
+"""Most steps whose spans are read; more than the demo has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What came of it, of the run without overlap and of the run with it."""
+    """Results of the demo, of the run without overlap and of the run with it."""
 
     seconds: tuple[tuple[float, ...], tuple[float, ...]]
-    """Of each step that they made by turns, of its slowest rank; without `_SETTLING`."""
+    """Seconds of each step that the runs made by turns, on the slowest rank; without the first `_SETTLING`
+    steps."""
     hidden: tuple[float, float]
     compared: int
-    """Steps that both runs made."""
+    """Number of steps that both runs made."""
     alike: int
-    """Steps whose loss and gradient norm are the same to the last bit in both runs."""
+    """Number of steps whose loss and gradient norm are bit-identical in both runs."""
     validation: Mapping[str, float | None]
-    """As in the report, of the run with overlap."""
+    """Validation results of the run with overlap, as in its report."""
     runs: tuple[Path, Path]
 
     @property
     def faster(self) -> float:
-        """The median of the ratios of the steps that were made next to each other."""
+        """Speed-up: median of the ratios of steps that were made next to each other."""
         return median(without / with_ for without, with_ in zip(*self.seconds, strict=True))
 
     @property
     def typical(self) -> tuple[int, int]:
-        """Of each run, the step (from 0) that took its median time, of an even number the longer one."""
+        """For each run, the step (from 0) that took the median time; of an even number of steps the slower
+        middle one."""
         first, second = (sorted(range(len(own)), key=own.__getitem__)[len(own) // 2] for own in self.seconds)
         return first + _SETTLING, second + _SETTLING
 
@@ -71,7 +73,7 @@ class Demo:
 
 
 def run(console: Console, overrides: list[str]) -> Demo:
-    """Train both, and show how they go on."""
+    """Train both models, and show their progress."""
     config = load_config(RECIPE, overrides)
     if config.train.steps <= _SETTLING:
         raise ConfigError(
@@ -114,12 +116,12 @@ def run(console: Console, overrides: list[str]) -> Demo:
 
 
 def _next_step(events: Iterator[Event]) -> bool:
-    """Let a run make a step; returns whether it made one."""
+    """Let a run make a step; return whether it made one."""
     return any(isinstance(event, StepDone) for event in events)
 
 
 def show_demo(console: Console, demo: Demo) -> None:
-    """Print timelines and the point; write the picture beside the second run."""
+    """Print timelines and the result; write a picture beside the second run."""
     traces = [TraceFolder.of_run(run, keep=_KEPT) for run in demo.runs]
     names = "without overlap", "with overlap"
     steps = {name: (folder, step) for name, folder, step in zip(names, traces, demo.typical, strict=True)}

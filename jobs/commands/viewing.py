@@ -1,4 +1,4 @@
-"""Commands that show a run, also while it goes on: a page, a trace, a report, logs of its ranks; and `braid
+"""Commands that show a run, also while it trains: a page, a trace, a report, logs of its ranks; and `braid
 grafana`, which brings the dashboards Overlap and Training into Grafana."""
 
 import contextlib
@@ -107,7 +107,7 @@ def logs(
         raise ConfigError(f"--rank {rank}: {run} has logs of ranks {', '.join(map(str, known))}")
     try:
         _show_all(run, rank, follow)
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -117,12 +117,12 @@ def _known(run: Path) -> list[int]:
 
 
 def _show_all(run: Path, rank: int | None, follow: bool) -> None:
-    """Show what is there; ``follow``: also lines as they are written, until the run has ended."""
+    """Print existing log lines; with ``follow``, also new lines until the run has ended."""
     begun, files = set[int](), dict[int, BinaryIO]()
     while True:
         over = not follow or not _goes_on(run)
         for number in _known(run) if rank is None else [rank]:
-            with contextlib.suppress(FileNotFoundError):  # it is being put aside
+            with contextlib.suppress(FileNotFoundError):  # the file is being replaced
                 log = log_file(run, number)
                 if number not in begun and (aside := put_aside(log)).exists():
                     with aside.open("rb") as old:
@@ -133,7 +133,7 @@ def _show_all(run: Path, rank: int | None, follow: bool) -> None:
                 file = files[number]
                 _show(number, file, whole=not over)
                 now, read = log.stat(), os.fstat(file.fileno())
-                if now.st_ino != read.st_ino or now.st_size < file.tell():  # or has begun anew
+                if now.st_ino != read.st_ino or now.st_size < file.tell():  # replaced or truncated
                     files.pop(number).close()
         sys.stdout.flush()
         if over:
@@ -142,7 +142,8 @@ def _show_all(run: Path, rank: int | None, follow: bool) -> None:
 
 
 def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
-    """The lines from where the file was left; ``whole``: an unfinished last line waits for its end."""
+    """Print the lines after the current position; with ``whole``, an unfinished last line waits for its
+    end."""
     for line in file:
         if whole and not line.endswith(b"\n"):
             file.seek(-len(line), os.SEEK_CUR)
@@ -151,7 +152,7 @@ def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
 
 
 def _goes_on(run: Path) -> bool:
-    """Whether a command holds the run's lock."""
+    """Return whether a process holds the run's lock."""
     try:
         with (run / ".lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""A corpus (section ``data`` of a configuration): its files, and how they are cut into work of equal size.
+"""Finds the files of a corpus (section ``data`` of a configuration) and cuts them into work of equal size.
 
-Files lie on this machine's file systems or at any fsspec URL, as they are or compressed. Three formats: text
-(one document a file), JSON-lines (one object a line) and Parquet (one row a document), the last one never
-compressed as a whole. Whatever is wrong with a user's files is a `ValueError` of one line that names the key,
-the value and a remedy.
+Files lie on this machine's file systems or at any fsspec URL, plain or compressed. There are three formats:
+text (one document a file), JSON-lines (one object a line) and Parquet (one row a document); Parquet is never
+compressed as a whole. Any fault of a user's files raises a `ValueError` of one line that names the key, the
+value and a remedy.
 """
 
 import bz2
@@ -35,7 +35,7 @@ Format = Literal["text", "jsonl", "parquet"]
 
 
 def _zstd(file: BinaryIO) -> Any:
-    import pyarrow as pa  # here: it takes a while to load
+    import pyarrow as pa  # imported here, because it loads slowly
 
     return io.BufferedReader(pa.CompressedInputStream(file, "zstd"))
 
@@ -46,7 +46,7 @@ _DECOMPRESSED: Mapping[str, Callable[[BinaryIO], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": _zstd,
 }
-"""By ending. Several compressed streams in a row are one file."""
+"""Decompressors by file ending. Several compressed streams in a row are one file."""
 _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), "jsonl"),
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -57,47 +57,48 @@ _UNREADABLE = {
     **dict.fromkeys((".arrow", ".feather"), "save it as Parquet"),
 }
 _TEXTS = {"string", "large_string", "string_view", "binary", "large_binary", "null"}
-"""Arrow's types that hold text."""
+"""Arrow types that hold text."""
 _VERSIONS = (
     *("etag", "last_modified", "lastmodified", "last-modified"),
     *("updated", "mtime", "created", "md5hash"),
 )
-"""Names under which object stores and web servers tell a file's version."""
+"""Names under which object stores and web servers report a file's version."""
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 _ARRAY = re.compile(rb"\s*\[\s*\{")
 
-# Work is cut by the size of the corpus alone, so that the output does not depend on who does it.
+# Work is cut by the size of the corpus alone, so that the output does not depend on the executor.
 _ITEMS = 256
 _SMALLEST_ITEM_BYTES = 1 << 20
 _LARGEST_ITEM_BYTES = 1 << 28
 
 
 class MissingSourcesError(ValueError):
-    """The corpus is not there; tokens that were made of it may be."""
+    """The corpus cannot be found; tokens that were made of it may still exist."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file as it was found."""
+    """An input file of the corpus, as it was found."""
 
     path: str
-    """Absolute, or a URL."""
+    """Absolute path, or a URL."""
     size_bytes: int
     modified_ns: int
-    """Of a file at a URL: a number that changes with the file's version."""
+    """Modification time; for a file at a URL, a number that changes with the file's version."""
     whole: bool
-    """The file can only be read from its beginning: it is compressed, or its server sends no parts."""
+    """Whether the file can only be read from its beginning: it is compressed, or its server sends no
+    parts."""
     format: Format = "text"
 
     @property
     def facts(self) -> tuple[str, int, int]:
-        """Path, size and time."""
+        """Path, size and modification time, by which a file is recognised."""
         return self.path, self.size_bytes, self.modified_ns
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Part of a source: bytes of JSON-lines, row groups of Parquet; text is always whole."""
+    """Part of a source: byte range of JSON-lines, row groups of Parquet; text is always whole."""
 
     path: str
     format: Format
@@ -108,17 +109,18 @@ class FileRange:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """What one task reads; the output keeps the order of the numbers."""
+    """The input of one task; the output keeps the order of the numbers."""
 
     number: int
     ranges: tuple[FileRange, ...]
 
 
-# Which files there are.
+# Find the files.
 
 
 def find_sources(data: DataConfig) -> tuple[Source, ...]:
-    """The corpus's files, each once, sorted by path. `ValueError` for an entry that finds nothing."""
+    """Return the corpus's files, each once, sorted by path. Raise `ValueError` for an entry that matches no
+    file."""
     if not data.files:
         raise ValueError(f"{KEY}: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
     sources: dict[str, Source] = {}
@@ -136,7 +138,8 @@ def find_sources(data: DataConfig) -> tuple[Source, ...]:
 
 
 def _standard_library() -> list[Source]:
-    """Sources of the running Python's standard library, without its tests and what is not UTF-8."""
+    """Return the sources of the running Python's standard library, without its tests and files that are not
+    UTF-8."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in root.rglob("*.py"):
@@ -150,14 +153,14 @@ def _standard_library() -> list[Source]:
 
 
 def _find(entry: str) -> list[Source]:
-    """The files that a path, a glob or a URL names. `ValueError` if there are none."""
+    """Return the files that a path, a glob or a URL names. Raise `ValueError` if there are none."""
     entry = re.sub("^(file|local):(//)?", "", entry)
     if is_url(entry):
         return _find_url(entry)
     name = os.path.abspath(entry)
     if os.path.isdir(name):
         raise _is_folder(entry)
-    # a file before a glob: its name may hold brackets
+    # try a file before a glob: its name may hold brackets
     paths = [name] if os.path.isfile(name) else filter(os.path.isfile, glob(name, recursive=True))
     if found := [_local(path) for path in paths]:
         return found
@@ -202,7 +205,7 @@ def _find_url(entry: str) -> list[Source]:
 
 
 def _is_web(files: Any) -> bool:
-    """A file system whose servers may send whole files only, and of unknown size."""
+    """Return whether a file system's servers may send whole files only, and of unknown size."""
     return "http" in files.protocol
 
 
@@ -212,7 +215,8 @@ def _version(facts: Mapping[str, Any]) -> int:
 
 
 def endings(path: str) -> tuple[str, str]:
-    """The name's ending before that of a compression, and the compression's: ``.jsonl`` and ``.gz``."""
+    """Return the file name's ending before that of a compression, and the compression's: ``.jsonl`` and
+    ``.gz``."""
     stem, ending = os.path.splitext(path.lower())
     return (os.path.splitext(stem)[1], ending) if ending in _DECOMPRESSED else (ending, "")
 
@@ -232,14 +236,14 @@ def _format(path: str, wanted: str) -> Format:
     return kind
 
 
-# What is in a file.
+# Read a file.
 
 
 @contextlib.contextmanager
 def opened(path: str, *, parts: bool = False) -> Iterator[Any]:
-    """The decompressed content of a file, to be read in the block; `ValueError` if reading fails there.
+    """Open a file's decompressed content, to be read in the block; raise `ValueError` if reading fails there.
 
-    parts: the file is not read from its beginning to its end; not for a `Source` that is ``whole``.
+    ``parts``: the file is not read from beginning to end; not allowed for a `Source` that is ``whole``.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -260,7 +264,7 @@ def opened(path: str, *, parts: bool = False) -> Iterator[Any]:
 
 
 def unreadable(path: str, fault: Exception) -> ValueError:
-    """What to tell of a file that is there and cannot be read."""
+    """Make the error for an existing file that cannot be read."""
     return ValueError(f"{KEY}: cannot read {path!r} ({_reason(fault)}); repair or exclude it")
 
 
@@ -270,7 +274,7 @@ def _reason(fault: Exception) -> str:
 
 
 def refuse_array(path: str) -> None:
-    """`ValueError` for a file that begins as one JSON array of objects."""
+    """Raise `ValueError` for a file that begins as one JSON array of objects."""
     with opened(path) as file:
         begin = file.read(1 << 12)
     if _ARRAY.match(begin.removeprefix(codecs.BOM_UTF8)):
@@ -279,7 +283,7 @@ def refuse_array(path: str) -> None:
 
 
 def as_lines(command: str, path: str) -> str:
-    """The remedy that a command makes JSON lines of a file."""
+    """Return the remedy text: a command that converts a file to JSON lines."""
     packing = endings(path)[1]
     name = (os.path.basename(path) if is_url(path) else path).removesuffix(path[len(path) - len(packing) :])
     unpack = "unpack it, and " if packing else ""
@@ -287,7 +291,8 @@ def as_lines(command: str, path: str) -> str:
 
 
 def open_parquet(path: str, text_field: str) -> Any:
-    """A `pyarrow.parquet.ParquetFile`; `ValueError` if it cannot be read or has no text of that name."""
+    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable or has no text field of
+    that name."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -315,18 +320,18 @@ def broken_parquet(path: str, fault: Exception) -> ValueError:
 
 
 def choices(names: list[str]) -> str:
-    """The end of a message on a field that is not there."""
+    """Return the end of a message about a missing field: the fields that exist, or a remedy."""
     if not names:
         return "which has no field at all; exclude the file"
     listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
     return f"which has {listed}; set data.text_field to the one that holds the text"
 
 
-# Work.
+# Cut into work items.
 
 
 def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
-    """Cut sources into items of roughly equal size, in order; `ValueError` for unreadable Parquet."""
+    """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet."""
     total = sum(source.size_bytes for source in sources)
     target = min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
     items: list[list[FileRange]] = []

@@ -1,7 +1,7 @@
-"""Which data set a run trains on: the one it began with, one that is there already, or a new one.
+"""Decides which data set a run trains on: the one it began with, an existing one, or a new one.
 
-A run that goes on keeps its tokens, which ``runs/NAME/data.json`` names, whatever has become of the files
-that they were made of. No data set is replaced but by ``braid prepare``.
+A resumed run keeps its tokens, which ``runs/NAME/data.json`` names, whatever has become of their source
+files. Only ``braid prepare`` replaces a data set.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.training.remarks import on_data
 
 RECORD = "data.json"
-"""In a run's directory: where its tokens are, and which they are."""
+"""File in a run's directory that names the data set's folder and the identity of its tokens."""
 _NAMED = 3
-"""At most so many files are named in a message."""
+"""Most files that a message names."""
 
 Show = Callable[[Prepared | Preparation | Incident], None]
 
@@ -35,7 +35,7 @@ def data_record(prepared: Prepared) -> str:
 
 
 def check_data(config: Config) -> None:
-    """`ValueError` if a run could not have data: neither the files nor tokens that were made of them."""
+    """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist."""
     try:
         DataRequest.of(config)
     except MissingSourcesError:
@@ -46,10 +46,10 @@ def check_data(config: Config) -> None:
 def prepare_data(
     config: Config, executor: Executor, show: Show, *, resume: bool = False, renew: bool = False
 ) -> Prepared:
-    """The tokens that a run trains on, made unless they are there.
+    """Return the data set that a run trains on; create it if it does not exist.
 
-    resume: go on with the tokens that the run has. renew: replace what is in ``data.directory``, if its files
-    changed. `ValueError` for what the user can mend.
+    ``resume``: continue with the run's data set. ``renew``: replace the content of ``data.directory`` if its
+    source files changed. Raise `ValueError` for faults that the user can correct.
     """
 
     def warn(text: str) -> None:
@@ -90,7 +90,7 @@ def _prepared(
     before: Prepared | None = None
     paths = {source.path for source in request.sources}
     for other in others:
-        if request.fits(other.index, executor):  # made of the same files, or of copies
+        if request.fits(other.index, executor):  # it was made of the same files, or of copies
             return prepare(request, other.output, executor, show)
         shared = paths & {path for path, *_ in other.index.sources}
         if config.data.directory is not None or (shared and request.suits(other.index)):
@@ -108,14 +108,15 @@ def _prepared(
 
 
 def _changed(request: DataRequest, data_set: Prepared) -> str:
-    """Names of files that are not as they were when a data set was made."""
+    """Return the names of files that have changed since a data set was made."""
     paths = request.changed(data_set.index)
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return ", ".join(paths[:_NAMED]) + more
 
 
 def _known(config: Config) -> Prepared | None:
-    """What ``data.directory`` holds, or else what the run's own record names."""
+    """Return the suitable data set in ``data.directory`` or, if that is not set, the one that the run's
+    record names; None if there is none."""
     request, fingerprint = DataRequest(config.data, (), tokenizer_of(config)), None
     if config.data.directory is not None:
         folders = [config.data.directory]
@@ -135,7 +136,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _whole(folders: Iterable[Path]) -> Iterator[Prepared]:
-    """The whole data sets in some folders."""
+    """Yield the complete data sets among some folders."""
     for folder in folders:
         with contextlib.suppress(ValueError, UnreadableError):
             yield Prepared(folder, read_index(folder))

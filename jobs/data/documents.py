@@ -1,7 +1,6 @@
-"""The documents in a corpus's files: text, JSON-lines and Parquet, read range by range.
+"""Reads the documents of a corpus's files: text, JSON-lines and Parquet, range by range.
 
-Whatever is wrong with a user's files is a `ValueError` of one line that names the key, the value and a
-remedy.
+Any fault of a user's files raises a `ValueError` of one line that names the key, the value and a remedy.
 """
 
 import codecs
@@ -28,9 +27,10 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
-    """The documents of one range in order; None for a document that is left out because it is not UTF-8.
+    """Yield the documents of one range in order; None for a document that is left out because it is not
+    UTF-8.
 
-    A document may be empty. `ValueError` names the file and the place in it.
+    A document may be empty. Raise `ValueError`, which names the file and the place in it, for bad content.
     """
     match part.format:
         case "text":
@@ -38,7 +38,7 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
                 text = _decoded(file.read(), data, part.path, 0)
             if text and "\r" in text and "\n" not in text:  # lines as old Macs ended them
                 text = text.replace("\r", "\n")
-            yield text and text.removeprefix("\ufeff")  # a byte order mark is no text
+            yield text and text.removeprefix("\ufeff")  # a byte order mark is not text
         case "jsonl":
             yield from _lines(part, data)
         case "parquet":
@@ -62,7 +62,7 @@ def _refuse_if_strict(data: DataConfig, told: str) -> None:
 
 
 def _lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
-    """Documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
+    """Yield documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
     with opened(part.path, parts=part.stop < sys.maxsize) as file:
         offset = 0
         if part.start:
@@ -111,14 +111,14 @@ def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | 
         )
     if document.isascii() or not _LONE_SURROGATE.search(document):
         return document
-    # JSON can spell what UTF-8 cannot
+    # JSON can express characters that UTF-8 cannot
     half = r"half a surrogate pair (\ud800 ... \udfff), which is not UTF-8; repair the line"
     _refuse_if_strict(data, f"{_line(path, offset)} has {half}")
     return _LONE_SURROGATE.sub("\ufffd", document) if data.encoding_errors == "replace" else None
 
 
 def _line(path: str, offset: int) -> str:
-    """ "PATH:LINE" of the byte at ``offset``: lines are counted only when somebody is told of one."""
+    """Return "PATH:LINE" of the byte at ``offset``; lines are counted only when a message needs it."""
     lines = 1
     with opened(path) as file:
         while offset > 0 and (content := file.read(min(offset, 1 << 20))):
@@ -140,7 +140,7 @@ def _rows(part: FileRange, data: DataConfig) -> Iterator[str | None]:
         batches = file.iter_batches(batch_size=256, row_groups=groups, columns=[column], use_threads=False)
         try:
             for batch in batches:
-                # as bytes: Parquet does not check that its strings are UTF-8
+                # read as bytes: Parquet does not check that its strings are UTF-8
                 for content in batch.column(0).cast(pa.large_binary()):
                     yield _decoded(content.as_py() or b"", data, f"row {row} of {part.path!r}", 0)
                     row += 1

@@ -1,4 +1,4 @@
-"""Who does the work of a preparation: this machine's cores, or tasks of a Ray cluster."""
+"""Executes the work of a preparation: on this machine's cores, or in tasks of a Ray cluster."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -18,18 +18,19 @@ Executor = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
 
 def local_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Executor on this machine's cores: one process each, none for a single item."""
+    """Apply a function on this machine's cores: one process per core, none for a single item."""
     if len(items) <= 1:
         yield from map(function, items)
         return
     workers = min(len(items), whole_cpus())
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
-        yield from pool.map(function, items)  # leaving it early cancels what has not begun
+        yield from pool.map(function, items)  # leaving it early cancels items that have not begun
 
 
 def _end_with_parent() -> None:
-    """Without this, workers of a parent that was killed wait for work for ever."""
+    """End this worker process with its parent; otherwise workers of a killed parent would wait for work for
+    ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -41,10 +42,10 @@ def _end_with_parent() -> None:
 
 
 def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Executor on the Ray cluster that this process has joined: a task of one CPU for every item.
+    """Apply a function on the Ray cluster that this process has joined: one task of one CPU for every item.
 
-    Two tasks for every CPU of the cluster are submitted at a time; results come as they are ready. What a
-    task raises is raised here as it was. Leaving the iterator early cancels what is running.
+    At most two tasks per CPU of the cluster are submitted at a time; results are yielded as they are ready. A
+    task's exception is raised here unchanged. Leaving the iterator early cancels running tasks.
     """
     import ray
     from ray.exceptions import RayTaskError
@@ -59,7 +60,7 @@ def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
             try:
                 yield ray.get(ready)
             except RayTaskError as fault:
-                # without Ray's copy of the remote traceback: a user's mistake is told in one line
+                # without Ray's copy of the remote traceback: a user's mistake is one line
                 raise (fault.cause if isinstance(fault.cause, ValueError) else fault) from None
     finally:
         for left in running:

@@ -1,8 +1,8 @@
-"""What a data set was made from, and whether something else is still the same.
+"""Records what a data set was made from, and detects whether its files are still the same.
 
-The same are, without reading anything, files of the same path, size and time. Those that were copied or
-touched are read and compared by their content, which costs a small part of tokenising them; but of files at
-URLs what the server tells of their version is believed.
+Files of the same path, size and time count as the same, without reading anything. Files that were copied or
+touched are read and compared by content, which costs a small part of tokenising them; for files at URLs the
+version that the server reports is trusted.
 """
 
 import hashlib
@@ -19,18 +19,19 @@ from braid.jobs.data.executors import Executor
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
-"""Of a file, hashed for itself; the identity of a content depends on it. A task hashes about so many."""
+"""Bytes of each separately hashed piece of a file, and roughly of a hashing task; content hashes depend on
+it."""
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A corpus as it was found."""
+    """A request for a data set: the corpus as it was found, and the tokenizer."""
 
     data: DataConfig
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """What the sources that were read hold, by path."""
+    """Content hashes of the sources that were read, by path."""
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
@@ -38,13 +39,13 @@ class DataRequest:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What tokens depend on besides the files and the tokenizer."""
+        """Settings on which tokens depend besides the files and the tokenizer."""
         names = ("text_field", "validation_fraction", "encoding_errors")
         return {name: getattr(self.data, name) for name in names}
 
     @property
     def digest(self) -> str:
-        """Identity of paths, sizes, times, tokenizer and parameters: known without reading a file."""
+        """Hash of paths, sizes, times, tokenizer and parameters; it is known without reading a file."""
         sources = [(s.path, s.format, s.size_bytes, s.modified_ns) for s in self.sources]
         content = [INDEX_VERSION, sources, self.tokenizer.fingerprint, self.parameters]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -54,17 +55,17 @@ class DataRequest:
         return tuple(source.facts for source in self.sources)
 
     def contents(self, executor: Executor) -> tuple[str, ...]:
-        """What every source holds, as a short text; its format belongs to it."""
+        """Return the hash of every source's content and format, as a short text."""
         self._read(self.sources, executor)
         return tuple(self._contents[source.path] for source in self.sources)
 
     def suits(self, index: DataIndex) -> bool:
-        """Whether a data set has this tokenizer and these parameters, of whatever files it is."""
+        """Return whether a data set has this tokenizer and these parameters, whatever its files are."""
         wanted = self.tokenizer.fingerprint, self.parameters
         return (index.tokenizer_fingerprint, index.parameters) == wanted
 
     def fits(self, index: DataIndex, executor: Executor) -> bool:
-        """Whether a data set was made from this request, or from copies of its files."""
+        """Return whether a data set was made from this request, or from copies of its files."""
         if index.request == self.digest:
             return True
         sizes = [size for _, size, _ in index.sources]
@@ -82,14 +83,15 @@ class DataRequest:
         )
 
     def changed(self, index: DataIndex) -> list[str]:
-        """Paths of sources that are new, gone, or of another size or time than when a data set was made."""
+        """Return paths of sources that are new, gone, or of another size or time than when a data set was
+        made."""
         known = set(index.sources)
         gone = {path for path, *_ in index.sources} - {source.path for source in self.sources}
         return [s.path for s in self.sources if s.facts not in known] + sorted(gone)
 
     def _read(self, sources: Sequence[Source], executor: Executor) -> None:
         new = {source.path: source for source in sources if source.path not in self._contents}
-        digests = {  # of URLs without fetching them twice
+        digests = {  # versions of URLs, which need not be fetched twice
             path: f"{s.size_bytes}@{s.modified_ns}" for path, s in new.items() if is_url(path)
         }
         unread = [path for path in new if path not in digests]
@@ -100,7 +102,7 @@ class DataRequest:
 
 
 def _hashed(paths: list[str]) -> dict[str, str]:
-    """By path, the hash of the hashes of a file's pieces; of an empty file there is one piece."""
+    """Return, by path, the hash of the hashes of a file's pieces; an empty file has one piece."""
     digests = {}
     for path in paths:
         pieces = list[bytes]()

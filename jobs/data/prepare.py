@@ -1,10 +1,11 @@
-"""Prepare a corpus: tokenise it into the shards that `braid.actors.stage.data.token_files` reads.
+"""Tokenises a corpus into the shards that `braid.actors.stage.data.token_files` reads.
 
-    corpus -> sources -> work items -> (executor) -> shards in a hidden folder -> index -> renamed into place
+The steps are: corpus -> sources -> work items -> (executor) -> shards in a hidden folder -> index -> renamed
+to the final folder.
 
-What comes out depends on the corpus alone, to the byte: never on the executor, the number of cores or the
-order in which tasks end. Nothing is visible before it is whole, and a run that was killed leaves only a
-hidden folder beside the output, which the next run removes.
+The output depends on the corpus alone, to the byte: never on the executor, the number of cores or the order
+in which tasks end. Nothing is visible before it is complete; a killed preparation leaves only a hidden folder
+beside the output, which the next one removes.
 
 All nodes that tasks run on must see the inputs, the tokenizer and the output under the same paths.
 """
@@ -46,14 +47,14 @@ logger = logging.getLogger(__name__)
 _OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|\.?{re.escape(INDEX_FILE)}(\.partial-\d+)?")
 _TOKENS_AT_ONCE = 1 << 20
 _ROUNDED = 0.01
-"""Tokenizers add a space here and there, or leave one out: so much of the text may be counted wrong."""
+"""Share of the text's bytes that may be miscounted, as tokenizers add or drop a space here and there."""
 _MOST_UNKNOWN = 0.1
-"""Above this share, of characters that have no token or of tokens that stand for such, tokens are refused."""
+"""Largest share of characters without a token, or of unknown tokens, with which a data set is accepted."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How far a preparation has come."""
+    """Progress of a preparation."""
 
     items_done: int
     items: int
@@ -62,7 +63,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A whole data set; ``reused``: it was there already, and its text was not read."""
+    """A complete data set; ``reused``: it existed already, and its text was not read."""
 
     output: Path
     index: DataIndex
@@ -79,17 +80,17 @@ Told = Callable[[Preparation], None]
 def prepare(
     request: DataRequest, output: Path, executor: Executor = local_map, progress: Told = lambda _: None
 ) -> Prepared:
-    """Prepare a corpus into the folder ``output``, unless it holds what the same request gave.
+    """Prepare a corpus into the folder ``output``, unless it holds the result of the same request.
 
-    Another data set there is replaced. Work goes to ``executor``; ``progress`` hears of every item that is
-    done. Safe to call from many processes at once: one prepares, the others wait and find it done.
-
-    Documents are held out by a hash of their text: the same text is always in the same split, whatever else
-    the corpus holds. Only to leave neither split empty, the nearest document moves; and of a corpus of one
-    document, the tail is held out. `ValueError` names the key, the value and the remedy.
+    Another data set there is replaced. ``executor`` does the work; ``progress`` is called for every finished
+    item. It is safe to call this from many processes at once: one prepares, the others wait and find the
+    result. Documents are assigned to validation by a hash of their text: the same text is always in the same
+    split, whatever else the corpus holds. Only if a split would be empty, the document with the nearest hash
+    moves to it; of a corpus of one document, the tail becomes validation. Raise `ValueError`, which names the
+    key, the value and the remedy.
     """
     output = output.resolve()
-    # without the lock first, for data sets on a file system that is read-only here
+    # first without the lock, for data sets on a file system that is read-only here
     if found := _fitting(request, output, executor):
         return found
     with _locked(output):
@@ -119,7 +120,7 @@ def prepare(
 
 
 def _fitting(request: DataRequest, output: Path, executor: Executor) -> Prepared | None:
-    """The data set in ``output``, if it is whole and was made from ``request``."""
+    """Return the data set in ``output`` if it is complete and was made from ``request``, else None."""
     try:
         index = read_index(output)
     except (ValueError, UnreadableError):
@@ -136,7 +137,7 @@ def _fitting(request: DataRequest, output: Path, executor: Executor) -> Prepared
 def _tokenised(
     request: DataRequest, folder: Path, items: Sequence[WorkItem], executor: Executor, progress: Told
 ) -> list[ItemResult]:
-    """Results of all items in order; they are done again where a split has no document and could have one."""
+    """Return the results of all items in order; run items again if a split is empty and need not be."""
     fraction, tokenizer = request.data.validation_fraction, request.tokenizer
     one_text = [source.format for source in request.sources] == ["text"]
     split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
@@ -180,7 +181,7 @@ def _counts(results: Sequence[ItemResult]) -> Counter[str]:
 def _assemble(
     request: DataRequest, folder: Path, results: Sequence[ItemResult], contents: tuple[str, ...]
 ) -> DataIndex:
-    """Give the shards their names in the order of the input, and write the index."""
+    """Name the shards in the order of the input, and write the index."""
     splits: dict[str, tuple[TokenShard, ...]] = {}
     for split in (TRAIN, VALIDATION):
         shards = [shard for result in results for shard in result.shards[split]]
@@ -221,13 +222,14 @@ def _assemble(
         index = replace(index, token_bytes=tokenizer.token_bytes)
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
-            path.unlink()  # of a task that was done twice
+            path.unlink()  # left by a task that ran twice
     write_durably(folder / INDEX_FILE, index.to_json())
     return index
 
 
 def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
-    """Whether the bytes of tokens (vocabulary,) add up to the text that is held out."""
+    """Return whether the byte lengths of the tokens (array of size vocabulary) add up to the validation
+    text."""
     shards, counts = index.splits[VALIDATION], np.zeros(index.vocabulary, np.int64)
     for shard in shards:
         tokens = np.memmap(folder / shard.file, TOKEN_DTYPES[index.dtype], mode="r")
@@ -241,7 +243,7 @@ def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Make ``folder`` visible as ``output`` in one step, or two if an old data set has to go first."""
+    """Rename ``folder`` to ``output`` in one step, or in two if an old data set must be moved away first."""
     old = folder.with_name(f".{output.name}.replaced-{secrets.token_hex(6)}")
     if output.exists():
         output.rename(old)
@@ -252,9 +254,9 @@ def _publish(folder: Path, output: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the lock of ``output``. Whoever holds it knows that hidden folders beside it are of dead runs, and
-    removes them; where such a run ended between the two renames of `_publish`, the old data set gets its name
-    back."""
+    """Hold the lock of ``output``. While it is held, hidden folders beside ``output`` can only belong to dead
+    processes and are removed; if such a process ended between the two renames of `_publish`, the old data set
+    gets its name back."""
     lock = FileHold(output.parent / f".{output.name}.lock")
     hidden = re.compile(rf"\.{re.escape(output.name)}\.(tmp|replaced)-[0-9a-f]{{12}}")
     try:

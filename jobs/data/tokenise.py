@@ -1,6 +1,6 @@
-"""One work item of a preparation: read its documents, split them, tokenise them, write them.
+"""Processes one work item of a preparation: reads its documents, splits, tokenises and writes them.
 
-Runs in whatever process and on whatever node an executor chooses, and talks to nobody.
+It runs in any process and on any node that an executor chooses, and communicates with no other task.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.documents import read_documents
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
-_PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, which bounds the memory it takes
-_SHARD_TOKENS = 1 << 27  # a shard that has so many is full
+_PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, to limit memory
+_SHARD_TOKENS = 1 << 27  # tokens after which a shard is full
 
 
 @dataclass(frozen=True)
 class Split:
-    """What is held out: documents whose hash is below ``threshold`` (of 2**64); or, where the corpus is one
-    document, perhaps repeated, the last ``tail`` of its characters (a share, 0: none)."""
+    """The rule for validation data: documents whose hash is below ``threshold`` (of 2**64); or, if the corpus
+    is one document, perhaps repeated, the last ``tail`` of its characters (a share, 0: none)."""
 
     threshold: int = 0
     tail: float = 0.0
@@ -38,18 +38,18 @@ class Split:
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What one work item wrote, under temporary names, and the extremes of its documents' hashes."""
+    """Shards that one work item wrote, under temporary names, and the extremes of its documents' hashes."""
 
     number: int
     shards: dict[str, list[TokenShard]]
     counts: Counter[str]
-    """``documents``, and the fields of `DataIndex` that count what the text has or lacks."""
+    """``documents``, and the fields of `DataIndex` that count features and faults of the text."""
     lowest_hash: int
     highest_hash: int
 
 
 class ShardWriter:
-    """Writes one split of one work item, in shards of bounded size under names nobody else has."""
+    """Writes one split of one work item, in shards of bounded size with unique names."""
 
     def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype) -> None:
         self._folder, self._dtype = folder, dtype
@@ -58,7 +58,7 @@ class ShardWriter:
         self.shards: list[TokenShard] = []
 
     def write(self, ids: np.ndarray, bytes_of_text: int = 0, documents: int = 0) -> None:
-        """Append [tokens] ids that stand for so many bytes of text and end so many documents."""
+        """Append token ids (1-d) that stand for ``bytes_of_text`` bytes and end ``documents`` documents."""
         if not len(ids):
             return
         if self._file is None:
@@ -73,7 +73,7 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """End the current shard and put it on the disk."""
+        """Finish the current shard and flush it to disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -84,7 +84,7 @@ class ShardWriter:
 
 
 def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
-    """The smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
+    """Return the smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
     return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
 
 
@@ -93,7 +93,7 @@ def tokenise(
 ) -> ItemResult:
     """Read, split, tokenise and write the documents of one work item into ``folder``.
 
-    fingerprint: of the tokenizer, where the preparation began. `ValueError` for a bad document.
+    ``fingerprint``: of the tokenizer when the preparation began. Raise `ValueError` for a bad document.
     """
     tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
     end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
@@ -123,7 +123,7 @@ def tokenise(
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str, end: str | None, fingerprint: str) -> Tokenizer:
-    """Loading a large tokenizer takes longer than a work item: once per process is enough."""
+    """Load a tokenizer once per process, since a large one takes longer to load than a work item takes."""
     tokenizer = load_tokenizer(name, end)
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"data.tokenizer: {name!r} changed, or differs between nodes; make it one file")
@@ -131,7 +131,7 @@ def _tokenizer(name: str, end: str | None, fingerprint: str) -> Tokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of bounded size, cut behind a line's end where there is one."""
+    """Yield ``text`` in pieces of bounded size, cut after a line's end if there is one."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
@@ -141,7 +141,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def document_hash(text: str) -> int:
-    """A uniform number in [0, 2**64) that depends on the text alone."""
+    """Return a uniformly distributed number in [0, 2**64) that depends on the text alone."""
     digest = hashlib.blake2b(digest_size=8)
     for piece in _pieces(text):
         digest.update(piece.encode())
@@ -149,7 +149,8 @@ def document_hash(text: str) -> int:
 
 
 def _split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
-    """(split, text, whether the document ends there) of each part of a document whose hash is ``number``."""
+    """Return the parts of a document whose hash is ``number``, each as (split, text, whether the document
+    ends there)."""
     if not split.tail:
         return ((VALIDATION if number < split.threshold else TRAIN, document, True),)
     stop = max(1, min(round(len(document) * (1 - split.tail)), len(document) - 1))

@@ -1,7 +1,8 @@
-"""Text to token ids: raw bytes, or any Hugging Face `tokenizer.json`; and which token ends a document.
+"""Converts text to token ids: raw bytes, or any Hugging Face `tokenizer.json`; finds the token that ends
+documents.
 
-The configuration says which, or the files beside ``tokenizer.json`` do, or the tokenizer has exactly one
-token of a name that is known for that. Nothing else is guessed: models learn from it where texts stop.
+The configuration names that token, or the files beside ``tokenizer.json`` do, or the tokenizer has exactly
+one token with a name known for this. Nothing else is guessed: models learn from it where texts stop.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 GENERATION: Final = "generation_config.json"
 _BESIDE: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, "config.json")
-"""Files that may say what ends documents, the tokenizer's own first: models for chats have further ends."""
+"""Files that may name the end token, the tokenizer's own first: chat models have further end tokens."""
 _NAMES: Final = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -36,24 +37,25 @@ _NAMES: Final = (
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's
 )
 _NAMED: Final = 12
-"""At most so many candidates are named in a message."""
+"""Most candidates that a message names."""
 _RULES: Final = "2: text makes no special token"
-"""How ids are made here of what the library gives, in the fingerprints of tokenizers."""
+"""Version of the rules by which ids are derived from the library's output; part of a tokenizer's
+fingerprint."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A text's token ids, [tokens], of an unsigned integer dtype, and what is not in them."""
+    """A text's token ids (1-d, unsigned integers), and counts of what they do not represent."""
 
     ids: np.ndarray
     lost: int = 0
-    """Characters, white space apart, that no token stands for."""
+    """Characters, apart from white space, that no token represents."""
     unknown: int = 0
-    """Tokens that only say that something unknown stood there."""
+    """Number of tokens that only mark something unknown."""
 
 
 class BytesTokenizer:
-    """Ids 0 ... 255 are the bytes of the text's UTF-8, 256 ends a document."""
+    """Tokenizer whose ids 0 ... 255 are the bytes of the text's UTF-8; 256 ends a document."""
 
     name = BYTES
     fingerprint = hashlib.sha256(b"braid bytes tokenizer 1").hexdigest()
@@ -67,17 +69,16 @@ class BytesTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`; its own special tokens, padding and truncation are switched off.
+    """A tokenizer from `tokenizer.json`; its own special tokens, padding and truncation are switched off.
 
-    ``end`` names the token that ends documents; by default the files beside ``path`` say it. Ids are below
-    ``vocabulary``. Text that spells a special token out is encoded as the text that it is, so that it never
-    becomes ``end_of_document``, the id of ``end_token``.
-
-    `ValueError` if the file cannot be read or is no tokenizer, or its end of documents is not known.
+    ``end`` names the token that ends documents; by default the files beside ``path`` name it. Ids are below
+    ``vocabulary``. Text that spells a special token is encoded as plain text, so that it never becomes
+    ``end_of_document``, the id of ``end_token``. Raise `ValueError` if the file cannot be read or is no
+    tokenizer, or its end token is not known.
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
-        from tokenizers import Tokenizer as Backend  # here: the bytes tokenizer must start fast
+        from tokenizers import Tokenizer as Backend  # imported here, so that the bytes tokenizer starts fast
 
         try:
             content = path.read_bytes()
@@ -101,11 +102,11 @@ class HuggingFaceTokenizer:
         self.name = str(path)
         self.end_token = _end_token(path, ids, marked, end)
         self.end_of_document = ids[self.end_token]
-        self.vocabulary = max(ids.values()) + 1  # ids may have gaps: the number of entries says too little
+        self.vocabulary = max(ids.values()) + 1  # ids may have gaps: the number of entries may be too small
         model = json.loads(content)["model"]
         unknown = model.get("unk_id")
         self._unknown = ids.get(model.get("unk_token") or "", -1) if unknown is None else int(unknown)
-        """The token for what has none; -1: there is no such token."""
+        """Id of the unknown token; -1 if there is none."""
         names = {self.end_token, *marked, *_special_names(path.parent)}
         special = {ids[name] for name in names if name in ids}
         forbidden = sorted(special - ({self._unknown} - {self.end_of_document}))
@@ -115,12 +116,12 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(rules + content).hexdigest()
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._backend.add_special_tokens([self.end_token])  # it may have been added as one that text makes
+        self._backend.add_special_tokens([self.end_token])  # it may have been added as a normal token
         self._backend.encode_special_tokens = True
 
     @property
     def token_bytes(self) -> tuple[int, ...]:
-        """UTF-8 bytes of text that every id below ``vocabulary`` stands for, 0 for special tokens."""
+        """Number of UTF-8 bytes of text for every id below ``vocabulary``, 0 for special tokens."""
         content = json.loads(self._backend.to_str())
         counts = [0] * self.vocabulary
         pieces = self._backend.get_vocab(with_added_tokens=False)
@@ -128,7 +129,7 @@ class HuggingFaceTokenizer:
         if '"ByteLevel"' in json.dumps(parts):
             for piece, id in pieces.items():
                 counts[id] = len(piece)  # a character for every byte
-        else:  # decoded behind another token: alone, what begins a word loses the space in front of it
+        else:  # decoded after another token: alone, a word's first token loses the space before it
             before = self._ids(["a"])[-1:].tolist()
             alone = self._bytes_of(before)
             for piece, id in pieces.items():
@@ -142,10 +143,10 @@ class HuggingFaceTokenizer:
         return len(self._backend.decode(ids, skip_special_tokens=False).encode())
 
     def encode(self, text: str) -> Encoded:
-        """``text`` without any special token."""
+        """Encode ``text`` without producing any special token."""
         ids = self._ids([text])
         if np.isin(ids, self._special).any():
-            # the vocabulary itself has a special token's characters as a word, or as a piece of one
+            # the vocabulary itself has a special token's characters as a word, or as part of one
             ids = self._ids(self._cut(text))
             ids = ids[~np.isin(ids, self._special)]
         counts = Counter(text)
@@ -153,19 +154,20 @@ class HuggingFaceTokenizer:
         return Encoded(ids, lost=lost, unknown=int(np.count_nonzero(ids == self._unknown)))
 
     def _ids(self, texts: list[str]) -> np.ndarray:
-        # this leaves out the offsets, and uses no threads for one text
+        # this call computes no offsets, and uses no threads for one text
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return np.concatenate([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
 
     def _is_lost(self, letter: str) -> bool:
-        """Whether a character alone makes no token, or none that text may make; white space may do so."""
+        """Return whether a character alone yields no token, or only special tokens; white space never counts
+        as lost."""
         if (known := self._lost.get(letter)) is None:
             makes = np.setdiff1d(self._ids([letter]), self._special).size
             self._lost[letter] = known = not letter.isspace() and not makes
         return known
 
     def _cut(self, text: str) -> list[str]:
-        """The same text in parts of which none makes a special token of several characters."""
+        """Cut a text into parts, none of which yields a special token of several characters."""
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         made = np.isin(np.array(encoding.ids), self._special).tolist()
         spans = [span for span, special in zip(encoding.offsets, made, strict=True) if special]
@@ -180,9 +182,9 @@ Tokenizer = BytesTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
-    """'bytes', or the tokenizer.json at a path or in the folder there; ``end``: see `HuggingFaceTokenizer`.
+    """Load 'bytes', or the tokenizer.json at a path or in that folder; ``end``: see `HuggingFaceTokenizer`.
 
-    `ValueError` for what is no tokenizer.
+    Raise `ValueError` if there is no tokenizer.
     """
     if name == BYTES:
         if end is not None:
@@ -196,10 +198,11 @@ def load_tokenizer(name: str, end: str | None = None) -> Tokenizer:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that a configuration names, or that of its ``model.initial``. `ValueError` without it."""
+    """Load the tokenizer that a configuration names, or that of its ``model.initial``. Raise `ValueError` if
+    there is none."""
     initial = config.model.initial
     if config.data.tokenizer is None and initial is not None:
-        config.shape(0)  # what is wrong with the weights comes first
+        config.shape(0)  # errors in the weights are reported first
         if not (initial / TOKENIZER_FILE).is_file():
             raise ConfigError(
                 f"data.tokenizer: model.initial={str(initial)!r} has no {TOKENIZER_FILE}, and other tokens "
@@ -209,14 +212,15 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return load_tokenizer(config.tokenizer, config.data.end_token)
 
 
-# The end of documents.
+# Find the token that ends documents.
 
 
 def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: str | None) -> str:
-    """The name of the token of ``path``, a tokenizer, that ends documents.
+    """Return the name of the token that ends documents in the tokenizer at ``path``.
 
-    ids: all tokens by name; special: the tokens that are marked as special; wanted: the configuration's
-    choice. `ValueError` names candidates where nothing is said, or what is said is no token of the tokenizer.
+    ``ids``: all tokens by name; ``special``: names of tokens marked as special; ``wanted``: the
+    configuration's choice. Raise `ValueError`, which names candidates, if no token is named, or the named one
+    is unknown.
     """
     token: Any = wanted
     names = {number: name for name, number in ids.items()}
@@ -250,13 +254,13 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
 
 
 def _special_names(folder: Path) -> set[str]:
-    """Names of the tokens that a tokenizer's files give a task of their own (``bos_token``, ...)."""
+    """Return the tokens to which a tokenizer's files assign a role (``bos_token``, ...)."""
     content = {**content_of(folder / SPECIAL_TOKENS), **content_of(folder / TOKENIZER_CONFIG)}
     return {name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
 
 
 def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> list[Any]:
-    """What a file says: names of tokens, or the number of a token that has no name."""
+    """Return the end tokens that a file names: names, or the id of a token without a name."""
     if name := _name(content.get("eos_token")):
         return [name]
     told = content.get("eos_token_id")
@@ -265,13 +269,14 @@ def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> list[Any]:
 
 
 def _name(token: Any) -> str | None:
-    """A token stands there as a text, or as its text among its properties."""
+    """Return the name of a token, which a file gives as a text or as an object with the text as
+    ``content``."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing if there is none, or it holds no keys and values."""
+    """Read a JSON object from a file; return an empty dict if there is no file, or it holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,3 +1,3 @@
-"""Fault drills: `plan.py` draws faults, `runner.py` breaks a run with them, `report.py` says what came of
-each.
+"""Fault drills: `plan.py` draws faults, `runner.py` breaks a run with them, `report.py` reports the outcome
+of each.
 """

@@ -1,4 +1,4 @@
-"""What a run holds of the machine: to see, after many faults, that nothing has leaked (Linux)."""
+"""Counts the processes, files and memory that a run holds, to detect leaks after many faults (Linux)."""
 
 import contextlib
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from pathlib import Path
 
 @dataclass
 class Census:
-    """Counts over a process and all that it has started."""
+    """Counts over processes and all their descendants."""
 
     processes: int = 0
     threads: int = 0
     files: int = 0
-    """Open files and sockets."""
+    """Number of open files and sockets."""
     sockets: int = 0
     resident_bytes: int = 0
 
 
 def census(*roots: int) -> Census:
-    """Count what processes and their descendants hold now; a process that ends meanwhile is left out."""
+    """Count what processes and their descendants hold now; leave out a process that ends meanwhile."""
     held = Census()
     for process in family(*roots):
         held.processes += 1
@@ -35,7 +35,7 @@ def census(*roots: int) -> Census:
 
 
 def family(*roots: int) -> list[int]:
-    """Processes and all their descendants."""
+    """Return the ids of processes and all their descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""The runs of a drill as commands that are started, watched, ended and started again, as a user does.
+"""Runs a drill's trainings as commands that are started, watched, ended and restarted, as a user does.
 
 ``python -m braid.jobs.drill.command SPEC`` does what ``braid train`` does; SPEC, a JSON file, adds faults and
 the emulated hosts of the ranks.
@@ -23,19 +23,19 @@ from braid.actors.controller.state.locks import FileHold, HeldError
 from braid.actors.stage.rank.messages import Fault
 
 PATIENCE_S = 300.0
-"""A fault that does not come, or is not over, within so long has failed the drill."""
+"""Seconds within which a fault must occur and be over; otherwise the drill fails."""
 WHOLE, BROKEN = "whole", "broken"
-"""The runs without and with faults."""
+"""Names of the undisturbed run and of the run with faults."""
 _LOOK_S = 0.02
 
 
 class DrillError(RuntimeError):
-    """A fault did not fire, or the run did not go on."""
+    """A fault did not occur, or the run did not recover from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What the process of a run is told."""
+    """Settings for the process of a run."""
 
     config: dict[str, Any]
     options: RunOptions
@@ -47,21 +47,21 @@ _SPEC = TypeAdapter(Spec)
 
 
 class Command:
-    """The command under way, and what the run with faults writes down."""
+    """The command under way, and access to the records of the run with faults."""
 
     process: "subprocess.Popen[bytes]"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        """Holds the run directories."""
+        """Folder of the run directories."""
         self.broken = folder / BROKEN
-        # What a run prints is not on its disk, which may be full.
+        # Output of the runs is kept outside their disk, which may be full.
         self._logs = {name: folder.with_name(f"{folder.name}-{name}.log") for name in (WHOLE, BROKEN)}
         for log in self._logs.values():
             log.unlink(missing_ok=True)
 
     def start(self, name: str, spec: Spec) -> None:
-        """Start a run."""
+        """Start the run of this name."""
         path = self.folder / f"{name}.json"
         path.write_bytes(_SPEC.dump_json(spec))
         command = [sys.executable, "-m", __name__, str(path)]
@@ -71,14 +71,14 @@ class Command:
             )
 
     def wait_for_end(self, limit_s: float = PATIENCE_S) -> int:
-        """Wait until it has ended; returns its exit code."""
+        """Wait until the command has ended; return its exit code."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise self.failed(f"the run did not end within {limit_s:g} s") from None
 
     def wait_for_controller(self) -> None:
-        """Wait until nobody holds the run's directory: on a cluster a controller outlives its command."""
+        """Wait until no process holds the run's directory: on a cluster a controller outlives its command."""
         lock = FileHold(self.broken / ".lock")
         try:
             lock.take(PATIENCE_S)
@@ -87,7 +87,8 @@ class Command:
         lock.release()
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Wait for something while the run goes on."""
+        """Wait until ``done()``; raise `DrillError` if the run ends before ``what`` happens, or it takes too
+        long."""
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             if self.process.poll() not in (None, 0):
@@ -97,13 +98,13 @@ class Command:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Whatever happened: nothing of the run is left."""
+        """Kill the command's process, if one was started."""
         if hasattr(self, "process"):
             self.process.kill()
             self.process.wait()
 
     def failed(self, what: str) -> DrillError:
-        """An error with the ends of what the runs have printed."""
+        """Make an error with the last lines that the runs have printed."""
         ends = [log.read_text(encoding="utf-8")[-2000:] for log in self._logs.values() if log.exists()]
         said = "\n".join(ends).strip() or "it said nothing"
         return DrillError(f"{what}: {said}")
@@ -111,19 +112,20 @@ class Command:
     # -- the run with faults ---------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Steps that are done."""
+        """Return the number of steps done."""
         return int(self.newest().get("step", 0))
 
     def newest(self) -> dict[str, Any]:
-        """The newest step's record."""
+        """Return the newest step's record; empty if there is none."""
         return last_line(self.broken / "metrics.jsonl")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """All events of a kind."""
+        """Return all recorded events of a kind."""
         return [line for line in read_lines(self.broken / "events.jsonl") if line["kind"] == kind]
 
     def incidents(self, since: float, *, resized: bool = False) -> list[dict[str, Any]]:
-        """Failures that were detected since a time, or changes of the number of ranks that were begun."""
+        """Return failures detected since a time (seconds since 1970); with ``resized``, changes of the number
+        of ranks instead."""
         lines = read_lines(self.broken / "incidents.jsonl")
         return [line for line in lines if line["time"] >= since and (line["kind"] == "resized") == resized]
 

@@ -1,8 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a shaped veth pair.
+"""Emulates two hosts on one machine: network namespaces joined by a veth pair with limited rate.
 
-Why: docs/design.md, Numbers of overlap.
-
-Linux only, as root, with Debian's iproute2. Everything is removed again, whatever happens inside.
+The reason is in docs/design.md, Numbers of overlap. It works on Linux only, as root, with Debian's iproute2.
+Everything is removed again, whatever happens inside.
 """
 
 import contextlib
@@ -27,31 +26,32 @@ from braid.jobs.training.stopping import StopSignals
 
 RAY_PORT, JOB_PORT = 6379, 8265
 PACKET_BYTES, _LEAST_PACKET_BYTES, _PACKET_SECONDS = 250_000, 16_000, 0.004
-"""Largest packets on the link: what passes in so many seconds, within bounds. A network card cuts what a host
-sends by itself; on a virtual link every packet is work for a CPU, beside the training, so they had better be
-few. But the link's bucket has to hold one, and whatever it holds passes at once: at 40 Mbit/s, 256 KB were
-half a message that took no time; so a packet is a quarter of a message at most, too."""
+"""Largest packets on the link: the bytes that pass in `_PACKET_SECONDS`, within these bounds. A network card
+splits large packets itself; on a virtual link every packet costs CPU time that training needs, so they should
+be few. But the link's bucket must hold one packet, and all its content passes at once: at 40 Mbit/s, 256 KB
+were half a message that took no time. So a packet is at most a quarter of a message."""
 _SLACK_BYTES = 12_000
-"""What the bucket holds beside a packet: with 2 KB, `tbf` cut packets in software (docs/log.md)."""
+"""Bytes that the bucket holds beside a packet: with 2 KB, `tbf` split packets in software (docs/log.md)."""
 _TRANSPORT = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-"""The same TCP on every machine: Reno, which every kernel allows, at full speed after a pause.
+"""The same TCP settings on every machine: Reno, which every kernel allows, at full speed after a pause.
 
-Some hosts have BBR, which on a link without delay keeps so little under way that ranks wake up 8000 times in
-a step of 200 MB, and sends next to nothing for 0.2 s in every 10.
+Some hosts use BBR, which on a link without delay keeps so few bytes in flight that ranks wake up 8000 times
+in a step of 200 MB, and sends almost nothing for 0.2 s in every 10.
 """
 _START_SECONDS, _END_SECONDS = 120.0, 10.0
 _NETLINK_ROUTE, _RTM_NEWLINK, _NLM_F_REQUEST, _NLM_F_ACK = 0, 16, 1, 4
 _IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE = 63, 64
-"""Linux's `rtnetlink.h` and `if_link.h`."""
+"""Constants of Linux's `rtnetlink.h` and `if_link.h`."""
 
 
 class HostsError(RuntimeError):
-    """This machine does not let us make hosts; the message says what is missing."""
+    """This machine does not allow emulated hosts; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with an address, and its share of this machine's CPUs (None: all of them, with others)."""
+    """A network namespace with an address, and its share of this machine's CPUs (None: all CPUs, shared with
+    other hosts)."""
 
     namespace: str
     address: str
@@ -71,16 +71,16 @@ class Host:
         )
 
     def processes(self) -> list[int]:
-        """Ids of all processes on the host."""
+        """Return the ids of all processes on the host."""
         listing = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
         return [int(word) for word in listing.stdout.split()]
 
     def ip(self, *words: str) -> None:
-        """Set up its network."""
+        """Run an ``ip`` command on the host, to set up its network."""
         _run("ip", "-n", self.namespace, *words)
 
     def remove(self) -> None:
-        """End what runs on the host, by id, and the host."""
+        """Kill all processes on the host by id, then remove the host."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -88,7 +88,7 @@ class Host:
 
 
 def check_hosts() -> None:
-    """`HostsError` where network namespaces cannot be made."""
+    """Raise `HostsError` if network namespaces cannot be created."""
     if os.geteuid() != 0:
         raise HostsError("two hosts on one machine need root, for network namespaces: run as root")
     for tool in ("ip", "tc"):
@@ -104,7 +104,7 @@ class Hosts:
     """Two namespaces and the link between them."""
 
     cluster: Mapping[str, float] = MappingProxyType({})
-    """What configurations of ranks there need: nothing, as the link itself is shaped."""
+    """Settings that configurations of ranks there need: none, as the link itself is shaped."""
 
     def __init__(self, hosts: tuple[Host, Host], devices: tuple[str, str]) -> None:
         self.hosts = hosts
@@ -113,20 +113,20 @@ class Hosts:
     def shape(
         self, mbit: float, message_bytes: float = 4 * PACKET_BYTES, inside_mbit: float | None = None
     ) -> None:
-        """Limit the link to a rate, both ways; may be called again while it is in use.
+        """Limit the link to a rate in each direction; this may be called again while the link is in use.
 
-        ``message_bytes``: what is usually sent at once. ``inside_mbit``: also limit what the processes of a
-        host send each other, each way between two of them.
+        ``message_bytes``: usual size of a message. ``inside_mbit``: also limit traffic between two processes
+        of one host, in each direction.
         """
         for host, device in zip(self.hosts, self._devices, strict=True):
             _limit(host.namespace, device, mbit, message_bytes)
             if inside_mbit is not None:
                 host.ip("link", "set", "lo", "mtu", "1500")  # the bucket has no room for packets of 64 KB
-                _limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # both ways go through it
+                _limit(host.namespace, "lo", 2 * inside_mbit, message_bytes)  # lo carries both directions
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """Without the link, as if a cable had been pulled."""
+        """Take the link down for the length of the block, as if a cable had been pulled."""
         end = ("link", "set", self._devices[0])
         self.hosts[0].ip(*end, "down")
         try:
@@ -135,18 +135,19 @@ class Hosts:
             self.hosts[0].ip(*end, "up")
 
     def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
-        """Where every rank runs; neighbours stand on different hosts, unless these are ``filled`` in turn."""
+        """Return the place of every rank; neighbours are on different hosts, unless hosts are ``filled`` one
+        after the other."""
         hosts = (self.hosts[2 * rank // ranks if filled else rank % 2] for rank in range(ranks))
         return [ProcessPlace(host.address, host.namespace, host.cpus) for host in hosts]
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two namespaces that see only each other; whatever runs there is ended at the end, by id."""
+    """Create two namespaces that see only each other; at the end, kill everything that runs there, by id."""
     check_hosts()
     _remove_orphans()
     mark = f"{os.getpid():x}"
-    halves = separate_places(2)  # of the CPUs: hosts do not compute with each other's
+    halves = separate_places(2)  # halves of the CPUs: hosts do not share them
     first = Host(f"braid-{mark}-0", "10.77.0.1", halves[0].cpus)
     second = Host(f"braid-{mark}-1", "10.77.0.2", halves[1].cpus)
     hosts, devices = (first, second), (f"br{mark}a", f"br{mark}b")
@@ -173,7 +174,7 @@ PACED = (
     "ranks run on this host's loopback instead, each connection paced to the rate: transfers that meet on "
     "one link do not slow each other down, and both ends' copies are this host's"
 )
-"""What is measured without root, and how it differs from two hosts."""
+"""Description of measurements without root, and how they differ from two hosts."""
 
 
 class Paced:
@@ -185,16 +186,16 @@ class Paced:
         self.cluster: dict[str, float] = {}
 
     def shape(self, mbit: float, message_bytes: float, inside_mbit: float | None = None) -> None:
-        """From now on, connections are made for this rate; those inside hosts are these, too."""
+        """Make later connections at this rate; connections inside hosts have the same rate."""
         self.cluster = {"emulated_link_mbit": mbit}
 
     def places(self, ranks: int, *, filled: bool = False) -> list[ProcessPlace]:
-        """As on two hosts: each with half of the CPUs."""
+        """Return places as on two hosts, each with half of the CPUs."""
         return [separate_places(2)[2 * rank // ranks if filled else rank % 2] for rank in range(ranks)]
 
 
 def two_hosts_or_paced() -> tuple[contextlib.AbstractContextManager[Hosts | Paced], str]:
-    """Two hosts, or else the paced loopback and why."""
+    """Return two emulated hosts; without root the paced loopback instead, with the reason in words."""
     try:
         check_hosts()
     except HostsError as error:
@@ -211,13 +212,13 @@ def _limit(namespace: str, device: str, mbit: float, message_bytes: float) -> No
 
 
 def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
-    """Set a device's largest packets (IPv4's "BIG TCP", Linux 6.3); older kernels keep to 64 KB.
+    """Set a device's largest packets (IPv4's "BIG TCP", Linux 6.3); older kernels keep 64 KB.
 
-    A message of rtnetlink, as the `ip` of Debian 12 has no word for it.
+    It sends an rtnetlink message, as the `ip` of Debian 12 has no option for this.
     """
 
     def ask() -> None:
-        enter_namespace(namespace)  # of this thread, which ends here
+        enter_namespace(namespace)  # only this thread enters it, and ends here
         attributes = b"".join(
             struct.pack("=HHI", 8, kind, most_bytes)
             for kind in (_IFLA_GSO_IPV4_MAX_SIZE, _IFLA_GRO_IPV4_MAX_SIZE)
@@ -226,7 +227,7 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
         header = struct.pack("=IHHII", 16 + len(body), _RTM_NEWLINK, _NLM_F_REQUEST | _NLM_F_ACK, 1, 0)
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as asking:
             asking.send(header + body)
-            asking.recv(4096)  # refused or not: it is only faster
+            asking.recv(4096)  # a refusal does no harm: it is only a speed-up
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -234,7 +235,8 @@ def _set_packets(namespace: str, device: str, most_bytes: int) -> None:
 
 
 def _remove_orphans() -> None:
-    """Remove hosts whose maker was killed before it could: their names hold its process id."""
+    """Remove hosts whose creator was killed before it could remove them; their names contain its process
+    id."""
     for path in Path("/run/netns").glob("braid-*-[01]"):
         maker = int(path.name.split("-")[1], 16)
         if not Path(f"/proc/{maker}").exists():
@@ -245,7 +247,7 @@ def _remove_orphans() -> None:
 def ray_cluster(
     hosts: Sequence[Host], env: dict[str, str], cpus: int = 1, *, job_server: bool = False
 ) -> Iterator[str]:
-    """A Ray cluster with one node on each host; yields its address.
+    """Start a Ray cluster with one node on each host; yield its address.
 
     ``job_server``: with Ray's dashboard on the first host, port `JOB_PORT`.
     """
@@ -255,7 +257,7 @@ def ray_cluster(
     page = [f"--include-dashboard={str(job_server).lower()}"]
     if job_server:
         page += [f"--dashboard-host={head.address}", f"--dashboard-port={JOB_PORT}"]
-    with session_folder() as folder:  # which ends Ray's processes, as they have its mark
+    with session_folder() as folder:  # ends Ray's processes, which carry its mark
         starts = (
             (head, ["--head", f"--port={RAY_PORT}", *page, f"--temp-dir={folder}/a"]),
             (other, [f"--address={address}", f"--temp-dir={folder}/b"]),
@@ -278,7 +280,8 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def _terminates() -> Iterator[None]:
-    """Let the first signal that asks for an end unwind, so that hosts are removed."""
+    """Turn the first signal that asks this process to end into `KeyboardInterrupt`, so that hosts are
+    removed."""
     with StopSignals().heard():
         try:
             yield

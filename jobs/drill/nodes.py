@@ -1,5 +1,5 @@
-"""Faults of nodes: Ray nodes on this machine, with one CPU and so one rank each, that come, go and slow down
-under a run; what Ray knows of that, and how the run follows."""
+"""Makes faults of nodes: Ray nodes on this machine, each with one CPU and so one rank, that come, go and slow
+down under a run. Waits until Ray knows of the change and the run follows it."""
 
 import contextlib
 import json
@@ -20,12 +20,13 @@ from braid.jobs.drill.plan import JOINS, NodeRange, PlannedFault
 from braid.jobs.drill.report import FaultOutcome
 
 STEPS = 1_000_000
-"""Of the run: so many that every change of its ranks is worth its cost; it is ended after the last fault."""
+"""Steps of the run: so many that every change of its ranks is worth its cost; it is ended after the last
+fault."""
 TOLERANCE = 2e-5
-"""Of a loss in fp32, relative, where sums are taken in another order."""
+"""Relative difference of fp32 losses that is allowed if sums are taken in another order."""
 _DRAIN_S = 60
 _STOPPED_S, _RUNS_S = 0.04, 0.02
-"""By turns, of a rank on a slow node: a third of its speed."""
+"""Seconds that a rank on a slow node is stopped and runs, by turns: this gives a third of its speed."""
 _SETTINGS = {
     **WORKERS,
     "RAY_health_check_period_ms": "500",
@@ -33,11 +34,11 @@ _SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
 }
-"""Ray's own: a lost node is noticed in seconds."""
+"""Settings of Ray with which it notices a lost node within seconds."""
 
 
 def degrees_on(config: Config, nodes: int) -> Degrees | None:
-    """The layout that an elastic run takes on so many nodes; None if there is none."""
+    """Return the layout that an elastic run chooses on this number of nodes; None if there is none."""
     vocabulary = tokenizer_of(config).vocabulary
 
     def fits(candidate: Config) -> bool:
@@ -50,9 +51,9 @@ def degrees_on(config: Config, nodes: int) -> Degrees | None:
 
 
 def node_range(config: Config) -> NodeRange:
-    """The numbers of nodes, around the layout's, on each of which an elastic run has a rank.
+    """Return the range of node counts around the layout's in which an elastic run has a rank on every node.
 
-    `ConfigError` where the layout is none that elastic allows.
+    Raise `ConfigError` if the run's elastic limits do not allow its own layout.
     """
     elastic, start = config.elastic, config.layout().ranks
     least, most = elastic.min_ranks or 1, elastic.max_ranks or start
@@ -75,9 +76,10 @@ def node_range(config: Config) -> NodeRange:
 
 
 def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
-    """How far losses may be apart if the run has these numbers of nodes; 0: the same bits are asked for.
+    """Return by how much losses may differ if the run has these numbers of nodes; 0: they must be
+    bit-identical.
 
-    `ConfigError` for a precision in which other sums than the same ones say nothing.
+    Raise `ConfigError` for a precision in which sums in another order differ too much to compare.
     """
     layouts = {degrees_of(config), *(degrees_on(config, count) for count in nodes)}
     cuts = {(layout.tp, layout.pp, layout.cp, layout.ep) for layout in layouts if layout is not None}
@@ -93,10 +95,10 @@ def allowed_difference(config: Config, nodes: Iterable[int]) -> float:
 
 
 class Nodes:
-    """A cluster, whose head has no CPU; the other nodes as Ray's objects, the oldest first."""
+    """A Ray cluster whose head has no CPU, and its other nodes as Ray's objects, the oldest first."""
 
     def __init__(self, cluster: Any, count: int) -> None:
-        """Start the head, and so many nodes."""
+        """Start the head and ``count`` nodes."""
         self._cluster = cluster
         self._nodes: list[Any] = []
         self._joined = 0
@@ -106,35 +108,35 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Address of the cluster."""
         return str(self._cluster.address)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def at(self, place: float) -> Any:
-        """A node that is drawn by a number in [0, 1)."""
+        """Return the node selected by a random number in [0, 1)."""
         return self._nodes[int(place * len(self))]
 
     def alive(self, node: Any) -> bool:
-        """Whether Ray takes a node to be alive."""
+        """Return whether Ray considers a node alive."""
         table = self._cluster.global_state.node_table()
         return any(row["NodeID"] == node.node_id and row["Alive"] for row in table)
 
     def join(self) -> Any:
-        """Start a node, with an address of its own, and return it. `DrillError` if it does not start."""
+        """Start a node with its own address, and return it. Raise `DrillError` if it does not start."""
         self._joined += 1
         self._nodes.append(self._add(num_cpus=1, node_ip_address=f"127.0.0.{1 + self._joined}"))
         return self._nodes[-1]
 
     def lose(self, node: Any) -> None:
-        """SIGKILL for all that runs on a node, if there is still something."""
+        """Kill everything that runs on a node, if anything still does, and remove it from the cluster."""
         self._nodes.remove(node)
         _kill(*_processes(node))
         self._cluster.remove_node(node, allow_graceful=False)
 
     def drain(self, node: Any) -> bool:
-        """Tell Ray that a node will be taken away; False if it does not hear of it."""
+        """Tell Ray that a node will be taken away; return False if Ray does not accept that."""
         import ray._raylet
         import ray.core.generated.autoscaler_pb2
 
@@ -147,14 +149,14 @@ class Nodes:
         return bool(accepted)
 
     def processes(self) -> list[int]:
-        """What runs the nodes, the head among them; workers are their descendants."""
+        """Return the ids of the processes of all nodes, including the head; workers are their descendants."""
         return [process for node in self._cluster.list_all_nodes() for process in _processes(node)]
 
     def _add(self, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             return self._cluster.add_node(wait=False, **options)
-        except Exception as error:  # that is what Ray raises for a node that does not start in its time
+        except Exception as error:  # the type that Ray raises if a node does not start in time
             raise DrillError(f"a Ray node did not start: {error}") from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's own would drain every node, for half a minute each
@@ -162,12 +164,13 @@ class Nodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int) -> Iterator[Nodes]:
-    """A Ray cluster of so many nodes, with its own ports, token and folder; all of it ends with the block.
+    """Start a Ray cluster of ``count`` nodes, with its own ports, token and folder, for the length of the
+    block.
 
-    Its settings stand in the environment meanwhile, so that commands started here can join it.
+    The environment has its settings meanwhile, so that commands started in the block can join it.
     """
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(session_folder())  # Ray names its newest cluster there
+        folder = stack.enter_context(session_folder())  # Ray stores the address of its newest cluster there
         stack.enter_context(environment({**_SETTINGS, "RAY_TMPDIR": str(folder)}))
         stack.enter_context(own_token(folder))
         from ray.cluster_utils import Cluster
@@ -180,7 +183,7 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
 
 
 def _kill(*roots: int) -> None:
-    """SIGKILL for processes and their descendants."""
+    """Kill processes and their descendants (SIGKILL)."""
     for process in family(*roots):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -194,9 +197,10 @@ def _processes(node: Any) -> list[int]:
 
 
 def slow_node(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s: float) -> FaultOutcome:
-    """Slow a node down until the run goes on without it; it must stay out until its quarantine ends."""
+    """Slow a node down until the run goes on without it; the run must leave it out until its quarantine
+    ends."""
     outcome = FaultOutcome(fault, time.time())
-    address = str(nodes.at(fault.place).node_ip_address)  # which Ray and the run know it by
+    address = str(nodes.at(fault.place).node_ip_address)  # by which Ray and the run know it
     with _slowed(command, address):
         command.wait(f"the run to go on without {address}", lambda: _ranks(command) == len(nodes) - 1)
     left_out = command.incidents(outcome.fired, resized=True)[0]["time"]
@@ -214,7 +218,7 @@ def slow_node(fault: PlannedFault, nodes: Nodes, command: Command, quarantine_s:
 
 
 def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOutcome:
-    """Let a node come or go, and wait until Ray knows and the run has as many ranks as nodes."""
+    """Let a node join or leave, and wait until Ray knows and the run has as many ranks as nodes."""
     begun = time.time()
     outcome = FaultOutcome(fault, begun)
     if fault.kind == JOINS:
@@ -234,7 +238,7 @@ def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOu
         lambda: _ranks(command) == fault.nodes_after and bool(command.incidents(begun, resized=True)),
     )
     if fault.kind == "node-drained":
-        nodes.lose(node)  # what was announced
+        nodes.lose(node)  # the announced loss
     if fault.kind != JOINS:
         command.wait(f"Ray to know of {fault.name}", lambda: not nodes.alive(node))
     _note_change(outcome, command, begun)
@@ -243,7 +247,7 @@ def change_nodes(fault: PlannedFault, nodes: Nodes, command: Command) -> FaultOu
 
 @contextlib.contextmanager
 def _slowed(command: Command, address: str) -> Iterator[None]:
-    """Stop and continue the ranks on a node, many times a second."""
+    """Stop and continue the ranks on a node many times a second, for the length of the block."""
     over = threading.Event()
 
     def by_turns() -> None:
@@ -265,12 +269,13 @@ def _slowed(command: Command, address: str) -> Iterator[None]:
 
 
 def _ranks(command: Command) -> int:
-    """Of the newest step."""
+    """Return the number of ranks in the newest step."""
     return len(command.newest().get("peak_bytes", ()))
 
 
 def _processes_at(command: Command, address: str) -> list[int]:
-    """The ranks' processes on a node, as the run says; none while it writes that down."""
+    """Return the ids of the ranks' processes on a node, as the run recorded them; empty while it writes the
+    file."""
     with contextlib.suppress(OSError, ValueError):
         ranks = json.loads((command.broken / "cluster.json").read_text(encoding="utf-8"))["ranks"]
         return [int(rank["process"]) for rank in ranks if rank["address"] == address]
@@ -278,10 +283,10 @@ def _processes_at(command: Command, address: str) -> list[int]:
 
 
 def _note_change(outcome: FaultOutcome, command: Command, since: float) -> None:
-    """What the run says of its first change of ranks after a fault."""
+    """Record in ``outcome`` what the run reports of its first change of ranks after a fault."""
     change = command.incidents(since, resized=True)[0]
     begun = detected = change["time"]
-    if outcome.fault.kind == "node-lost":  # ranks are missed first; then it shows that nothing replaces them
+    if outcome.fault.kind == "node-lost":  # ranks are missed first, then known to have no replacement
         missed = (line["time"] for line in command.events("restarted"))
         detected = min((when for when in missed if when >= outcome.fired), default=begun)
     kept = change["step"] - change["steps_lost"]

@@ -1,4 +1,4 @@
-"""Which faults a drill has, and when each of them comes: a pure function of its seed."""
+"""Decides which faults a drill has, and when each of them occurs: a pure function of its seed."""
 
 import os
 import random
@@ -10,23 +10,25 @@ from braid.actors.stage.rank.messages import Fault, FaultKind, FaultPhase
 from braid.scheduling.text.suggestions import must_be_one_of
 
 HOSTS, DISK, NODES = "two emulated hosts", "a small disk", "emulated Ray nodes"
-"""What a fault may need; the former two need root."""
+"""Environments that a fault may need; the former two need root."""
 
 
 @dataclass(frozen=True)
 class DrillFault:
-    """A kind of faults."""
+    """Definition of one kind of fault."""
 
     text: str
     in_rank: tuple[FaultKind, FaultPhase] | None = None
-    """What a rank does to itself, and where in its step; it waits ("hold") until the link is cut."""
+    """Action by which a rank causes the fault itself, and the phase of its step; with "hold" the rank waits
+    until the link is cut."""
     needs: str = ""
     nodes: int = 0
-    """What it does to the number of nodes."""
+    """Change of the number of nodes that the fault causes."""
     harmless: bool = False
-    """It fails no rank."""
+    """Whether no rank fails because of it."""
     gaps: int = 1
-    """How long it lasts: until a checkpoint has failed, or is written."""
+    """Its duration in gaps (`_GAP` steps); more than one if a checkpoint must be written, or must fail,
+    meanwhile."""
 
 
 SLOW, JOINS = "node-slow", "node-joins"
@@ -75,27 +77,28 @@ KINDS: Mapping[str, DrillFault] = {
     ),
     SLOW: DrillFault("a node computes at a third of its speed for a while", needs=NODES),
 }
-"""Faults by name."""
+"""Kinds of faults by name."""
 
 NEED_ROOT = frozenset(name for name, fault in KINDS.items() if fault.needs in (HOSTS, DISK))
 NODE_FAULTS = tuple(name for name, fault in KINDS.items() if fault.needs == NODES)
 
 
 def changes_nodes(kinds: Iterable[str]) -> bool:
-    """Whether there are faults of nodes among them, and so a Ray cluster under the run."""
+    """Return whether any of these faults concerns nodes, so that the run needs a Ray cluster."""
     return not {*kinds}.isdisjoint(NODE_FAULTS)
 
 
 LEAST_TO_BE_SLOW = 3
-"""Nodes that there must be for one to be slow: with two, nobody can say which one is."""
+"""Least number of nodes for one to be slow: with two, it is unknown which one is slow."""
 _GAP = 6
-"""Steps between two faults, at least."""
+"""Least number of steps between two faults."""
 _FIRST = 4
 
 
 @dataclass(frozen=True)
 class NodeRange:
-    """How many nodes a drill begins with, and the numbers it may have, bounds included; a rank on each."""
+    """A drill's number of nodes at the start, and its least and largest allowed number; every node has a
+    rank."""
 
     start: int
     least: int
@@ -104,32 +107,32 @@ class NodeRange:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of a drill."""
+    """A fault of a drill, and when it occurs."""
 
     name: str
     kind: str
     step: int
-    """It comes when so many steps are done. With nodes, whose changes take a time and not steps, what lies
-    between it and the fault before is counted from that one's end."""
+    """Number of finished steps after which it occurs. With faults of nodes, which last for a time instead of
+    a number of steps, the distance to the previous fault is counted from that fault's end."""
     place: float
-    """In [0, 1): what else is to be drawn."""
+    """Random number in [0, 1) for all further choices, such as the rank or file."""
     nodes: int | None = None
-    """Of the Ray cluster when it comes; None in a drill without faults of nodes."""
+    """Nodes of the Ray cluster when the fault occurs; None in a drill without faults of nodes."""
 
     @property
     def nodes_after(self) -> int | None:
-        """Nodes once it is over."""
+        """Number of nodes after the fault; None in a drill without faults of nodes."""
         return None if self.nodes is None else self.nodes + KINDS[self.kind].nodes
 
     @property
     def nodes_used(self) -> list[int]:
-        """Numbers of nodes under the run: when it comes, once it is over, and without a slow one."""
+        """Numbers of nodes that the run uses: when the fault occurs, afterwards, and without a slow node."""
         if self.nodes is None:
             return []
         return [self.nodes, self.nodes + KINDS[self.kind].nodes, self.nodes - (self.kind == SLOW)]
 
     def in_rank(self, ranks: int) -> Fault | None:
-        """The fault as a rank does it to itself; None for one that comes from outside."""
+        """Return the fault for a rank that causes it itself; None for a fault from outside."""
         if (what := KINDS[self.kind].in_rank) is None:
             return None
         rank, place = divmod(self.place * ranks, 1.0)
@@ -138,7 +141,8 @@ class PlannedFault:
 
 
 def possible_faults(config: Config) -> list[str]:
-    """All that can be made together on this machine, for a configuration; as many nodes join as leave."""
+    """Return all faults that can be made together on this machine for a configuration; as many nodes join as
+    leave."""
     possible = [kind for kind in KINDS if not _obstacle(config, kind)]
     if os.environ.get("RAY_ADDRESS"):
         possible = [kind for kind in possible if kind not in NODE_FAULTS]
@@ -150,7 +154,7 @@ def possible_faults(config: Config) -> list[str]:
 
 
 def check_faults(config: Config, kinds: Sequence[str]) -> None:
-    """`ConfigError` for faults that are not known, or cannot be made here, or not together."""
+    """Raise `ConfigError` for faults that are unknown, cannot be made here, or cannot be combined."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--faults: {unknown[0]!r} {must_be_one_of(unknown[0], KINDS)}")
     if changes_nodes(kinds):
@@ -167,7 +171,7 @@ def check_faults(config: Config, kinds: Sequence[str]) -> None:
 
 
 def _obstacle(config: Config, kind: str) -> str:
-    """Why a fault cannot be made here, for a configuration; empty where it can."""
+    """Return why a fault cannot be made here for a configuration; empty if it can."""
     layout, cluster, needs = config.layout(), config.cluster, KINDS[kind].needs
     if needs in (HOSTS, DISK):
         if os.geteuid() != 0:
@@ -197,9 +201,9 @@ def _obstacle(config: Config, kind: str) -> str:
 def plan_drill(
     kinds: Sequence[str], count: int, seed: int, nodes: NodeRange | None = None
 ) -> list[PlannedFault]:
-    """Every kind ``count`` times, in an order drawn by the seed, at steps some way apart.
+    """Plan every kind of fault ``count`` times, in an order drawn by the seed, some steps apart.
 
-    ``nodes``: for faults of nodes, whose number stays in the range; `ConfigError` where no order does that.
+    ``nodes``: range in which faults keep the number of nodes; raise `ConfigError` if no order does that.
     """
     draw = random.Random(seed)
     left = [kind for kind in kinds for _ in range(count)]
@@ -218,8 +222,9 @@ def plan_drill(
 
 
 def _check_range(kinds: Sequence[str], nodes: NodeRange) -> None:
-    """If the number of nodes at the end lies in the range, and the range holds more than one number, there is
-    always a fault left that is possible: at the most of nodes, one that takes a node, and so on."""
+    """Raise `ConfigError` unless the final number of nodes lies in the range, and the range has several
+    numbers. Otherwise some remaining fault is always possible: at the largest number, one that removes a
+    node, and so on."""
     changes = [KINDS[kind].nodes for kind in kinds]
     end = nodes.start + sum(changes)
     if changes_nodes(kinds) and (nodes.least == nodes.most or not nodes.least <= end <= nodes.most):
@@ -232,12 +237,13 @@ def _check_range(kinds: Sequence[str], nodes: NodeRange) -> None:
 
 
 def _next(left: Sequence[str], nodes: NodeRange, there: int) -> str:
-    """The first that is possible with as many nodes as are there; a node is slow as soon as it can be."""
+    """Return the first fault that is possible with ``there`` nodes; a slow node comes as early as
+    possible."""
     can = [kind for kind in left if nodes.least <= there + KINDS[kind].nodes <= nodes.most]
     if SLOW in left:
         if there >= LEAST_TO_BE_SLOW and there > nodes.least:
             return SLOW
-        # Nodes rather join than leave: there may not be as many again.
+        # Prefer joining to leaving, as the number of nodes may not rise again.
         can = sorted((kind for kind in can if kind != SLOW), key=lambda kind: KINDS[kind].nodes < 0)
     if not can:
         raise ConfigError(
@@ -248,5 +254,6 @@ def _next(left: Sequence[str], nodes: NodeRange, there: int) -> str:
 
 
 def steps_of(planned: Sequence[PlannedFault]) -> int:
-    """Steps that a run needs so that all its faults come, and are over before it ends."""
+    """Return the number of steps that a run needs so that all its faults occur, and are over before it
+    ends."""
     return max((fault.step for fault in planned), default=0) + 3 * _GAP

@@ -1,4 +1,4 @@
-"""What came of a drill."""
+"""Reports the outcome of a drill."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,23 +13,23 @@ from braid.jobs.drill.plan import PlannedFault
 
 @dataclass
 class FaultOutcome:
-    """What came of a fault; seconds."""
+    """Outcome of one fault; times are in seconds."""
 
     fault: PlannedFault
     fired: float
-    """Seconds since 1970."""
+    """Time at which it occurred, in seconds since 1970."""
     detected_after: float | None = None
-    """None: nothing had to be detected."""
+    """Seconds until it was detected; None: there was nothing to detect."""
     recovered_after: float | None = None
-    """From its detection to the end of the first step after it."""
+    """Seconds from its detection to the end of the first step after it."""
     steps_lost: int = 0
     restored_from: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     noticed: str = ""
-    """What the controller said of it."""
+    """The controller's message about it."""
 
     def note(self, incident: Mapping[str, Any]) -> None:
-        """Take over what the controller has written down of it."""
+        """Copy what the controller has recorded about the fault."""
         self.detected_after = max(0.0, incident["time"] - self.fired)
         self.recovered_after = incident["recovered_after_seconds"]
         self.steps_lost, self.restored_from = incident["steps_lost"], incident["restored_from"]
@@ -48,48 +48,48 @@ class FaultOutcome:
 
 @dataclass
 class Report:
-    """A whole drill."""
+    """Outcome of a whole drill."""
 
     outcomes: list[FaultOutcome]
     identical_losses: bool
     identical_parameters: bool
     identical_samples: bool
     largest_difference: float
-    """Of the losses, relative to those of the undisturbed run."""
+    """Largest difference of a loss, relative to the undisturbed run."""
     allowed_difference: float
-    """As large as it may be; 0: losses and parameters have to be identical, bit for bit."""
+    """Largest difference that is allowed; 0: losses and parameters must be bit-identical."""
     interval: int
-    """Steps from one checkpoint to the next."""
+    """Steps between two checkpoints."""
     seconds: float
     emulated_hosts: bool
     emulated_nodes: bool
     held: list[Census]
-    """What the run held of the machine before the first fault and after the last one; empty where it did not
-    have as many ranks."""
+    """Resources of the machine that the run held before the first fault and after the last one; empty if its
+    number of ranks differed."""
 
     @property
     def close(self) -> bool:
-        """Whether losses may differ, and do so by no more than they may."""
+        """Whether losses may differ, and differ by no more than allowed."""
         return 0 < self.allowed_difference >= self.largest_difference
 
     @property
     def passed(self) -> bool:
-        """Whether the run came out as if nothing had been."""
+        """Whether the run came out as if no fault had occurred."""
         exact = self.identical_losses and self.identical_parameters
         return self.identical_samples and (exact or self.close)
 
     @property
     def most_lost(self) -> int:
-        """Steps that one fault cost, at most."""
+        """Largest number of steps that one fault cost."""
         return max((outcome.steps_lost for outcome in self.outcomes), default=0)
 
     def as_json(self) -> dict[str, Any]:
-        """One object."""
+        """Convert to one JSON object."""
         return {**asdict(self), "most_lost": self.most_lost, "passed": self.passed}
 
 
 def show(console: Console, report: Report) -> None:
-    """The table of faults, and whether the run came out as asked."""
+    """Print the table of faults, and whether the run came out as required."""
     where = "this machine"
     if report.emulated_hosts:
         where = "gloo, two emulated hosts"

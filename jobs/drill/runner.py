@@ -1,4 +1,4 @@
-"""Runs a drill: a run with faults and the same run without, side by side, and what came of every fault."""
+"""Runs a drill: a run with faults, then the same run without, and compares them."""
 
 import contextlib
 import json
@@ -53,11 +53,11 @@ _SLOW_S = 3.0
 _MBIT, _SLOW_MBIT = 1000, 100
 _DISK_MB = 256
 _QUARANTINE_S = 20.0
-"""Of a slow node, unless the configuration says otherwise: drills are short."""
+"""Seconds of a slow node's quarantine, unless the configuration says otherwise: drills are short."""
 
 
 class Drill:
-    """One drill."""
+    """Trains with and without faults, and compares the two runs."""
 
     _hosts: Hosts | None = None
     _nodes: Nodes | None = None
@@ -71,7 +71,7 @@ class Drill:
         seed: int,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`ConfigError` for faults that are not known, or cannot be made here."""
+        """Raise `ConfigError` for faults that are unknown, or cannot be made here."""
         check_faults(config, kinds)
         self._base, self._progress = config, progress
         self._planned = plan_drill(kinds, count, seed, node_range(config) if changes_nodes(kinds) else None)
@@ -84,13 +84,14 @@ class Drill:
         self._faults = [fault for fault in in_ranks if fault is not None]
         self._folder = config.runs / f"{config.name}-drill-{seed}"
         self._mirror = self._folder.with_name(f"{self._folder.name}-mirror").absolute()
-        """A second home of checkpoints, on another disk: faults damage the first home, or fill it."""
+        """Second folder for checkpoints, on another disk: faults damage the first one, or fill its disk."""
         self._command = Command(self._folder)
         self._broken = self._command.broken
         self._outcomes: list[FaultOutcome] = []
 
     def run(self) -> Report:
-        """Run it. Raises `DrillError`; nothing is left running, and nothing mounted."""
+        """Run the drill and return its report. Raise `DrillError` if it fails; leave no process and no mount
+        behind."""
         begin = time.monotonic()
         with contextlib.ExitStack() as stack:
             if HOSTS in self._needs:
@@ -110,14 +111,15 @@ class Drill:
             with nodes as self._nodes, contextlib.closing(self._command):
                 held = self._disturbed()
             self._nodes = None
-            steps = self._command.step()  # with faults of nodes it shows only now how many they take
+            steps = self._command.step()  # with faults of nodes, the number of steps is known only now
             self._progress(f"the undisturbed run, {steps} steps")
-            self._start(WHOLE, resume=False, until=steps)  # with faults that make both runs skip a step
+            self._start(WHOLE, resume=False, until=steps)  # faults that skip a step occur in both runs
             self._wait_for_end(WHOLE)
             return self._compare(time.monotonic() - begin, held)
 
     def _disturbed(self) -> list[Census]:
-        """The run with faults; returns what it held before and after them, if with as many ranks."""
+        """Run with faults; return a census before and after them, or nothing if the numbers of ranks
+        differ."""
         steps = "" if self._counts else f" in {steps_of(self._planned)} steps"
         self._progress(f"the disturbed run: {len(self._planned)} faults{steps}")
         self._start(BROKEN, resume=False)
@@ -138,7 +140,8 @@ class Drill:
     # -- the run ---------------------------------------------------------------------------------------------
 
     def _config(self, name: str) -> Config:
-        """Of a run: the user's configuration, with defaults below it and what a drill needs above it."""
+        """Build the configuration of a run: the drill's defaults, then the user's values, then what a drill
+        requires."""
         base = self._base
         defaults: dict[str, Any] = {
             "checkpoint": {"every": 5, "copies_every": 1},
@@ -166,7 +169,7 @@ class Drill:
             needed["parallel"] = asdict(degrees)
         elif self._counts:
             needed["cluster"]["launcher"] = "processes"
-            base = base.model_copy(update={"elastic": ElasticConfig()})  # with fixed ranks
+            base = base.model_copy(update={"elastic": ElasticConfig()})  # the number of ranks stays fixed
         content: dict[str, Any] = {}
         for layer in (defaults, base.model_dump(mode="json", exclude_unset=True), needed):
             for key, value in layer.items():
@@ -188,7 +191,7 @@ class Drill:
         )
 
     def _held(self) -> Census:
-        """What the disturbed run holds, with all that its processes have started."""
+        """Count what the disturbed run and all processes that it started hold."""
         return census(self._command.process.pid, *(self._nodes.processes() if self._nodes else []))
 
     def _wait_for_end(self, name: str) -> None:
@@ -198,7 +201,7 @@ class Drill:
     # -- faults ----------------------------------------------------------------------------------------------
 
     def _meet(self, fault: PlannedFault, before: PlannedFault | None) -> FaultOutcome:
-        """Let a fault come, and wait until it is over."""
+        """Cause a fault, and wait until it is over."""
         command, marks = self._command, self._broken / FOLDER
         due, in_rank = fault.step, fault.in_rank(1)
         if self._counts and before is not None:
@@ -233,7 +236,7 @@ class Drill:
         return outcome
 
     def _act(self, fault: PlannedFault) -> None:
-        """Do what comes from outside."""
+        """Cause a fault from outside the ranks."""
         if fault.kind in DAMAGE:
             self._damage(fault)
         if fault.kind in (*DAMAGE, "kill-controller", "sigterm"):
@@ -256,12 +259,12 @@ class Drill:
             self._hosts.shape(_MBIT)
 
     def _two_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from when the newest is damaged."""
+        """Return whether an older checkpoint remains if the newest is damaged."""
         steps = CheckpointStore(self._broken / "checkpoints").steps()
         return len(steps) > 1 and steps[-1] in {line["step"] for line in self._command.events("saved")}
 
     def _damage(self, fault: PlannedFault) -> None:
-        """Half a file, or a wrong byte, in the newest checkpoint."""
+        """Cut a file of the newest checkpoint in half, or change one of its bytes."""
         store = CheckpointStore(self._broken / "checkpoints")
         newest = store.directory / f"step-{store.steps()[-1]}"
         files = sorted(path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -275,7 +278,7 @@ class Drill:
         path.write_bytes(content)
 
     def _fill_disk(self) -> None:
-        """Take all the space there is until a checkpoint has failed for want of it, then give it back."""
+        """Fill the disk until a checkpoint has failed for lack of space, then free it."""
         filler = self._folder / "filler"
         step_s = median(record.seconds for record in read_metrics(self._broken / "metrics.jsonl"))
         try:
@@ -287,7 +290,7 @@ class Drill:
             filler.unlink()
 
     def _kill_host(self, address: str) -> None:
-        """SIGKILL for all ranks of a host."""
+        """Kill all ranks of a host (SIGKILL)."""
         cluster = json.loads((self._broken / "cluster.json").read_text(encoding="utf-8"))
         for process, host in zip(cluster["processes"], cluster["addresses"], strict=True):
             if host == address:
@@ -307,7 +310,7 @@ class Drill:
                 command.wait("the cut link to be noticed", lambda: len(command.events("restarted")) > known)
 
     def _saving(self) -> bool:
-        """Whether ranks write a checkpoint at present."""
+        """Return whether ranks are writing a checkpoint."""
         folders = (self._broken / "checkpoints").glob("step-*.tmp-*")
         return any(not (folder / ".metadata").exists() for folder in folders)
 
@@ -339,7 +342,7 @@ class Drill:
 
 @contextlib.contextmanager
 def _small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own for a folder, that can be filled without harm to others."""
+    """Mount a small file system on a folder, which can be filled without harm to others."""
     options = ["-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(folder)]
     made = subprocess.run(["mount", *options], capture_output=True, text=True)
     if made.returncode:

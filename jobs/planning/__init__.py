@@ -1,3 +1,3 @@
-"""Plans, simulations, profiles, schedules: `cli.py` has the commands, `work.py` what they do; `view.py` and
-`pictures.py` show it.
+"""Plans, simulations, profiles, schedules: `cli.py` has the commands, `work.py` does their work, `view.py`
+and `pictures.py` show the results.
 """

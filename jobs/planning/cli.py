@@ -1,4 +1,4 @@
-"""The commands that plan and simulate, without GPU, torch and Ray; and those that show or measure a run's
+"""Commands that plan and simulate, without GPU, torch and Ray; and commands that show or measure a run's
 schedule and costs."""
 
 import json
@@ -92,7 +92,7 @@ def simulate(
 
 
 def _draw(outcome: "Outcome", path: Path) -> None:
-    """Two pictures: the pipeline, and beside it (``-pair``) a paired block."""
+    """Draw two pictures: the pipeline, and in a second file (``-pair``) a paired block."""
     from braid.scheduling.cost.picture import pair_svg, paired_run, pipeline_svg
 
     setting = outcome.setting
@@ -158,7 +158,7 @@ def _is_trace(reference: str) -> bool:
 
 
 def _trace(path: Path) -> "list[Batch]":
-    """The spans of a file, or of a run's newest step."""
+    """Read the spans of a file, or of a run's newest step."""
     from braid.dashboards.trace_folder import TraceFolder
     from braid.scheduling.trace.batches import read_batches
 

@@ -1,5 +1,5 @@
-"""Pictures of schedules and profiles: a grid or a simulated step in the terminal; how well operators overlap
-as a heat map, in the terminal and as SVG."""
+"""Draws schedules and profiles: a grid or a simulated step in the terminal; a heat map of how well operators
+overlap, in the terminal and as SVG."""
 
 from collections.abc import Iterable
 
@@ -26,20 +26,22 @@ _STYLES = {
     "BB": "black on dark_sea_green4",
 }
 _FOLDED = {"F": "grey93 on blue", "B": "black on chartreuse3"}
-"""Of passes on a stage's second chunk."""
+"""Styles of passes on a stage's second chunk."""
 _TOGETHER = "black on gold3"
 _WORST, _NONE, _BEST = (178, 24, 43), (247, 247, 247), (33, 102, 172)
-"""Colours of an OEF of -1, 0 and 1: red slows down, white gains nothing, blue hides all."""
+"""Colours of an overlap effectiveness (OEF) of -1, 0 and 1: red slows down, white gains nothing, blue hides
+all."""
 _CELL, _LABEL, _HIGH = 110, 200, 22
 
 
 def _show_row(console: Console, name: str, cells: Iterable[tuple[str, str]]) -> None:
-    """Texts and their styles, one behind the other."""
+    """Print a name and then texts with their styles in one line."""
     console.print(Text.assemble(f"{name:<8} ", *cells), soft_wrap=True)
 
 
 def show_schedule(console: Console, schedule: Schedule) -> None:
-    """The grid: stages downwards, time to the right; forward blue, backward green, by parity of the chunk."""
+    """Print the grid: stages downwards, time to the right; forward blue, backward green, shaded by parity of
+    the chunk."""
     say(console, summary(schedule))
     for number, row in enumerate(grid(schedule)):
         cells = []
@@ -56,10 +58,10 @@ def show_schedule(console: Console, schedule: Schedule) -> None:
 
 
 def show_simulation(console: Console, simulation: Simulation, stages: int = 16) -> None:
-    """The first blocks over time, in as many columns as the terminal has; and a paired block."""
+    """Draw the first blocks over time, in as many columns as the terminal has; and a paired block."""
     width = max(60, min(console.width, 200) - 10)
     longest = max(run.course.duration for rank in simulation.ranks for run in rank.blocks)
-    # A block wants room for its label, as F12B34; what does not fit stays out of the picture.
+    # A block needs room for its label, such as F12B34; later blocks that do not fit are left out.
     window = min(simulation.step_ns, longest * width / 8)
     console.print(
         f"the first {window / 1e9:.3f} s of {simulation.step_ns / 1e9:.3f} s: F forward (blue), B backward "
@@ -90,7 +92,7 @@ def show_simulation(console: Console, simulation: Simulation, stages: int = 16) 
 
 
 def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
-    """Text and style of a block that takes ``room`` columns, the last one a gap."""
+    """Return text and style of a block that takes ``room`` columns, the last of which is a gap."""
     passes = moving(run)
     letters = "".join(one.kind.value for one in passes)
     style = _TOGETHER if len(passes) > 1 else _STYLES.get(letters, _STYLES["B"])
@@ -106,7 +108,7 @@ def _block_cell(run: BlockRun, room: int) -> tuple[str, str]:
 
 
 def _colour(value: float) -> str:
-    """From red (-1) over white (0) to blue (1)."""
+    """Interpolate a colour from red (-1) over white (0) to blue (1)."""
     end, share = _BEST if value >= 0 else _WORST, min(1.0, abs(value))
     return f"rgb({','.join(str(round(a + (b - a) * share)) for a, b in zip(_NONE, end, strict=True))})"
 
@@ -120,7 +122,7 @@ def _heading(column: Measured) -> str:
 
 
 def terminal_map(found: Effectiveness) -> Table:
-    """The map for a terminal: a cell's colour and number are the OEF."""
+    """Draw the map for a terminal: colour and number of a cell are the OEF."""
     title = f"overlap effectiveness: compute (rows) beside communication (columns); {found.source}"
     table = Table(title=title, title_justify="left", show_lines=False, padding=(0, 0))
     table.add_column("operator")
@@ -135,8 +137,8 @@ def terminal_map(found: Effectiveness) -> Table:
 
 
 def svg_map(found: Effectiveness) -> str:
-    """The map as an SVG picture."""
-    # Headings lean to the right by 40 degrees: they need room above and beside the last column.
+    """Draw the map as an SVG picture."""
+    # Headings are tilted by 40 degrees to the right: they need room above and beside the last column.
     headings = [f"{_heading(column)} {column.ns / 1e6:.1f} ms" for column in found.columns]
     longest = 6.5 * max(map(len, headings), default=0)
     top = round(50 + max(60.0, longest * 0.64))
@@ -169,6 +171,6 @@ def _cell(x: float, y: float, wide: float, value: float, told: str) -> list[str]
 
 
 def _fit(told: str, width: int) -> str:
-    """The beginning of a text that is about as wide as there is room."""
+    """Return the beginning of a text that about fits into ``width`` pixels."""
     most = max(8, width // 7)
     return told if len(told) <= most else f"{told[: most - 1]}…"

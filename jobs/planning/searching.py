@@ -1,4 +1,4 @@
-"""Says on standard error what a search is at, once it takes longer than a moment."""
+"""Reports on standard error what a search is doing, once it takes longer than a moment."""
 
 import sys
 import threading
@@ -11,15 +11,16 @@ from rich.console import Console
 from braid.jobs.output import say
 
 _MOMENT_SECONDS = 1.5
-"""A search that is over by then says nothing."""
+"""Seconds within which a search reports nothing."""
 _LOOK_SECONDS = 0.25
 _LINE_SECONDS = 10.0
-"""Between two lines where there is no terminal, whose line would be replaced."""
+"""Seconds between two lines if there is no terminal, in which the line would be replaced."""
 
 
 @contextmanager
 def searching(quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Tell what is yielded what a search within the block is at. ``quiet``: nothing is shown."""
+    """Yield a function to which a search within the block reports what it is doing. ``quiet``: show
+    nothing."""
     if quiet:
         yield lambda what: None
         return

@@ -1,4 +1,4 @@
-"""Plans, simulations, runs that are to begin and presets, for the terminal and as JSON."""
+"""Shows plans, simulations, runs that are to begin, and presets, in the terminal and as JSON."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,17 +34,17 @@ from braid.scheduling.trace.compare import TraceComparison
 
 GIB = 2**30
 _HELPS = 0.005
-"""So much more tokens per second, at least, is help."""
+"""Least relative gain of tokens per second that counts as help."""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan, its score and the runners-up."""
+    """Convert a plan with its score and the runners-up to JSON."""
     content = to_mapping(plan)
     return {"plan": content, "score": content["score"], "runners_up": content["runners_up"]}
 
 
 def simulation_json(outcome: Outcome) -> dict[str, Any]:
-    """The numbers of a simulated step, and what was simulated."""
+    """Convert the numbers of a simulated step, and a description of what was simulated, to JSON."""
     setting = outcome.setting
     return {
         **outcome.numbers.as_json(),
@@ -59,7 +59,7 @@ def simulation_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def explanation_json(explanation: Explanation) -> dict[str, Any]:
-    """An explanation as plain data."""
+    """Convert an explanation to plain data."""
     return {
         "plan": to_mapping(explanation.plan),
         "numbers": simulation_json(explanation.outcome),
@@ -69,7 +69,7 @@ def explanation_json(explanation: Explanation) -> dict[str, Any]:
 
 
 def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
-    """The decisions, the score, the runners-up, and what is not executed of it."""
+    """Print a plan's decisions, score and runners-up, and which of its decisions cannot be executed yet."""
     setting, score = plan.setting, plan.score
     model, workload = setting.model, setting.workload
     tokens = workload.global_batch * model.sequence
@@ -107,7 +107,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
 
 
 def usual_line(plan: Plan) -> str:
-    """What the usual schedules take with the same degrees, and what the plan gains over the best of them."""
+    """Describe the step times of the usual schedules with the same degrees, and the plan's gain over the best
+    of them."""
     best, *others = plan.usual
     gain = best.step_seconds / plan.score.step_seconds - 1
     shown = (best, *(one for one in others if one.schedule == "megatron"))
@@ -119,7 +120,7 @@ def usual_line(plan: Plan) -> str:
 
 
 def _schedule(setting: Setting) -> str:
-    """Its name and, where it is one of several, the pipeline that was taken."""
+    """Return the schedule's name and, if it has several pipelines, the chosen one."""
     several = len(setting.kind.pipelines) > 1 or setting.pipeline in setting.kind.more
     return setting.schedule + (f" ({setting.pipeline})" if several else "")
 
@@ -138,7 +139,7 @@ def _show_runners_up(console: Console, plan: Plan) -> None:
 def _show_numbered(
     console: Console, title: str, texts: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """Rows with numbers; their last cells stand below, where there is room for them."""
+    """Print rows with numbers; print their last cells below the table, where there is room for them."""
     table, notes = table_of(title, ("", *texts), numbers), Table.grid(padding=(0, 2))
     for number, (*cells, note) in enumerate(rows, 1):
         table.add_row(str(number), *cells)
@@ -164,7 +165,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 def _steps(
     outcomes: Sequence[Outcome], *rows: tuple[str, ...], columns: Sequence[str] = (), **look: Any
 ) -> Table:
-    """Simulated steps side by side, below some rows."""
+    """Make a table of simulated steps side by side, below some given rows."""
     table, steps = Table(*columns, title_justify="left", **look), [one.numbers for one in outcomes]
     for row in rows:
         table.add_row(*row)
@@ -179,7 +180,7 @@ def _steps(
 
 
 def show_simulation(console: Console, outcome: Outcome) -> None:
-    """The numbers, the start of the pipeline and a paired block."""
+    """Print the numbers, the start of the pipeline and a paired block."""
     setting = outcome.setting
     console.print(
         f"{_schedule(setting)}, {setting.layout.describe()} (simulated; {outcome.bench.profile.told})"
@@ -192,7 +193,7 @@ def show_simulation(console: Console, outcome: Outcome) -> None:
 
 
 def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Outcome) -> None:
-    """Two simulated steps side by side."""
+    """Print two simulated steps side by side."""
     both, names = (a, b), ["", f"A: {first}", f"B: {second}"]
     schedules = ("schedule", *(_schedule(outcome.setting) for outcome in both))
     layouts = ("layout", *(outcome.setting.layout.describe() for outcome in both))
@@ -201,7 +202,7 @@ def show_comparison(console: Console, first: str, a: Outcome, second: str, b: Ou
 
 
 def show_explanation(console: Console, explanation: Explanation) -> None:
-    """Why, and what would help."""
+    """Print why a plan is as it is, and what would help."""
     plan, numbers = explanation.plan, explanation.outcome.numbers
     setting, slow = plan.setting, figures.lost(numbers.slowdown_seconds, "{:.3f} s".format)
     console.print(
@@ -231,7 +232,7 @@ def show_explanation(console: Console, explanation: Explanation) -> None:
 
 
 def show_traces(console: Console, first: str, second: str, compared: TraceComparison) -> None:
-    """Two traces: their steps, and the operators that make the difference."""
+    """Print the step times of two traces, and the operators that differ most."""
     totals = table_of(f"A {first}, B {second}", ("",), ("A", "B", "B / A"))
     steps = compared.first, compared.second
     for name in ("step", "compute", "communication"):
@@ -258,9 +259,9 @@ def show_traces(console: Console, first: str, second: str, compared: TraceCompar
 
 
 def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
-    """The resolved configuration, layout, memory per rank and FLOPs, without starting anything.
+    """Print the resolved configuration, layout, memory per rank and FLOPs, without starting anything.
 
-    A layer of the user's own is loaded, which runs its code.
+    A user-defined layer is loaded, which runs its code.
     """
     say(console, config.to_yaml().rstrip())
     if config.model.layer is not None:
@@ -300,7 +301,7 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
 
 
 def presets_json() -> dict[str, Any]:
-    """All presets with their figures and sources."""
+    """Return all presets with their figures and sources."""
     return {
         "clusters": {name: to_mapping(cluster_preset(name)) for name in cluster_names()},
         "models": {
@@ -315,7 +316,8 @@ def presets_json() -> dict[str, Any]:
 
 
 def show_presets(console: Console) -> None:
-    """Clusters and models in two tables whose names are never cut; sources stand below, by number."""
+    """Print clusters and models in two tables whose names are never cut; their sources are listed below, by
+    number."""
     sources: dict[str, int] = {}
 
     def number_of(source: str) -> str:

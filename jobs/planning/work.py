@@ -1,4 +1,5 @@
-"""What `plan`, `simulate`, `explain` and `compare` are given: configurations, presets, plans, clusters."""
+"""Resolves the arguments of `plan`, `simulate`, `explain` and `compare`: configurations, presets, plans,
+clusters."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def request(
     nodes: int | None,
     profile: Path | None = None,
 ) -> Request:
-    """A configuration file or a model preset's name, on a cluster preset or file."""
+    """Read a configuration file or a model preset's name, and a cluster preset or file."""
     config = _config(reference, overrides or [])
     model = config.shape(config.model.vocabulary or _vocabulary(config))
     costs = None if profile is None else read_profile(profile)
@@ -72,7 +73,7 @@ def _config(reference: str, overrides: list[str]) -> Config:
 
 
 def _vocabulary(config: Config) -> int:
-    """The tokenizer's, where the model's is not given; a preset has its own."""
+    """Return the tokenizer's vocabulary; 1 if the model has its own, as presets and initial weights have."""
     if config.model.preset is not None or config.model.initial is not None:
         return 1
     from braid.jobs.data.tokenizer import tokenizer_of
@@ -81,7 +82,8 @@ def _vocabulary(config: Config) -> int:
 
 
 def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
-    """Search with ``parallel: auto``, else decide for the layout that is given. ``tell``: what it is at."""
+    """Plan a job: search layouts with ``parallel: auto``, else decide for the given layout. ``tell``:
+    receives progress."""
     config, overlap = job.config, job.config.overlap
     if config.parallel.auto:
         if job.profile is not None:
@@ -119,15 +121,16 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
 
 
 def _decided(job: Request, setting: Setting) -> Outcome:
-    """A layout under the configuration's schedule, or, with ``auto``, under the best one."""
-    space = PART_BY_PART if job.profile is None else EVERYTHING  # with measured costs: as `braid train`
+    """Decide a layout under the configuration's schedule or, with ``auto``, under the best one."""
+    space = PART_BY_PART if job.profile is None else EVERYTHING  # measured costs: as `braid train` does
     bench_of, over = modelled(job.cluster, job.profile), within(job.cluster.usable_bytes)
     auto = job.config.overlap.schedule == AUTO
     return decide(searched_schedules(setting) if auto else [setting], bench_of, over, space)[0]
 
 
 def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerUp, ...]]:
-    """With a degree and a policy for every layer, and what all of one kind would take."""
+    """Choose a degree and a policy for every layer; return the choice, and the results if all layers are of
+    one kind."""
     from braid.jobs.training.layouts import layer_search, schedules_of
     from braid.scheduling.plan.layer_choices import choose_layers
 
@@ -141,16 +144,16 @@ def _with_layers(job: Request, setting: Setting) -> tuple[Outcome, tuple[RunnerU
 
 
 _LISTS = ("tensor_degrees", "recompute")
-"""Of layers: the same can be written in several ways, so that they are compared when they are laid out."""
+"""Keys of lists over layers: they can be written in several ways, so that they are compared when expanded."""
 
 
 def with_plan(config: Config, file: Path | None = None) -> Config:
-    """The configuration with a plan's decisions, where it leaves them open: schedule, degrees of the mesh and
-    of layers, what ZeRO cuts, policies, samples of a micro-batch. ``file``: else that of ``overlap.plan``, if
-    there is one.
+    """Fill what the configuration leaves open with a plan's decisions: schedule, degrees of the mesh and of
+    layers, the ZeRO stage, policies, samples of a micro-batch. ``file``: the plan's file, by default
+    ``overlap.plan``, if there is one.
 
-    `ConfigError` names the key that says something else. What no plan decides (model, batch, numerics) is
-    compared by `braid.actors.controller.planning`.
+    Raise `ConfigError`, which names the key, if the configuration contradicts the plan. Other keys (model,
+    batch, numerics) are compared by `braid.actors.controller.planning`.
     """
     if (file := file or config.overlap.plan) is None:
         return config
@@ -185,7 +188,7 @@ def with_plan(config: Config, file: Path | None = None) -> Config:
 
 
 def is_plan(reference: str) -> bool:
-    """Whether a file is a plan (a YAML mapping with the key ``braid_plan``)."""
+    """Return whether a file is a plan (a YAML mapping with the key ``braid_plan``)."""
     path = Path(reference)
     if not path.is_file() or path.suffix not in (".yaml", ".yml"):
         return False
@@ -197,7 +200,7 @@ def is_plan(reference: str) -> bool:
 
 
 def cluster_of(plan: Plan, cluster: str | None, nodes: int | None) -> ClusterSpec:
-    """The cluster that is named, or the plan's own with as many nodes as its layout fills."""
+    """Return the named cluster, or the plan's own with as many nodes as its layout fills."""
     if cluster is not None:
         return load_cluster(cluster, nodes)
     spec = load_cluster(plan.cluster)
@@ -219,8 +222,8 @@ def simulated(
     profile: Path | None = None,
     overrides: list[str] | None = None,
 ) -> Outcome:
-    """A simulated step of a plan, which is replayed, or of a configuration under its schedule (with
-    ``parallel: auto``, of its best plan); ``schedule``: another one on the same layout."""
+    """Simulate a step of a plan, which is replayed, or of a configuration under its schedule (with
+    ``parallel: auto``, of its best plan). ``schedule``: simulate another schedule on the same layout."""
     if not is_plan(reference):
         job = request(reference, overrides, cluster or "h100", nodes, profile)
         if job.config.parallel.auto:
@@ -237,7 +240,7 @@ def simulated(
 def simulate_plan(
     plan: Plan, cluster: ClusterSpec, schedule: str | None, profile: Profile | None = None
 ) -> Outcome:
-    """The plan's own decisions, or another schedule on its layout."""
+    """Simulate a plan's own decisions, or another schedule on its layout."""
     if schedule is None or _named(schedule) == plan.setting.name:
         return replay(plan.setting, plan.choices, cluster, profile)
     return _under(plan.setting, schedule, cluster, profile)
@@ -248,7 +251,8 @@ def _under(setting: Setting, schedule: str, cluster: ClusterSpec, profile: Profi
 
 
 def _named(text: str) -> ScheduleName:
-    """A schedule, perhaps with a pipeline; `ConfigError` lists them otherwise."""
+    """Parse a schedule's name, perhaps with a pipeline; raise `ConfigError`, which lists them, if it is
+    unknown."""
     try:
         return ScheduleName.parse(text)
     except ValueError as error:
@@ -256,10 +260,10 @@ def _named(text: str) -> ScheduleName:
 
 
 def known_schedule(config: Config, shape: ModelShape) -> Schedule:
-    """What `braid train` would execute, found without measuring anything.
+    """Return the schedule that `braid train` would execute, without measuring anything.
 
-    Where costs decide, with the profile that is given or was measured before; `ConfigError` where there is
-    none. Which profile belongs to a run on Ray, its cluster says, which is joined, or started, for this.
+    If costs decide, use the given profile or one measured before; raise `ConfigError` if there is none. For a
+    run on Ray, connect to its cluster, or start it, to find out which profile applies.
     """
     if not config.overlap.needs_profile:
         return build_schedule(config, shape)

@@ -1,3 +1,3 @@
-"""`braid train`: `train.py` carries a run out, `refusals.py` and `remarks.py` look at it before it starts,
+"""`braid train`: `train.py` runs the training, `refusals.py` and `remarks.py` check it before it starts,
 `layouts.py` chooses what ``auto`` leaves to measured profiles, `display.py` shows it, `stopping.py` ends it.
 """

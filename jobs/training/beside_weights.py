@@ -1,7 +1,7 @@
-"""What stands beside weights in a Hugging Face directory: the tokenizer, and how text is generated.
+"""Handles the files beside weights in a Hugging Face directory: the tokenizer, and generation settings.
 
-A run keeps it as its exports will have it, in `FOLDER` of its directory: the tokenizer's files and those
-beside imported weights may have gone when somebody exports.
+A run keeps them, in the form of its exports, in `FOLDER` of its directory: the tokenizer's files and those
+beside imported weights may be gone at export.
 """
 
 import json
@@ -27,13 +27,14 @@ _FILES: Final = (
     *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
-"""Of a tokenizer, beside `TOKENIZER_FILE`."""
+"""Files of a tokenizer beside `TOKENIZER_FILE`."""
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Which tokens begin, end and fill up texts: in `GENERATION` and in `CONFIG`."""
+"""Keys of the tokens that begin, end and pad texts, in `GENERATION` and in `CONFIG`."""
 
 
 def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
-    """Write into a run's directory what its exports will have beside their weights. Raises `OSError`."""
+    """Write the files that exports need beside their weights into a run's directory. Raise `OSError` if that
+    fails."""
     if tokenizer.name == BYTES:
         files = {TOKENIZER_FILE: _bytes_tokenizer(tokenizer).encode()}
     else:
@@ -48,7 +49,7 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
     ends = settings.get("eos_token_id")
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     end = tokenizer.end_of_document
-    if end not in known:  # the end of a document ends a generated text, too
+    if end not in known:  # the token that ends a document also ends generated text
         settings = {**settings, "eos_token_id": [*known, end] if known else end}
     files[GENERATION] = f"{json.dumps(settings, indent=2)}\n".encode()
     folder = run / FOLDER
@@ -58,8 +59,8 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
 
 
 def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
-    """Put what the run of a checkpoint has kept into a directory of its weights; returns what `CONFIG` says
-    of tokens. None if the run has kept nothing."""
+    """Copy the files that a checkpoint's run has kept into a directory of its weights; return the token ids
+    for `CONFIG`, or None if the run has kept nothing."""
     folder = checkpoint.resolve().parent.parent / FOLDER
     if not (folder / GENERATION).is_file():
         return None
@@ -70,7 +71,7 @@ def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
 
 
 def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
-    """How text is generated with imported weights; ids of tokens only if they are those of ``tokenizer``."""
+    """Return the generation settings of imported weights; token ids only if they belong to ``tokenizer``."""
     config = content_of(initial / CONFIG)
     ids = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     settings = content_of(initial / GENERATION) or ids
@@ -81,7 +82,7 @@ def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
 
 
 def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
-    """A `TOKENIZER_FILE` that makes the same ids of text as our tokenizer of bytes."""
+    """Return a `TOKENIZER_FILE` that gives text the same ids as Braid's tokenizer of bytes."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -93,7 +94,7 @@ def _bytes_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def _letters() -> dict[str, int]:
-    """The letter that the library writes for each byte: printable ones stand for themselves."""
+    """Return the letter that the library uses for each byte: printable bytes keep their own character."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(256)
     return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}

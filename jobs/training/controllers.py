@@ -1,4 +1,4 @@
-"""The controllers of one run on Ray: each takes over from the one that died."""
+"""Runs the controllers of one run on Ray: a new one takes over when one has died."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,26 +13,28 @@ from braid.actors.controller.records.run_records import CheckpointSaved, Event, 
 from braid.actors.stage.rank.messages import RunPlan
 
 _STOP_SECONDS = 30.0
-"""A controller that has not heard of a stop by then is ended: its actor hangs, or was never started."""
+"""Seconds after which a controller that has not accepted a stop is killed: its actor hangs, or was never
+started."""
 
 
 class Controllers:
-    """Starts controllers, passes on their events, and tells each of them that the run should stop."""
+    """Starts controllers, yields their events, and tells the present one that the run should stop."""
 
     def __init__(self, plan: RunPlan, options: RunOptions, replan: Replan) -> None:
         self._plan, self._replan = plan, replan
         self._options = options
         self._before = read_identity(plan.config.run_directory)
-        """What the run's directory holds before this run is written down there."""
+        """Identity in the run's directory before this run has written its own there."""
         self._saved = False
-        """Whether there is a checkpoint to go on from."""
+        """Whether there is a checkpoint to resume from."""
         self._actor: Any = None
 
     def start(self) -> None:
         """Start the first controller, or another one in place of a dead one."""
         options = self._options
         here = read_identity(self._plan.config.run_directory)
-        # Until the run is written down, another run may lie in its directory: begin as the user asked.
+        # Until this run's identity is written, another run's may be in the directory: begin as the user
+        # asked.
         begun = here is not None and (self._before is None or here.mark != self._before.mark)
         if self._actor is not None and (begun or options.resume):
             again = (options.again or begun) and not self._saved
@@ -40,7 +42,7 @@ class Controllers:
         self._actor = start_controller(self._plan, options, self._replan)
 
     def events(self) -> Iterator[Event]:
-        """What the present controller tells. Raises its errors, and `RayActorError` if it dies."""
+        """Yield the present controller's events. Raise its errors, and `RayActorError` if it dies."""
         for reference in self._actor.run.options(num_returns="streaming").remote():
             event = ray.get(reference)
             if isinstance(event, BaseException):

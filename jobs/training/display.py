@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live progress line in a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a live line in a terminal, plain lines elsewhere."""
 
 import contextlib
 import math
@@ -37,13 +37,13 @@ from braid.scheduling.trace import figures
 _CURVE = "▁▂▃▄▅▆▇█"
 _LINE_SECONDS = 2.0
 _FAR_OFF = 1.5
-"""A simulated step that is so many times the measured one, or the other way round, is remarked on."""
+"""Ratio of simulated and measured step, in either direction, from which a remark is shown."""
 _ETA_STEPS = 20
-"""Steps whose time says how long the remaining steps will take."""
+"""Number of recent steps from whose times the remaining time is estimated."""
 
 
 def si(value: float) -> str:
-    """A number with a metric prefix: 12.3k, 4.5M."""
+    """Format a number with a metric prefix: 12.3k, 4.5M."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{suffix}"
@@ -62,11 +62,11 @@ class Display:
         self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._last_line = 0.0
         self._last_step = 0
-        """0: no ranks have started yet."""
+        """The run's last step; 0 while no ranks have started yet."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Display"]:
-        """Hold the live part of the terminal."""
+        """Keep the live part of the terminal for the length of the block."""
         if not self._live:
             yield self
             return
@@ -75,7 +75,7 @@ class Display:
             yield self
 
     def show(self, event: Event | Prepared | Preparation | Profiled | Compared | str) -> None:
-        """Take note of an event."""
+        """Show one event."""
         match event:
             case str():
                 self._say(event)
@@ -167,7 +167,7 @@ class Display:
         }
 
     def _numbers(self, facts: Mapping[str, str]) -> Columns:
-        """Names above values, in as many rows as the terminal's width needs."""
+        """Lay out names above values, in as many rows as the terminal's width needs."""
         shown = [(name, value, "bold") for name, value in facts.items()]
         shown.append(("loss curve", curve(self._losses), "cyan"))
         return Columns(
@@ -177,7 +177,7 @@ class Display:
 
 
 def _about_tokens(index: DataIndex) -> Iterator[str]:
-    """Which token ends documents, and what of the text is not in the tokens."""
+    """Yield lines about the token that ends documents, and about text that has no tokens."""
     if index.end_token:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
     if index.characters_lost:
@@ -189,7 +189,8 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
 
 
 def curve(values: Sequence[float], width: int = 32) -> str:
-    """A series as a line of blocks, averaged into ``width`` columns; an x where no value is a number."""
+    """Draw a series as a line of block characters, averaged into ``width`` columns; an x where no value is a
+    number."""
     if not values:
         return ""
     columns = min(width, len(values))
@@ -202,7 +203,7 @@ def curve(values: Sequence[float], width: int = 32) -> str:
 
 
 def validation_line(validation: Mapping[str, float | None]) -> str:
-    """What a report says of the last validation: in nats as the loss is, and in bits where that is known."""
+    """Describe the last validation: in nats per token, and in bits per byte if that is known."""
     loss, bits = validation["loss"], validation["bits_per_byte"]
     facts = [] if loss is None else [f"{loss:.4f} nats per token"]
     if bits is not None:
@@ -211,7 +212,7 @@ def validation_line(validation: Mapping[str, float | None]) -> str:
 
 
 def report_table(report: dict[str, Any], losses: list[float]) -> Table:
-    """The end of a run in one table."""
+    """Summarise a finished run in one table."""
     steps, layout, communication = report["steps"], report["layout"], report["communication"]
     seconds = sum(step["seconds"] for step in steps)
     wall = sum(step["wall_seconds"] or step["seconds"] for step in steps)
@@ -238,7 +239,7 @@ def report_table(report: dict[str, Any], losses: list[float]) -> Table:
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:
-    """What overlap came to, per step, in one line."""
+    """Summarise overlap per step in one line."""
     facts = [f"{figures.share(overlap['hidden_fraction'])} of communication hidden"]
     for name in ("waiting", "slowdown", "launch_gap", "bubble"):
         if (seconds := overlap[f"{name}_seconds"]) is None:
@@ -260,7 +261,7 @@ def overlap_line(overlap: dict[str, Any]) -> str:
 
 
 def prediction_line(prediction: dict[str, float]) -> str:
-    """A step as it was simulated and as it was, and what it means that they are far apart."""
+    """Compare the simulated with the measured step, and explain what it means if they differ much."""
     simulated, measured = prediction["step_seconds"], prediction["measured_seconds"]
     facts = f"{simulated * 1e3:.0f} ms a step simulated, {measured * 1e3:.0f} ms measured (median)"
     off = max(simulated, measured) / max(min(simulated, measured), 1e-9)
@@ -273,7 +274,7 @@ def prediction_line(prediction: dict[str, float]) -> str:
 
 
 def experts_line(numbers: dict[str, Any]) -> str:
-    """How a step spread tokens over experts, in one line."""
+    """Describe how a step distributed tokens over experts, in one line."""
     fullest, worst = numbers["imbalance"], numbers["worst_imbalance"]
     facts = [
         f"fullest {fullest:.2f} x the average ({worst:.2f} in the worst layer)",
@@ -289,7 +290,7 @@ def experts_line(numbers: dict[str, Any]) -> str:
 
 
 def comparison_table(rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout]) -> Table:
-    """What an ``auto`` of the configuration decided by: simulated steps, the fastest first."""
+    """Show what a choice of ``auto`` was based on: simulated steps, the fastest first."""
     schedules = isinstance(rows[0], SimulatedSchedule)
     how = "schedules, simulated with the measured profile" if schedules else "layouts, simulated as measured"
     texts = ("schedule",) if schedules else ("layout", "schedule")

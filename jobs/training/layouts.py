@@ -1,10 +1,11 @@
-"""What ``auto`` leaves to measurement in a run: its layout, and a degree and a policy for every layer.
+"""Chooses what ``auto`` leaves to measurement in a run: its layout, and a tensor-parallel degree and
+recompute policy for every layer.
 
-What `braid plan` does with a model of a cluster, here with the machine that is there. With ``parallel: auto``
-layouts of the ranks there is room for are profiled as a run in each would be (profiles are kept), decided
-and simulated, and the fastest is taken. With ``parallel.tensor_degrees: auto`` or ``train.recompute: auto``
-layers of every degree that they may have are measured side by side in one model, and the planner chooses
-(`braid.scheduling.plan.layer_choices`). The run then is as if all that had been given.
+It does what `braid plan` does with a cluster model, here with the actual machine. With ``parallel: auto``,
+layouts of the ranks there is room for are profiled as in a run of each (profiles are kept), decided and
+simulated, and the fastest is taken. With ``parallel.tensor_degrees: auto`` or ``train.recompute: auto``,
+layers of every allowed degree are measured side by side in one model, and the planner chooses
+(`braid.scheduling.plan.layer_choices`). The run then continues as if all that had been configured.
 """
 
 import contextlib
@@ -43,30 +44,31 @@ from braid.scheduling.plan.tensor_degrees import LayerChoice
 from braid.scheduling.text.pattern import UNIFORM
 
 MEASURED = 6
-"""Layouts that are measured at most: a profile takes seconds to a minute."""
+"""Most layouts that are measured: a profile takes seconds to a minute."""
 _SETTLED_SECONDS = 2.0
 LIKE = "h100"
-"""The cluster preset whose simulation says which layouts are measured, where there are more."""
+"""Cluster preset whose simulation selects the layouts to measure, if there are more than `MEASURED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayout:
-    """A layout, or a choice for every layer, that was looked at."""
+    """A layout, or a choice for every layer, that was compared."""
 
     layout: str
     schedule: str = ""
     seconds: float | None = None
-    """The simulated step, with measured costs; None where measuring failed."""
+    """Seconds of the step, simulated with measured costs; None if measuring failed."""
     trouble: str = ""
 
 
 def with_layout(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
-    """The configuration in the layout with the fastest simulated step, and what was looked at, best first.
-    ``tell`` is called before each measurement.
+    """Return the configuration in the layout with the fastest simulated step, and all compared layouts, best
+    first.
 
-    `ConfigError` where no layout suits model and batch; `WorkerError` where none could be measured.
+    ``tell`` is called before each measurement. Raise `ConfigError` if no layout suits model and batch,
+    `WorkerError` if none could be measured.
     """
     rows: list[tuple[MeasuredLayout, Config]] = []
     failure: WorkerError | None = None
@@ -90,7 +92,8 @@ def with_layout(
 
 
 def _room(launcher: Launcher) -> int:
-    """Ranks there is room for; what preparing the data has held is given back within a moment."""
+    """Return how many ranks there is room for; resources of the data preparation are released within a
+    moment."""
     room, deadline = 1, time.monotonic() + _SETTLED_SECONDS
     while time.monotonic() < deadline:
         room = max(room, launcher.capacity(None)[0])
@@ -99,10 +102,11 @@ def _room(launcher: Launcher) -> int:
 
 
 def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config]:
-    """The configuration in every layout of as many ranks as possible that suits model, batch and schedule.
+    """Return the configuration in every layout, of as many ranks as possible, that suits model, batch and
+    schedule.
 
-    Degrees that are given are kept; samples are cut over ranks (cp) only where that is given. `ConfigError`
-    where none does. The most promising ones, if they are many.
+    Given degrees are kept; context parallelism is used only if it is given. If there are more than `MEASURED`
+    layouts, return the most promising ones. Raise `ConfigError` if no layout suits.
     """
     fixed, refused = config.parallel.fixed, ConfigError("there is no room for a rank")
     by_ranks: dict[int, list[Config]] = {}
@@ -126,9 +130,9 @@ def fitting_layouts(config: Config, shape: ModelShape, room: int) -> list[Config
 
 
 def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[Config]) -> list[Config]:
-    """The fastest layouts on the known cluster `LIKE`; only their order is of interest.
+    """Select the fastest layouts as simulated on the cluster `LIKE`; only their order matters.
 
-    Layers of the user's own are taken for the family's.
+    User-defined layers are treated as the family's.
     """
     spec = cluster_preset(LIKE)
     each = spec.gpus_per_node if ranks % spec.gpus_per_node == 0 else ranks
@@ -152,7 +156,7 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
 
 
 def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearch:
-    """What may be chosen for every layer, within ``cluster.memory_gb`` or another limit."""
+    """Return the choices for every layer, within ``cluster.memory_gb`` or another limit."""
     recompute, tp = config.train.recompute, config.parallel.tp
     return LayerSearch(
         degrees=degrees_within(tp) if config.parallel.tensor_degrees == AUTO else (tp,),
@@ -162,7 +166,7 @@ def layer_search(config: Config, limit_bytes: float | None = None) -> LayerSearc
 
 
 def as_chosen(config: Config, setting: Setting) -> Config:
-    """The configuration with what was chosen for its layers."""
+    """Return the configuration with the choices that were made for its layers."""
     degrees = setting.layout.tensor_degrees or None
     return config.changed(parallel={"tensor_degrees": degrees}, train={"recompute": setting.recompute})
 
@@ -170,18 +174,20 @@ def as_chosen(config: Config, setting: Setting) -> Config:
 def with_layers(
     config: Config, shape: ModelShape, launcher: Launcher, tell: Tell, data: str = ""
 ) -> tuple[Config, list[MeasuredLayout]]:
-    """The configuration with a degree and a policy for every layer, and what was simulated, best first."""
+    """Choose a degree and a policy for every layer; return the configuration, and the simulated choices, best
+    first."""
     setting = setting_of(config, shape)
     degrees = _fitting(setting, layer_search(config))
     tell(f"layers of degree {' and '.join(map(str, degrees))}")
-    side_by_side = islice(cycle(reversed(degrees)), shape.layers)  # so that one profile has all of them
+    side_by_side = islice(cycle(reversed(degrees)), shape.layers)  # so that one profile contains all degrees
     choices = tuple(LayerChoice(degree, "none") for degree in side_by_side)
     probe = as_chosen(config, with_choices(setting, choices))
     return layers_chosen(config, shape, find_or_measure(probe, shape, launcher, data=data).profile)
 
 
 def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[Config, list[MeasuredLayout]]:
-    """The same with a profile that has layers of every degree that the micro-batch allows."""
+    """Choose a degree and a policy for every layer from a profile that has layers of every degree the
+    micro-batch allows."""
     setting, search = setting_of(config, shape), layer_search(config)
 
     def bench_of(candidate: Setting) -> CostedSetting:
@@ -194,7 +200,8 @@ def layers_chosen(config: Config, shape: ModelShape, profile: Profile) -> tuple[
 
 
 def left_open(config: Config, shape: ModelShape) -> Config:
-    """With degrees of layers to be chosen, where none were given and the micro-batch allows several."""
+    """Return the configuration with ``tensor_degrees: auto``, if none were given and the micro-batch allows
+    several degrees."""
     if config.parallel.tensor_degrees is not None or config.parallel.tp == 1:
         return config
     opened = config.changed(parallel={"tensor_degrees": AUTO})
@@ -203,12 +210,12 @@ def left_open(config: Config, shape: ModelShape) -> Config:
 
 
 def schedules_of(config: Config) -> Schedules:
-    """What a setting is compared under."""
+    """Return the function that yields the schedules under which a setting is compared."""
     return searched_schedules if config.overlap.schedule == AUTO else lambda setting: [setting]
 
 
 def _fitting(setting: Setting, search: LayerSearch) -> tuple[int, ...]:
-    """Degrees that the micro-batch allows, the largest ones where there are more than layers."""
+    """Return the degrees that the micro-batch allows; only the largest ones if there are more than layers."""
     layers, allowed = setting.model.layers, []
     for degree in search.degrees:
         with contextlib.suppress(ValueError):

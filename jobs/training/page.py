@@ -1,6 +1,6 @@
-"""The live page beside a run: a process of its own that only reads the run directory.
+"""Runs the live page of a training run in a separate process that only reads the run directory.
 
-So neither a slow viewer nor a fault in the page reaches the training.
+So neither a slow viewer nor a fault in the page affects the training.
 """
 
 import os
@@ -17,19 +17,20 @@ _END_SECONDS = 3.0
 
 
 class LivePage:
-    """Starts the page when told to and ends it when closed. Metrics count since it was made."""
+    """Starts the page's process on request and ends it when closed. Metrics count from this object's
+    creation."""
 
     def __init__(self, port: int = 0) -> None:
         self._port, self._begin = port, time.time()
         self._process: subprocess.Popen[str] | None = None
         self._url = queue.SimpleQueue[str]()
-        """The page's address, once it serves; empty at its end."""
+        """Receives the page's address once it serves, or an empty string when its process ends."""
         self._said = "its process ended"
-        """The newest line, but for its address."""
+        """Newest line of its output, apart from its address."""
 
     def open(self, run: Path) -> str:
-        """Serve a run directory on this machine's loopback; returns the address. `ValueError` with the reason
-        if the page does not come up: no reason to end a training run."""
+        """Serve a run directory on this machine's loopback; return the address. Raise `ValueError` with the
+        reason if the page does not start, which is no reason to end a training run."""
         arguments = (str(run), str(self._port), str(self._begin), str(os.getpid()))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "braid.jobs.training.page", *arguments],
@@ -38,7 +39,7 @@ class LivePage:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the training, which ends the page
+            start_new_session=True,  # Ctrl-C is meant for the training, which ends the page
         )
         assert self._process.stdout is not None
         threading.Thread(target=self._listen, args=(self._process.stdout,), name="page", daemon=True).start()
@@ -63,7 +64,7 @@ class LivePage:
             process.wait()
 
     def _listen(self, lines: IO[str]) -> None:
-        """Take all that the process says: it would stand still as soon as the pipe is full."""
+        """Read all output of the process, which would block once its pipe is full."""
         with lines:
             for line in lines:
                 if line.startswith("http://"):
@@ -74,13 +75,13 @@ class LivePage:
 
 
 def main(run: str, port: str, begin: str, parent: str) -> None:
-    """The page's process: serve until the parent ends it, or ends."""
+    """Serve the page until the parent process ends it, or ends itself."""
     from braid.actors.controller.ranks.parent import die_with
     from braid.dashboards.metrics_feed import metrics_route
     from braid.dashboards.server import serve
 
     die_with(int(parent))
-    os.nice(10)  # it takes the processor only when training leaves it
+    os.nice(10)  # low priority: use the processor only when training leaves it idle
 
     def announce(url: str) -> None:
         print(url, flush=True)

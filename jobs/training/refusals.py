@@ -1,4 +1,5 @@
-"""What a run is refused for before anything starts: no rank, no Ray; torch for layers of the user's alone."""
+"""Checks for which a run is refused before anything starts: without ranks and Ray, and without torch unless
+there are user-defined layers."""
 
 import ast
 import inspect
@@ -23,15 +24,17 @@ from braid.scheduling.cost.profile import read_profile
 from braid.scheduling.model.shape import ModelShape
 
 _STATE_BYTES = 16
-"""At least, of a parameter with its gradient, its fp32 copy and AdamW's two moments."""
+"""Least bytes per parameter: the parameter with its gradient, its fp32 copy and AdamW's two moments."""
 
 
 def check_run(
     config: Config, options: RunOptions, places: Sequence[ProcessPlace] | None = None
 ) -> ModelShape:
-    """The model's shape; `ConfigError`, or another `ValueError`, for what the user can mend.
+    """Check a run and return the model's shape; raise `ConfigError`, or another `ValueError`, for faults that
+    the user can correct.
 
-    ``config``: with absolute paths. ``places``: of ranks that do not run on this machine's own loopback.
+    ``config``: with absolute paths. ``places``: places of ranks that do not run on this machine's own
+    loopback.
     """
     check_lasting(config)
     inherited(config.cluster.env, os.environ)
@@ -44,8 +47,8 @@ def check_run(
 
 
 def check_inputs(config: Config, *, begins: bool = True) -> ModelShape:
-    """The model's shape, after a look at all that the run reads. ``begins``: with weights of
-    ``model.initial``, not of a checkpoint."""
+    """Check all inputs of the run and return the model's shape. ``begins``: the run starts from
+    ``model.initial``, not from a checkpoint."""
     shape = config.check(tokenizer_of(config).vocabulary)
     if begins:
         check_initial(config.model.initial, shape)
@@ -60,7 +63,8 @@ def check_inputs(config: Config, *, begins: bool = True) -> ModelShape:
 def check_place_of_ranks(
     config: Config, shape: ModelShape, places: Sequence[ProcessPlace] | None = None
 ) -> None:
-    """`ConfigError` where the ranks find no room on this machine, or cannot be started from this script."""
+    """Raise `ConfigError` if the ranks find no room on this machine, or cannot be started from this
+    script."""
     fixed = not config.parallel.auto
     if config.cluster.launcher == "processes":
         check_script()
@@ -78,7 +82,8 @@ def check_place_of_ranks(
 
 
 def _check_memory(config: Config, shape: ModelShape) -> None:
-    """What all ranks hold between steps has to fit in this machine, if they hold it in its memory."""
+    """Raise `ConfigError` if the states of all ranks between steps do not fit in this machine's memory,
+    unless they are on GPUs."""
     if config.cluster.device == "cuda" or (config.cluster.device == "auto" and gpus_here(os.environ)):
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
@@ -92,10 +97,10 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
 
 
 def check_script() -> None:
-    """`ConfigError` where ranks, which import the script that starts them, would start ranks themselves.
+    """Raise `ConfigError` if ranks, which import the script that starts them, would start ranks themselves.
 
-    That is so if the call comes from the top level of the script that Python runs, outside of
-    ``if __name__ == "__main__":``. What has no file, as in a notebook, is not imported again.
+    That happens if the call is at the top level of the script that Python runs, outside of ``if __name__ ==
+    "__main__":``. A caller without a file, such as a notebook, is not imported again.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     calls = [

@@ -1,4 +1,4 @@
-"""What to know of a run before it begins, though nothing is wrong: a line each, with what can be done."""
+"""Remarks on a run before it begins, though nothing is wrong: one line each, with a remedy."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -10,11 +10,12 @@ from braid.actors.stage.state.learning_rate import LearningRate
 from braid.jobs.data.prepare import Prepared
 
 _MOVED = 0.01
-"""A learning rate that differs by so much from the one that it should follow comes from another curve."""
+"""Relative difference from which a learning rate is considered to come from another curve."""
 
 
 def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
-    """What was left out when a data set was made, and splits that are too small for what the run does."""
+    """Yield remarks on documents that were left out of a data set, and on splits that are too small for the
+    run."""
     index, train, sequence = prepared.index, config.train, config.model.sequence
     if index.documents_skipped and not prepared.reused:
         yield (
@@ -39,7 +40,8 @@ def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
 
 
 def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
-    """A warm-up that does not end; a rate that leaps where a run goes on (``resume``) by another curve."""
+    """Yield remarks on a warm-up that does not end, and on a rate that jumps because a resumed run follows
+    another curve."""
     train = config.train
     if train.warmup_steps > train.steps:
         yield (

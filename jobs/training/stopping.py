@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, from the start of a command to its end."""
+"""Handles signals that ask a run to stop, from the start of a command to its end."""
 
 import contextlib
 import signal
@@ -11,12 +11,12 @@ from braid.actors.controller.ranks.group import StoppedError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_SECONDS = 1.0
-"""Signals this close together are one wish: ``timeout`` sends one to the command and one to its group,
-a terminal that closes sends several."""
+"""Signals within so many seconds count as one: ``timeout`` sends one to the command and one to its group, a
+closing terminal sends several."""
 
 
 class SecondSignalError(KeyboardInterrupt):
-    """A second signal: whoever sent it does not want to wait for a checkpoint."""
+    """A second signal has arrived: its sender does not want to wait for a checkpoint."""
 
 
 class StopSignals:
@@ -29,21 +29,21 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.asked_at: float | None = None
-        """When the first signal came; `time.monotonic`, in seconds."""
+        """Time of the first signal (`time.monotonic`, in seconds); None before it."""
         self._stop: Callable[[], None] | None = None
         self._begun = False
 
     @contextlib.contextmanager
     def heard(self) -> Iterator["StopSignals"]:
-        """Handle signals within the block. Python handles signals in its main thread only: called in another
-        thread, this does nothing. A SIGHUP that is ignored (``nohup``) stays ignored."""
+        """Handle signals within the block. Python handles signals in its main thread only: in another thread,
+        do nothing. A SIGHUP that is ignored (``nohup``) stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         if before[signal.SIGHUP] == signal.SIG_IGN:
             del before[signal.SIGHUP]
-        # What is None is not Python's, and could not be put back.
+        # A handler that is None was not set by Python, and could not be restored.
         before = {number: handler for number, handler in before.items() if handler is not None}
         for number in before:
             signal.signal(number, self._handle)
@@ -55,7 +55,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def calling(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Within the block the first signal calls ``stop``. If it came before, ``stop`` is called at once."""
+        """Let the first signal call ``stop`` within the block. If it came before, call ``stop`` at once."""
         self._stop, self._begun = stop, True
         try:
             if self.asked_at is not None:
@@ -76,6 +76,6 @@ class StopSignals:
         self._call()
 
     def _call(self) -> None:
-        """In a thread: a signal may have come anywhere, also while a lock is held."""
+        """Call ``stop`` in a thread, as a signal may arrive anywhere, even while a lock is held."""
         if self._stop is not None:
             threading.Thread(target=self._stop, name="stopping", daemon=True).start()

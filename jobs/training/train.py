@@ -1,4 +1,4 @@
-"""Start a run: prepare the data, plan, drive the controller, hand its events to a display."""
+"""Starts a run: prepares the data, plans, drives the controller, passes its events to a display."""
 
 import contextlib
 import os
@@ -46,19 +46,19 @@ from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.text import write
 
 _TIDY_SECONDS = 10.0
-"""For the processes of a run that was stopped at once to end."""
+"""Seconds to wait for the processes of a run that was stopped at once to end."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What an ``auto`` of the configuration compared, the fastest first, which the run takes: schedules
-    (``overlap.schedule``), or layouts (``parallel``, and what is chosen for every layer)."""
+    """The alternatives that an ``auto`` of the configuration compared, first the fastest, which the run
+    takes: schedules (``overlap.schedule``), or layouts (``parallel``, and choices for every layer)."""
 
     rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout]
 
 
 Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | str], None]
-"""Takes what there is to tell of a run; a string is a line for people."""
+"""Receives what there is to report of a run; a string is a line for people."""
 
 
 def train(
@@ -69,19 +69,19 @@ def train(
     faults: tuple[Fault, ...] = (),
     places: Sequence[ProcessPlace] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or until SIGINT, SIGTERM or SIGHUP, and return the report (what ``report.json``
-    holds). A signal that comes before the first step raises `StoppedError`; a second one
+    """Train to the end, or until SIGINT, SIGTERM or SIGHUP, and return the report (the content of
+    ``report.json``). A signal that comes before the first step raises `StoppedError`; a second one
     `SecondSignalError`, a `KeyboardInterrupt`: then the checkpoint under way is given up.
 
-    ``faults``: of a drill. ``places``: where the ranks of plain processes run, if not all on this host.
-
-    Raises `ConfigError` (and other `ValueError`) for what the user can mend, `WorkerError` if a rank fails.
+    ``faults``: faults of a drill. ``places``: places of ranks as plain processes, if not all on this host.
+    Raise `ConfigError` (or another `ValueError`) for faults that the user can correct, `WorkerError` if a
+    rank fails.
     """
     return report_of(training(config, options, show, faults=faults, places=places))
 
 
 def report_of(events: Iterable[Event]) -> dict[str, Any]:
-    """Let a run go on to its end; its report."""
+    """Consume a run's events to its end; return its report, or an empty dict if it has none."""
     reports = [event.report for event in events if isinstance(event, Finished)]
     return reports[-1] if reports else {}
 
@@ -94,12 +94,13 @@ def training(
     faults: tuple[Fault, ...] = (),
     places: Sequence[ProcessPlace] | None = None,
 ) -> Generator[Event, None, None]:
-    """As `train`, event by event: ranks wait while nobody asks for the next one. `Finished` has the report.
+    """Train like `train`, but yield events: ranks wait until the next one is requested. `Finished` has the
+    report.
 
-    Close the generator where it is not followed to its end: that ends what it has started. Several may run
-    by turns in a thread, if the run that began last ends first.
+    Close the generator if it is not consumed to its end, to end what it has started. Several runs may
+    alternate in a thread, if the run that began last ends first.
     """
-    # ranks do not share the command's folder
+    # ranks do not share the command's working directory
     config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
     run, telemetry = config.run_directory, config.telemetry
     allow_open_files()
@@ -120,7 +121,7 @@ def training(
         stack.callback(page.close)
         launcher, executor = stack.enter_context(launcher_of(config, places))
         on_ray = config.cluster.launcher == "ray"
-        # else checked before, or the run takes what room there is
+        # otherwise checked before, or the run uses what room there is
         if on_ray and config.elastic.max_ranks is None and not config.parallel.auto:
             launcher.check(config.layout().ranks)
         prepared = prepare_data(config, executor, show, resume=options.resume)
@@ -133,7 +134,7 @@ def training(
         for event in events:
             show(event)
             match event:
-                case Started() if not begun:  # else again, after a failure
+                case Started() if not begun:  # otherwise it is started again, after a failure
                     begun = True
                     with _told("data", "exports will have no tokenizer: ", show):
                         keep(config, tokenizer, run)
@@ -154,7 +155,7 @@ def _warning(kind: str, text: str) -> Incident:
 
 @contextlib.contextmanager
 def _told(kind: str, what: str, show: Show) -> Iterator[None]:
-    """What fails in the block is told, and the run goes on."""
+    """Report an error of the block, and go on with the run."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -163,7 +164,8 @@ def _told(kind: str, what: str, show: Show) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(run: Path) -> Iterator[None]:
-    """Say how to go on after a second signal, which leaves no half of a checkpoint, and after a failure."""
+    """Explain how to resume after a second signal, which leaves no partial checkpoint, and after a
+    failure."""
     try:
         yield
     except WorkerError as error:
@@ -183,7 +185,7 @@ def _explained(run: Path) -> Iterator[None]:
 
 
 def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, show: Show) -> RunPlan:
-    """What the ranks are told; where decisions need measured costs, the run is profiled first."""
+    """Make the plan that ranks get; if decisions need measured costs, profile the run first."""
     known = known_profile(config, shape, launcher)
     if config.overlap.needs_profile:
         if known is None:
@@ -211,13 +213,14 @@ def plan_run(config: Config, shape: ModelShape, data: str, launcher: Launcher, s
 
 
 def replan(before: RunPlan, config: Config, launcher: Launcher) -> RunPlan:
-    """The plan of a run that goes on in another layout, profiled anew where that is needed."""
+    """Plan a run that continues in another layout; profile it again if that is needed."""
     made = plan_run(config, before.shape, before.data, launcher, lambda event: None)
     return replace(made, faults=before.faults)
 
 
 def _laid_out(config: Config, shape: ModelShape, launcher: Launcher, data: str, show: Show) -> Config:
-    """The configuration with a layout and what is best for every layer, where they are to be searched for."""
+    """Search for the layout and for the best choice for every layer, if the configuration leaves them
+    open."""
 
     def tell(what: str) -> None:
         show(f"profile measuring {what} (once, under a minute)")
@@ -243,7 +246,7 @@ def _in_processes(
 def _on_ray(
     plan: RunPlan, launcher: Launcher, options: RunOptions, signals: StopSignals
 ) -> Generator[Event, None, None]:
-    """``launcher``: of the command; each controller has its own."""
+    """Run on Ray; ``launcher`` is the command's, each controller has its own."""
     import ray.util.metrics
     from ray.exceptions import RayActorError
 
@@ -266,5 +269,6 @@ def _on_ray(
                 if not budget.spend():
                     text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
                     raise WorkerError(0, text, user_error=True) from None
-            # Its ranks have ended with it. The run's directory tells the next one where to go on.
+            # Its ranks have ended with it. From the run's directory the next controller knows where to
+            # resume.
             yield Incident(kind="restarted", text="the controller died; a new one goes on", step=0)

@@ -1,4 +1,4 @@
-"""Pictures of a simulated step: the pipeline over time, and a paired block's strands on three streams."""
+"""Draws a simulated step: the pipeline over time, and a paired block's strands on three streams."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from braid.scheduling.trace.svg import EXPOSED, MOVES, Bar, Row, rows_picture
 _FILLS = {"F": "#4c8bf5", "B": "#3aa76d", "I": "#3aa76d", "W": "#a3c585", "L": "#c5e6d3"}
 """Colours of passes, and of the end of a backward pass that runs in a later block or layer (L)."""
 _INKS = {"L": "#14532d"}
-"""Where white would not show."""
+"""Colours of labels for which white would not be visible."""
 
 
 def pipeline_rows(simulation: Simulation) -> list[Row]:
-    """Every block of every stage; of a paired block both halves, the forward pass above."""
+    """Return rows with every block of every stage; a paired block has two halves, the forward pass above."""
     batches = batches_of(simulation.spans())
     rows = []
     for rank, batch in zip(simulation.ranks, batches, strict=True):
@@ -36,12 +36,13 @@ def pipeline_rows(simulation: Simulation) -> list[Row]:
 
 
 def moving(run: BlockRun) -> tuple[Pass, ...]:
-    """The passes of a block, without the ends of earlier passes."""
+    """Return the passes of a block, without the ends of earlier passes."""
     return tuple(part for part in run.stretch.block_passes if part.kind is not PassKind.END)
 
 
 def paired_run(simulation: Simulation) -> BlockRun | None:
-    """A block of a forward and a backward pass from the middle of the step, of the first stage with any."""
+    """Return a block of a forward and a backward pass from the middle of the step, on the first stage with
+    any; else None."""
     both = {PassKind.FORWARD, PassKind.BACKWARD}
     for rank in simulation.ranks:
         pairs = [run for run in rank.blocks if {part.kind for part in moving(run)} == both]
@@ -52,20 +53,21 @@ def paired_run(simulation: Simulation) -> BlockRun | None:
 
 @dataclass(frozen=True)
 class DrawnOperator:
-    """An operator in the picture of a paired block; times are shares of the picture's."""
+    """An operator in the picture of a paired block; its times are shares of the picture's width."""
 
     stream: Stream
     begin: float
     end: float
     label: str
     kind: str
-    """F, B, or L for the end of a backward pass of an earlier layer or block."""
+    """Letter F, B, or L for the end of a backward pass of an earlier layer or block."""
 
 
 def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperator], float]:
-    """What a paired block executes from the begin of one pair of layers to the next, and nanoseconds between.
+    """Return the operators that a paired block runs from the begin of one pair of layers to the next, and the
+    nanoseconds between.
 
-    It is the first pair that runs the end of an earlier layer or block, else the second pair where there are
+    It is the first pair that runs the end of an earlier layer or block, else the second pair if there are
     two. Layers of a unit count as one.
     """
     tasks = [
@@ -77,7 +79,7 @@ def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperat
     ]
     begun = [task for task in tasks if task[2].kind is not PassKind.END]
     rounds: dict[tuple[bool, int], int] = {}
-    """By direction and place of a layer, in which pair it is."""
+    """Number of the layer's pair, by direction and the layer's position."""
     for forward in (True, False):
         places = {node.place for _, node, part in begun if part.forward is forward}
         ordered = sorted(places, reverse=not forward)
@@ -110,9 +112,9 @@ def pair_pieces(simulation: Simulation, run: BlockRun) -> tuple[list[DrawnOperat
 def pair_text(
     simulation: Simulation, run: BlockRun, width: int = 100
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank).
+    """Return rows for the terminal: a stream's name and its pieces (text, kind: F, B, L or blank).
 
-    Every piece begins with the letter of its kind, so that it can be told without colours.
+    Every piece begins with the letter of its kind, so that it is recognisable without colours.
     """
     shown, _ = pair_pieces(simulation, run)
     rows = []
@@ -133,7 +135,8 @@ def pair_text(
 
 
 def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
-    """The paired block as SVG: blue is the forward strand, green the backward strand, pale an earlier end."""
+    """Draw a paired block as SVG: blue is the forward strand, green the backward strand, pale an earlier
+    end."""
     pieces, ns = pair_pieces(simulation, run)
     note = "blue: forward strand, green: backward strand"
     if any(piece.kind == "L" for piece in pieces):
@@ -147,7 +150,7 @@ def pair_svg(simulation: Simulation, run: BlockRun, title: str) -> str:
 
 
 def pipeline_svg(simulation: Simulation, title: str) -> str:
-    """The pipeline as SVG: stages downwards, time to the right; numbers are micro-batches."""
+    """Draw the pipeline as SVG: stages downwards, time to the right; numbers are micro-batches."""
     note = (
         "blue: forward, green: backward (light: weight gradients), halves: paired blocks; below them, "
         "grey: communication, red: exposed, as high as it fills the time; simulated"

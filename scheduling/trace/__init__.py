@@ -1,6 +1,6 @@
-"""Spans, and the numbers of overlap that are computed from them.
+"""Spans, and the overlap numbers computed from them.
 
-`spans.py`: what a span is. `batches.py`: a step's spans as Arrow records. `arrays.py` and `numbers.py`:
-hidden and exposed communication, bubbles, waiting (docs/design.md, Numbers of overlap). `svg.py` draws,
+`spans.py` defines a span, `batches.py` a step's spans as Arrow records. `arrays.py` and `numbers.py` compute
+hidden and exposed communication, bubbles and waiting (docs/design.md, Numbers of overlap). `svg.py` draws,
 `compare.py` compares.
 """

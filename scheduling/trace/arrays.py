@@ -1,4 +1,4 @@
-"""Unions of intervals, and the numbers of overlap made of them (docs/design.md, Numbers of overlap)."""
+"""Computes unions of intervals, and overlap numbers from them (docs/design.md, Numbers of overlap)."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,11 +22,12 @@ def overlap_numbers(
     waits: IntArray | None = None,
     axes: Mapping[str, IntArray] = MappingProxyType({}),
 ) -> OverlapNumbers:
-    """The numbers of one rank and step, from intervals: arrays (n, 2) of begins and ends in nanoseconds.
+    """Compute the numbers of one rank and step from intervals: arrays (n, 2) of begins and ends in
+    nanoseconds.
 
-    compute: of compute operators; ``solo_ns`` (n,): what they take alone, -1 where that is not known. links:
-    of transfers inside nodes, and of transfers between nodes. blocks: of all blocks; ``paired`` (n,): which
-    blocks are paired. waits: from this rank's issue of collectives to their last members'. axes: the
+    ``compute``: compute operators; ``solo_ns`` (n,): their times alone, -1 if not known. ``links``: transfers
+    inside nodes, and transfers between nodes. ``blocks``: all blocks; ``paired`` (n,): which blocks are
+    paired. ``waits``: from this rank's issue of a collective to its last member's issue. ``axes``: the
     transfers of each axis.
     """
     each = [union(link) for link in links]
@@ -51,7 +52,7 @@ def overlap_numbers(
 
 
 def union(intervals: IntArray) -> IntArray:
-    """Intervals (n, 2) as disjoint ones in order, with gaps between them; empty ones vanish."""
+    """Merge intervals (n, 2) to disjoint ones in order, with gaps between them; empty intervals vanish."""
     found = intervals[intervals[:, 1] > intervals[:, 0]]
     if not len(found):
         return found
@@ -63,14 +64,16 @@ def union(intervals: IntArray) -> IntArray:
 
 
 def without(some: IntArray, others: IntArray) -> IntArray:
-    """The time that lies in some intervals (n, 2) and in no others (m, 2), as disjoint intervals in order."""
+    """Return the time that lies in ``some`` intervals (n, 2) but not in ``others`` (m, 2), as disjoint
+    intervals in order."""
     return outside(union(some), others)[1]
 
 
 def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArray]:
-    """The parts of each of some intervals (n, 2), which may overlap, that lie in no others (m, 2).
+    """Return the parts of each of ``some`` intervals (n, 2), which may overlap, that lie outside ``others``
+    (m, 2).
 
-    Which interval each part is of, (p,), and the parts, (p, 2), in that order.
+    The result is the interval's index for each part, (p,), and the parts, (p, 2), in that order.
     """
     busy, numbers = union(others), np.flatnonzero(some[:, 1] > some[:, 0])
     some = some[numbers]
@@ -85,7 +88,8 @@ def outside(some: IntArray, others: IntArray) -> tuple[NDArray[np.int64], IntArr
 
 
 def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
-    """How much of each column between edges (columns + 1,) disjoint intervals (n, 2), in order, fill."""
+    """Return the length of ordered disjoint intervals (n, 2) within each column between edges (columns + 1,),
+    as share of the column."""
     if not len(disjoint):
         return np.zeros(len(edges) - 1)
     lengths = np.concatenate([[0], np.cumsum(disjoint[:, 1] - disjoint[:, 0])])
@@ -97,12 +101,13 @@ def shares(disjoint: IntArray, edges: FloatArray) -> FloatArray:
 
 
 def length(disjoint: IntArray) -> int:
-    """Total length of disjoint intervals (n, 2)."""
+    """Return the total length of disjoint intervals (n, 2)."""
     return int((disjoint[:, 1] - disjoint[:, 0]).sum())
 
 
 def _slowdown_ns(compute: IntArray, solo_ns: IntArray, paired: IntArray) -> int | None:
-    """None if the solo time of some operator in a paired block is not known."""
+    """Return compute time in paired blocks beyond solo times; None if the solo time of some operator there is
+    not known."""
     if not len(paired):
         return 0
     paired = paired[np.argsort(paired[:, 0])]

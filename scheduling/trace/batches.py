@@ -1,8 +1,8 @@
-"""Spans as Arrow IPC streams: the form in which ranks send them, and runs and simulations keep them.
+"""Spans as Arrow IPC streams: the format in which ranks send them, and runs and simulations store them.
 
-A stream is a schema and record batches of one row: a rank's spans of a step, and beside them the labels that
-the spans name by number. So a reader may begin with any batch, and a file that is torn is read up to there.
-`pyarrow.ipc.open_stream` reads the files. pyarrow is imported where it is used, as it takes a while to load.
+A stream is a schema and record batches of one row: a rank's spans of a step, and the labels that the spans
+refer to by number. So a reader may begin with any batch, and a truncated file can be read up to the cut.
+`pyarrow.ipc.open_stream` reads the files. pyarrow is imported on use, as that takes a while.
 """
 
 import struct
@@ -20,7 +20,7 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.trace.spans import DIRECTIONS, KINDS, STRANDS, Label, Span
 
 Records = NDArray[np.void]
-"""(spans,) of `RECORD`."""
+"""Array (spans,) of dtype `RECORD`."""
 
 RECORD: Final = np.dtype(
     [
@@ -35,23 +35,24 @@ RECORD: Final = np.dtype(
         ("kind", "u1"),
     ]
 )
-"""Times are of the wall clock; ``label``, ``strand``, ``direction`` and ``kind`` are places in tables. A
-micro-batch or chunk of -1: the span belongs to none. ``peer``: the rank that was waited for, else -1."""
+"""Times are wall-clock times; ``label``, ``strand``, ``direction`` and ``kind`` are indices into tables. A
+micro-batch or chunk of -1 means that the span belongs to none. ``peer``: the rank that was waited for, else
+-1."""
 
 SUFFIX: Final = ".arrows"
 _LARGEST: Final = 1 << 28
-"""No batch's description is larger: a length beyond is damage."""
+"""Most bytes of a batch's metadata: a larger length means damage."""
 
 
 class Labels:
-    """What records name by number; also as arrays with an entry per label."""
+    """Labels to which records refer by number; also as arrays with an entry per label."""
 
     def __init__(self, labels: Iterable[Label] = ()) -> None:
         self.all = tuple(labels)
         self.streams = np.array([label.stream for label in self.all], object)
         self.axes = np.array([label.along for label in self.all], object)
         self.solo_ns = np.array([-1 if (ns := label.solo_ns) is None else ns for label in self.all], np.int64)
-        """What operators take alone; -1 where that is not known."""
+        """Solo times of operators; -1 if not known."""
 
     def __len__(self) -> int:
         return len(self.all)
@@ -61,7 +62,7 @@ class Labels:
 
     @cached_property
     def column(self) -> Any:
-        """The labels as the cell of a batch."""
+        """The labels as a column cell of a batch."""
         import pyarrow as pa
 
         return pa.array([[vars(label) for label in self.all]], _schema().field("labels").type)
@@ -73,19 +74,19 @@ class Batch:
 
     rank: int
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     generation: int = 0
     sequence: int = 0
-    """Number of the batch in its rank and generation, from 0: a gap is a batch that was lost."""
+    """Number of the batch within its rank and generation, from 0: a gap means a lost batch."""
     dropped: int = 0
-    """Spans that the rank has had to drop so far in this generation."""
+    """Number of spans that the rank has dropped so far in this generation."""
     every: int = 1
-    """Spans of every so many steps are recorded."""
+    """Interval in steps at which spans are recorded."""
     labels: Labels = field(default_factory=Labels)
     records: Records = field(default_factory=lambda: np.zeros(0, RECORD))
 
     def encode(self) -> bytes:
-        """The batch as an Arrow message; `head` has to stand before the first one of a stream."""
+        """Encode the batch as an Arrow message; `head` must precede the first one of a stream."""
         import pyarrow as pa
 
         schema = _schema()
@@ -108,7 +109,7 @@ _FACTS: Final = tuple(fact.name for fact in fields(Batch))[:-2]
 
 @cache
 def head() -> bytes:
-    """What a stream begins with: its schema."""
+    """Return the bytes with which a stream begins: its schema."""
     return bytes(_schema().serialize())
 
 
@@ -131,9 +132,9 @@ def _schema() -> Any:
 
 
 def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
-    """The batches in a part of a stream, each with the place behind it; an unfinished last batch is left out.
+    """Yield the batches in a part of a stream, each with its end position; skip an unfinished last batch.
 
-    `ValueError` for bytes that are no batch, are damaged, or come from another version of Braid.
+    Raise `ValueError` for bytes that are no batch, are damaged, or come from another version of Braid.
     """
     import pyarrow as pa
 
@@ -147,7 +148,7 @@ def decode(data: bytes) -> Iterator[tuple[Batch, int]]:
         try:
             message = pa.ipc.read_message(source)
         except OSError:
-            return  # its body is not all there
+            return  # the body is incomplete
         place = source.tell()
         if message.type == "schema":
             if pa.ipc.read_schema(message) != _schema():
@@ -175,7 +176,8 @@ _known: Final[deque[Labels]] = deque(maxlen=64)
 
 
 def _labels(column: Any) -> Labels:
-    """Most batches have the labels of the step before, and of the other ranks of a stage."""
+    """Decode labels, using a cache: most batches have the labels of the previous step, and of other ranks of
+    a stage."""
     labels = next((known for known in _known if known.column.equals(column)), None)
     if labels is None:
         rows = column[0].as_py()
@@ -185,7 +187,7 @@ def _labels(column: Any) -> Labels:
 
 
 def read_batches(path: Path) -> list[Batch]:
-    """All batches of a file; `ValueError` where it cannot be read or has none."""
+    """Read all batches of a file; raise `ValueError` if it cannot be read or has none."""
     try:
         found = [batch for batch, _ in decode(path.read_bytes())]
     except (OSError, ValueError) as error:
@@ -200,7 +202,7 @@ def encode_all(batches: Iterable[Batch]) -> bytes:
 
 
 def batches_of(spans: Iterable[Span]) -> list[Batch]:
-    """A simulated step's spans, a batch per rank."""
+    """Convert a simulated step's spans to one batch per rank."""
     labels: dict[int, dict[Label, int]] = {}
     rows: dict[int, list[tuple[int, ...]]] = {}
     for span in spans:
@@ -217,12 +219,12 @@ def batches_of(spans: Iterable[Span]) -> list[Batch]:
 
 
 def apart(records: Records) -> tuple[Records, Records, Records]:
-    """A step's operators, its blocks, and its waiting."""
+    """Split a step's records into operators, blocks, and waiting."""
     kinds = records["kind"]
     operators, waits = kinds == KINDS.index("operator"), kinds == KINDS.index("waiting")
     return records[operators], records[~(operators | waits)], records[waits]
 
 
 def begin_of(batches: Sequence[Batch]) -> int:
-    """When the first span of some batches began; 0 without any."""
+    """Return the begin of the first span in some batches; 0 without any."""
     return min((int(batch.records["start_ns"].min()) for batch in batches if len(batch.records)), default=0)

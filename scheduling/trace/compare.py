@@ -1,4 +1,4 @@
-"""Two traces of one schema, operator by operator: what was predicted against what was measured."""
+"""Compares two traces of one schedule, operator by operator: for example a predicted and a measured one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from braid.scheduling.trace.numbers import numbers_of_records
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorDifference:
-    """An operator in both traces. Times are medians over ranks, micro-batches and layers; counts are per rank
+    """Times of an operator in both traces: medians over ranks, micro-batches and layers; counts are per rank
     that runs the operator."""
 
     operator: str
@@ -21,12 +21,13 @@ class OperatorDifference:
     first_ns: float
     second_ns: float
     difference_ns: float
-    """Of all executions, by all ranks of the trace: what the operator adds to the difference of the steps."""
+    """Difference summed over all executions and ranks: what the operator contributes to the steps'
+    difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceTotals:
-    """A trace of one step: means over its ranks."""
+    """Totals of a trace of one step: means over its ranks."""
 
     ranks: int
     step_ns: float
@@ -37,7 +38,7 @@ class TraceTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """Two traces side by side; operators in the order of what they add to the difference."""
+    """Comparison of two traces; operators in the order of their contribution to the difference."""
 
     first: TraceTotals
     second: TraceTotals
@@ -45,7 +46,7 @@ class TraceComparison:
 
 
 def compare_traces(first: Sequence[Batch], second: Sequence[Batch]) -> TraceComparison:
-    """Set two traces of one step, a batch per rank, against each other."""
+    """Compare two traces of one step, each with a batch per rank."""
     ran = _by_name(first), _by_name(second)
     rows = []
     for operator in {**ran[0], **ran[1]}:
@@ -66,9 +67,9 @@ def compare_traces(first: Sequence[Batch], second: Sequence[Batch]) -> TraceComp
 
 
 def _by_name(batches: Sequence[Batch]) -> dict[str, list[NDArray[np.int64]]]:
-    """By operator, what its executions took in nanoseconds on every rank that runs it.
+    """Return, by operator, the nanoseconds of its executions on every rank that runs it.
 
-    Whatever its stream: of one axis, some groups may lie inside nodes and others between them.
+    Executions on all streams count: some groups of an axis may lie inside nodes and others between them.
     """
     found: dict[str, list[NDArray[np.int64]]] = {}
     for batch in batches:

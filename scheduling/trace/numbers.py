@@ -1,4 +1,4 @@
-"""The numbers of overlap of one rank and step, from its records (docs/design.md, Numbers of overlap)."""
+"""Computes the overlap numbers of one rank and step from its records (docs/design.md, Numbers of overlap)."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,20 +12,21 @@ from braid.scheduling.trace.batches import Batch, Labels, Records, apart
 from braid.scheduling.trace.spans import KINDS, OverlapNumbers, PeerWait
 
 _WAITS_TOLD: Final = 3
-"""So many waits of a rank and step are told, the longest."""
+"""Number of waits, the longest ones, that are reported for a rank and step."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """What a rank does in a step, and when; each disjoint intervals (n, 2) of nanoseconds, in order."""
+    """Times of a rank's activities in a step; each is an array of disjoint intervals (n, 2) in nanoseconds,
+    in order."""
 
     computing: IntArray
     moving: IntArray
-    """With some transfer under way."""
+    """Times with some transfer under way."""
     exposed: IntArray
-    """With some transfer under way, and nothing computed."""
+    """Times with some transfer under way but no computation."""
     waiting: IntArray
-    """Nothing runs: a peer has not issued a collective yet."""
+    """Times in which nothing runs, because a peer has not issued a collective yet."""
 
     @property
     def hidden(self) -> IntArray:
@@ -33,7 +34,7 @@ class Phases:
 
 
 def phases(batch: Batch) -> Phases:
-    """When a rank computes, communicates and waits in a step."""
+    """Find out when a rank computes, communicates and waits in a step."""
     operators, _, waits = apart(batch.records)
     computes = batch.labels.streams[operators["label"]] == Stream.COMPUTE
     computing, moving = union(times_of(operators[computes])), union(times_of(operators[~computes]))
@@ -42,7 +43,7 @@ def phases(batch: Batch) -> Phases:
 
 
 def numbers_of_records(records: Records, labels: Labels) -> OverlapNumbers:
-    """The numbers of one rank and step, from its records."""
+    """Compute the overlap numbers of one rank and step from its records."""
     operators, blocks, waits = apart(records)
     streams, axes = labels.streams[operators["label"]], labels.axes[operators["label"]]
     compute = operators[streams == Stream.COMPUTE]
@@ -59,12 +60,12 @@ def numbers_of_records(records: Records, labels: Labels) -> OverlapNumbers:
 
 
 def times_of(records: Records) -> IntArray:
-    """Begins and ends (n, 2)."""
+    """Return begins and ends of records as an array (n, 2)."""
     return np.stack([records["start_ns"], records["end_ns"]], axis=1)
 
 
 def _peer_waits(operators: Records, waits: Records, labels: Labels) -> tuple[PeerWait, ...]:
-    """The longest waits by peer and operator, of time in which nothing ran."""
+    """Return the longest waits by peer and operator, counting only time in which nothing ran."""
     whose, idle = outside(times_of(waits), times_of(operators))
     sums: Counter[tuple[int, str]] = Counter()
     for wait, ns in zip(waits[whose], (idle[:, 1] - idle[:, 0]).tolist(), strict=True):

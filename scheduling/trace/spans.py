@@ -1,4 +1,4 @@
-"""Spans and the numbers made of them, of simulator and runtime alike (docs/design.md, Numbers of overlap)."""
+"""Defines spans and overlap numbers, for simulator and runtime alike (docs/design.md, Numbers of overlap)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Interval = tuple[int, int]
 STRANDS: Final = ("", "alpha", "beta")
 DIRECTIONS: Final = ("", "forward", "backward")
 KINDS: Final = ("operator", "block", "paired block", "waiting")
-"""Blocks are spans too: what lies between them is bubble. Waiting: a rank has issued a collective, another
-member of it has not."""
+"""Kinds of spans. The time between blocks is bubble. "waiting": a rank has issued a collective, but another
+member has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +38,34 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What all executions of an operator have in common."""
+    """Properties that all executions of an operator share."""
 
     operator: str
     stream: Stream
     layer: int = -1
     axis: str = ""
-    """The axis of the mesh (or its factor) whose ranks a collective spans. Empty: no collective."""
+    """Axis of the mesh (or its factor) whose ranks take part in a collective; empty if there is none."""
     kind: str = ""
-    """Of a layer's collective (`braid.scheduling.model.operators.Kind`)."""
+    """Kind of a layer's collective (`braid.scheduling.model.operators.Kind`)."""
     bytes: int = 0
     flops: int = 0
     shapes: str = ""
-    """Of its inputs and outputs, for people."""
+    """Shapes of inputs and outputs, for people."""
     key: str = ""
-    """Its name in a profile."""
+    """Name of the operator in a profile."""
     solo_ns: int | None = None
-    """What it takes with nothing beside it, where that was measured."""
+    """Nanoseconds that it takes with nothing running beside it; None if not measured."""
 
     @property
     def along(self) -> str:
-        """The axis that it communicates over, "pp" for messages between stages; empty: it computes."""
+        """Axis along which it communicates, "pp" for messages between stages; empty for computation."""
         return "" if self.stream is Stream.COMPUTE else self.axis or "pp"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerWait:
-    """How long a rank waited, in a step, until a peer too had issued the collectives of an operator."""
+    """Time for which a rank waited, in a step, until a peer had issued the collectives of an operator,
+    too."""
 
     peer: int
     operator: str
@@ -73,31 +74,34 @@ class PeerWait:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapNumbers:
-    """What overlap came to on one rank in one step (docs/design.md, Numbers of overlap); nanoseconds."""
+    """Overlap numbers of one rank in one step (docs/design.md, Numbers of overlap), in nanoseconds."""
 
     communication_ns: int
-    """With some transfer under way. A collective is from its last member's issue to its last member's end."""
+    """Time with some transfer under way. A collective lasts from its last member's issue to its last member's
+    end."""
     hidden_ns: int
     slowdown_ns: int | None
-    """Compute in paired blocks beyond the same operators' solo times; None without a profile."""
+    """Compute time in paired blocks beyond the same operators' solo times; None without a profile."""
     launch_gap_ns: int
-    """Inside blocks, with nothing running."""
+    """Time inside blocks with nothing running."""
     bubble_ns: int
-    """Between blocks."""
+    """Time between blocks."""
     compute_ns: int
     links_together_ns: int
-    """Of the communication, when links inside nodes and between them moved data at the same time."""
+    """Part of the communication time in which links inside nodes and between nodes moved data
+    simultaneously."""
     waiting_ns: int = 0
-    """Waiting for a peer: with nothing computed and no transfer under way, while this rank had issued a
+    """Time of waiting for a peer: no computation and no transfer under way, while this rank had issued a
     collective and another member had not."""
     peer_waits: tuple[PeerWait, ...] = ()
-    """For whom this rank waited longest, and with which operators: the longest first."""
+    """Peers for which this rank waited, and the operators, the longest waits first."""
     fullest_bytes: int = 0
-    """The sum over all collectives of what the member with most to send sent. Over the rate of a link that
-    all of them take, it is the least that `communication_ns` can be. 0: not known."""
+    """For every collective, the bytes sent by the member that sends most, summed over all collectives.
+    Divided by the rate of a link that all of them use, this is a lower bound of `communication_ns`. 0: not
+    known."""
     exposed_by_axis_ns: Mapping[str, int] = field(default_factory=dict)
-    """Of each axis, by itself, transfers during which nothing was computed; "pp": messages between stages.
-    Their sum exceeds `exposed_ns` where transfers of two axes were exposed at once."""
+    """For each axis by itself, the time of its transfers without computation; "pp": messages between stages.
+    The sum exceeds `exposed_ns` if transfers of two axes were exposed at once."""
 
     @property
     def exposed_ns(self) -> int:
@@ -105,5 +109,5 @@ class OverlapNumbers:
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the communication that compute hid; 1.0 where there was none."""
+        """Share of the communication that compute hid; 1.0 if there was none."""
         return self.hidden_ns / self.communication_ns if self.communication_ns else 1.0

@@ -1,4 +1,4 @@
-"""Which ranks hold the others up: they compute longer than the others of their stage, and go on doing so."""
+"""Finds ranks that delay others: they repeatedly compute longer than the other ranks of their stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,29 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 TIMES: Final = 1.2
-"""A rank is slow beyond so many times the compute time of its stage's others."""
+"""Ratio to the compute time of its stage's other ranks above which a rank is slow."""
 STRETCH: Final = 20
 STRETCHES: Final = 3
 LAST: Final = STRETCH * STRETCHES
-"""Steps that are looked at, in stretches: a rank has to be slow in each of them."""
+"""Number of steps that are considered, in stretches: a rank must be slow in each stretch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that computes longer than its stage's others."""
+    """A rank that computes longer than the other ranks of its stage."""
 
     rank: int
     stage: int
     times: float
-    """Its compute time over the median of the others of its stage."""
+    """Its compute time over the median of its stage's other ranks."""
 
 
 def stragglers(steps: Sequence[Sequence[float]], stages: Sequence[int]) -> list[Straggler]:
-    """Ranks whose compute takes more than `TIMES` that of their stage's others, in all stretches.
+    """Find ranks whose compute time exceeds `TIMES` that of their stage's other ranks, in all stretches.
 
-    steps: every rank's compute seconds, by step; stages: the pipeline stage of every rank. A rank counts with
-    its median over a stretch, its others with the median of theirs; so neither a slow step names a rank, nor
-    a noisy stretch. Nobody is named before there are `LAST` steps. The slowest come first.
+    ``steps``: every rank's compute seconds, by step; ``stages``: the pipeline stage of every rank. A rank's
+    median over a stretch is compared with the median of the others' medians, so that neither one slow step
+    nor one noisy stretch singles out a rank. The result is empty before there are `LAST` steps. The slowest
+    come first.
     """
     recent = [row for row in steps[-LAST:] if len(row) == len(stages)]
     if len(recent) < LAST:
@@ -52,7 +53,8 @@ def stragglers(steps: Sequence[Sequence[float]], stages: Sequence[int]) -> list[
 
 
 def _medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each of a row's values the median of all others; (rows, values), at least two values."""
+    """Return for each value of a row the median of the row's other values; (rows, values), at least two
+    values."""
     ordered, places = np.sort(values, axis=1), np.argsort(np.argsort(values, axis=1), axis=1)
     count = values.shape[1] - 1
 

@@ -1,4 +1,4 @@
-"""The one writer of pictures: SVG elements, and bars in rows over an axis of time."""
+"""Writes all pictures: SVG elements, and bars in rows over a time axis."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,11 +10,12 @@ import numpy as np
 from braid.scheduling.trace.arrays import FloatArray, IntArray, shares
 
 MOVES, EXPOSED = "#8a94a0", "#c2003b"
-"""Of strips below rows: some transfer is under way; and nothing is computed meanwhile."""
+"""Colours of strips below rows: some transfer is under way; and it is exposed, as nothing is computed
+meanwhile."""
 _LEFT, _TOP, _WIDTH, _HEADING, _STRIP = 90, 32, 1400, 24, 10
 _SPAN = _WIDTH - _LEFT - 20
 _COLUMNS = 645
-"""Of strips: as high as a column is full."""
+"""Number of columns of a strip; the height of a column is the share of its time that is filled."""
 _UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1, "ns"))
 
 
@@ -27,27 +28,28 @@ class Bar:
     label: str
     fill: str
     ink: str = "white"
-    """Of the label and the frame."""
+    """Colour of the label and the frame."""
     half: str = ""
-    """``^`` or ``_``: only the upper or the lower half of the row."""
+    """Half of the row that the bar takes: ``^`` the upper, ``_`` the lower one; empty: the whole row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a picture, from top to bottom: bars, and below them a strip; intervals (n, 2) are disjoint."""
+    """A row of a picture: bars, and a strip below them; intervals (n, 2) are disjoint."""
 
     name: str
     bars: Sequence[Bar] = ()
     seams: Sequence[tuple[str, IntArray]] = ()
-    """Many bars without labels, by colour."""
+    """Colours with the intervals of many bars without labels."""
     strips: Sequence[tuple[str, IntArray]] = ()
-    """By colour, what fills the strip's columns; a later colour covers an earlier one."""
+    """Colours with the intervals that fill the strip's columns; a later colour covers an earlier one."""
     heading: str = ""
-    """Above the row, where another part of the picture begins."""
+    """Text above the row, if another part of the picture begins there."""
 
 
 def element(name: str, *inside: str, **attributes: object) -> str:
-    """An SVG element; underscores in names of attributes stand for hyphens, numbers have two places."""
+    """Return an SVG element; underscores in attribute names become hyphens, numbers get two decimal
+    places."""
     told = "".join(f' {key.replace("_", "-")}="{_told(value)}"' for key, value in attributes.items())
     return f"<{name}{told}>{''.join(inside)}</{name}>" if inside else f"<{name}{told}/>"
 
@@ -61,7 +63,7 @@ def text(x: float, y: float, content: str, **attributes: object) -> str:
 
 
 def document(width: int, height: int, elements: Iterable[str], font_size: int = 11) -> str:
-    """A picture of elements on white."""
+    """Return an SVG document with these elements on a white background."""
     size = {"width": width, "height": height}
     background = element("rect", **size, fill="white")
     box = {"viewBox": f"0 0 {width} {height}", "font_family": "sans-serif", "font_size": font_size}
@@ -78,7 +80,8 @@ def rows_picture(
     high: int = 28,
     legend: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Rows over an axis of ``length`` nanoseconds; ``high``: of bars, pixels; legend: names and colours."""
+    """Draw rows over an axis of ``length`` nanoseconds; ``high``: height of bars in pixels; ``legend``: names
+    and colours."""
     elements, y = [text(_LEFT, 20, title, font_size=15, font_weight="bold")], _TOP
     for row in rows:
         if row.heading:
@@ -116,7 +119,7 @@ def _bar(bar: Bar, top: float, high: float, length: float) -> str:
 
 
 def _seam(colour: str, times: IntArray, y: float, high: float, length: float) -> str:
-    """All bars as one path: a picture may have a hundred thousand."""
+    """Draw all bars as one path, as a picture may have a hundred thousand."""
     path, reached = "", -1.0
     for begin, end in (times / length * _SPAN + _LEFT).tolist():
         if end - reached > 0.3:
@@ -126,7 +129,7 @@ def _seam(colour: str, times: IntArray, y: float, high: float, length: float) ->
 
 
 def _strip(filled: FloatArray, bottom: float, colour: str) -> str:
-    """An area under steps, as high as the columns are full."""
+    """Draw an area below a step curve, whose height shows how full the columns are."""
     wide, now = _SPAN / len(filled), 0.0
     path = f"M{_LEFT} {bottom:g}"
     for column, share in enumerate(filled.tolist()):
@@ -137,7 +140,7 @@ def _strip(filled: FloatArray, bottom: float, colour: str) -> str:
 
 
 def _axis(length: float, y: int) -> Iterator[str]:
-    """Marks at round times, some ten of them."""
+    """Draw about ten marks at round times."""
     size, unit = next((size, unit) for size, unit in _UNITS if length >= 2 * size or size == 1)
     power = 10.0 ** math.floor(math.log10(length / size / 10))
     step = next(n * power for n in (1, 2, 5, 10) if length / size <= 10 * n * power * 1.0001)

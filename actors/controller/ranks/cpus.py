@@ -1,4 +1,4 @@
-"""How many CPUs and how much memory this process may use, within the limits of its control groups (Linux)."""
+"""Counts the CPUs and the memory that this process may use, within its control groups' limits (Linux)."""
 
 import contextlib
 import os
@@ -7,11 +7,12 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Of control groups of version 2 and 1."""
+"""Names of the files with a group's memory limit, in versions 2 and 1 of control groups."""
 
 
 def usable_cpus(root: Path = _ROOT) -> float:
-    """CPUs, or the share of them that a quota leaves: 1.5 where one and a half may be busy all the time."""
+    """Return the number of CPUs, or the share that a quota allows: 1.5 where one and a half may always be
+    busy."""
     usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for folder in _groups(root):
         words = _words(folder / "cpu.max")  # version 2
@@ -24,18 +25,19 @@ def usable_cpus(root: Path = _ROOT) -> float:
 
 
 def whole_cpus() -> int:
-    """The same for whoever counts in whole CPUs: one at least."""
+    """Return `usable_cpus` as a whole number, at least 1."""
     return max(1, int(usable_cpus()))
 
 
 def throttled(root: Path = _ROOT) -> int:
-    """How often a quota has stopped this process and others of its control groups so far."""
+    """Return how often a CPU quota has stopped the processes of this process's control groups so far."""
     found = [_words(folder / "cpu.stat") for folder in _groups(root)]
     return sum(int(words[words.index("nr_throttled") + 1]) for words in found if "nr_throttled" in words)
 
 
 def memory_here(root: Path = _ROOT) -> int | None:
-    """Bytes of this machine's memory, or what control groups leave of it; None where that is not told."""
+    """Return this machine's memory in bytes, or the control groups' lower limit; None if the system does not
+    say."""
     words = _words(root / "proc/meminfo")
     if "MemTotal:" not in words:
         return None
@@ -45,7 +47,7 @@ def memory_here(root: Path = _ROOT) -> int | None:
 
 
 def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
-    """Folders of the control groups that bound what this process may use, up to the root; both versions."""
+    """Yield the folders of the control groups that limit this process, each up to its root; both versions."""
     mounts = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -59,7 +61,7 @@ def _groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Of a file; empty if it cannot be read."""
+    """Read a file as text; return an empty string if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8")
     return ""

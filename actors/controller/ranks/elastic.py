@@ -1,7 +1,7 @@
-"""When a run changes its number of ranks, and to which layout.
+"""Decides when a run changes its number of ranks, and to which layout.
 
-A change costs a checkpoint, new ranks and its reading, some seconds that are known from earlier changes; it
-gains what the remaining steps take less. Global batch and order of samples stay, and so does the loss curve.
+A change costs some seconds, known from earlier changes, to save a checkpoint, start ranks and read it; it
+saves time in every remaining step. Global batch and sample order stay, and so does the loss curve.
 """
 
 import time
@@ -15,11 +15,11 @@ from braid.actors.controller.records.run_records import Event, Incident
 from braid.scheduling.trace.stragglers import Straggler
 
 _GUESSED_COST_S = 15.0
-"""Of a change, until a change has been measured."""
+"""Assumed seconds that a change costs, until a change has been measured."""
 _WORTH = 1.1
-"""A plan without a straggler has to be so many times faster."""
+"""Least speed-up with which a plan without the straggler is worth a change."""
 _NODES_SECONDS = 1.0
-"""Between two questions for the room that there is."""
+"""Seconds between two queries of how many ranks the cluster has room for."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def degrees_of(config: Config) -> Degrees:
 def best_degrees(
     config: Config, capacity: int, runs: Callable[[Config], bool], elastic: ElasticConfig
 ) -> Degrees | None:
-    """The layout with most ranks for a capacity; among equals, the least change of the model's cut.
+    """Return the layout with most ranks within ``capacity``; among equals, the one that changes tp and pp
+    least.
 
-    Samples are cut over as many ranks of cp as before; experts over as many of ep, or else over fewer.
-    ``runs(config)``: whether model and batch fit a layout, and planning accepts it. Layouts are tried from
-    the best one on, and the first that runs is returned. None if no layout of ``elastic.min_ranks`` or more
-    ranks runs.
+    Context parallelism (cp) stays; expert parallelism (ep) stays or shrinks. ``runs(config)`` says whether
+    model and batch fit a layout, and whether planning accepts it. Layouts are tried from the best one on, and
+    the first that runs is returned. Return None if no layout of ``elastic.min_ranks`` or more ranks runs.
     """
     now = degrees_of(config)
     limit = min(capacity, elastic.max_ranks or capacity)
@@ -69,13 +69,13 @@ def best_degrees(
 
 
 def degrees_up_to(limit: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degrees]:
-    """Every way to lay out so many ranks, and every smaller number, with ``cp`` and up to ``most_ep``."""
+    """Yield every layout of at most ``limit`` ranks, with exactly ``cp`` and an ep of up to ``most_ep``."""
     for samples in range(1, limit // cp + 1):
         yield from degrees_with(samples, cp, most_ep)
 
 
 def degrees_with(samples: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degrees]:
-    """Every way to lay out ``samples`` times ``cp`` ranks with up to ``most_ep``."""
+    """Yield every layout of ``samples * cp`` ranks whose ep is at most ``most_ep``."""
     for tp in (n for n in range(1, samples + 1) if samples % n == 0):
         for pp in (n for n in range(1, samples // tp + 1) if samples // tp % n == 0):
             dp = samples // tp // pp
@@ -85,41 +85,44 @@ def degrees_with(samples: int, cp: int = 1, most_ep: int = 1) -> Iterator[Degree
 
 @dataclass(frozen=True)
 class Change:
-    """What a run does next instead of a step: go on with other ranks."""
+    """The decision to go on with other ranks before the next step."""
 
     degrees: Degrees
     reason: str
     avoid: tuple[str, ...] = ()
-    """Addresses of nodes that no rank is to be placed on, if others do."""
+    """Addresses of nodes on which no rank is placed, as long as the other nodes suffice."""
 
 
 class Resizing:
-    """Follows the nodes for one run, and decides after every step whether it should change. Without
-    ``elastic.max_ranks`` it only notices nodes that leave."""
+    """Follows the cluster's nodes for one run, and decides after every step whether its layout should change.
+    Without ``elastic.max_ranks`` it only notices nodes that leave."""
 
     def __init__(self, elastic: ElasticConfig, launcher: Launcher, runs: Callable[[Config], bool]) -> None:
-        """``runs(config)``: whether model and batch fit a layout, and its schedule can be planned."""
+        """``runs(config)`` says whether model and batch fit a layout, and whether its schedule can be
+        planned."""
         self._elastic, self._launcher, self._runs = elastic, launcher, runs
         self._seen: tuple[int, float] | None = None
-        """A capacity, and since when it is there."""
+        """The newest capacity in ranks, and the time since which the cluster has had it."""
         self.cost_s = _GUESSED_COST_S
         self._best: dict[tuple[Degrees, int], Degrees | None] = {}
-        """Best layouts by the present layout and the capacity: a search takes as long as ranks are many."""
+        """Best layout by present layout and capacity, kept because a search among many ranks takes long."""
         self._refused: set[Degrees] = set()
         self._quarantined: dict[str, tuple[float, float]] = {}
-        """Until when nodes are left out because they were slow, by address, and for how many seconds."""
+        """For each address of a slow node: the time until which the node is left out, and for how many
+        seconds."""
         self._waiting_since: float | None = None
-        """Since when the run has been without ranks, waiting for room."""
+        """Time since which the run has had no ranks and waits for room; None while it has ranks."""
         self._asked = 0.0
         self.leaving = False
-        """Whether a node that has ranks is being drained."""
+        """Whether Ray is draining a node on which the run has ranks."""
 
     def look(
         self, group: WorkerGroup, config: Config, slowest: Straggler | None, step_s: float, steps_left: int
     ) -> Change | None:
-        """The change to make before the next step, if one is due; asks for room once a second at most.
+        """Return the change to make before the next step, if one is due; query the cluster at most once a
+        second.
 
-        ``step_s``: how long a step takes now.
+        ``step_s``: seconds that a step takes now.
         """
         now = time.monotonic()
         if now - self._asked < _NODES_SECONDS:
@@ -143,8 +146,9 @@ class Resizing:
     def to_room(
         self, config: Config, capacity: int, now: float, step_s: float, steps_left: int
     ) -> Change | None:
-        """The change to the ranks that there is room for, the run's own included, without nodes that are
-        leaving: where one is, there is nothing to weigh."""
+        """Return the change to all ranks that there is room for (``capacity``, which includes the run's own
+        ranks and leaves out nodes that are leaving). If a node leaves, change without weighing gain against
+        cost."""
         if self._seen is None or self._seen[0] != capacity:
             self._seen = capacity, now
         if not self.leaving and not self._settled(now):
@@ -166,10 +170,11 @@ class Resizing:
     def without(
         self, slow: Straggler, address: str, config: Config, capacity: int, now: float, left_s: float
     ) -> Change | None:
-        """The change that leaves a slow rank's node out, if that is faster. ``capacity``: without that node.
+        """Return the change that leaves a slow rank's node out, if that is faster. ``capacity``: without that
+        node.
 
-        All ranks wait for the slow one; the time of a step is taken to be shared evenly by the ranks. Where
-        nodes have just come or gone, what to do about that comes first: one change costs less than two.
+        All ranks wait for the slow one; a step's time is assumed to be shared evenly by the ranks. If nodes
+        have just come or gone, return None until that has settled: one change costs less than two.
         """
         here = degrees_of(config)
         if not self._settled(now) or (best := self.best(config, min(capacity, here.ranks))) is None:
@@ -184,7 +189,7 @@ class Resizing:
         return self._seen is not None and now - self._seen[1] >= self._elastic.settle_s
 
     def best(self, config: Config, capacity: int) -> Degrees | None:
-        """`best_degrees` among layouts that are not refused, searched for once."""
+        """Return `best_degrees` among layouts that were not refused, and remember the result."""
         key = degrees_of(config), capacity
         if key not in self._best:
 
@@ -195,21 +200,21 @@ class Resizing:
         return self._best[key]
 
     def refuse(self, degrees: Degrees) -> None:
-        """Planning refuses a layout, for a reason that only measured costs show: it is not proposed again."""
+        """Never propose this layout again: planning refused it for a reason that only measured costs show."""
         self._refused.add(degrees)
         self._best.clear()
 
     def _avoided(self, now: float) -> tuple[str, ...]:
-        """Addresses of nodes that no rank is to be placed on at present."""
+        """Return the addresses of nodes on which no rank is to be placed at present."""
         return tuple(sorted(address for address, (until, _) in self._quarantined.items() if until > now))
 
     def what_is_left(
         self, error: NoRoomError, why: str, left: int, config: Config, step: int, stopped: Callable[[], bool]
     ) -> Generator[Event, None, Change]:
-        """The change to what nodes there are, waiting for more if they are too few.
+        """Return the change to a layout for the nodes that remain; wait for more nodes if they are too few.
 
-        left: ranks that have just given up their places, which Ray may not count as free yet. Raises the
-        error of a run that is not elastic.
+        ``left``: ranks that have just given up their places, which Ray may not count as free yet. Raise
+        ``error`` if the run is not elastic.
         """
         if self._elastic.max_ranks is None:
             raise error
@@ -234,15 +239,15 @@ class Resizing:
         raise StoppedError
 
     def started(self) -> None:
-        """Ranks have started: there is room."""
+        """Note that ranks have started, so that the run no longer waits for room."""
         self._waiting_since = None
 
 
 def can_be_planned(config: Config, vocabulary: int) -> bool:
-    """Whether model and batch fit a layout, and its schedule can be planned."""
+    """Return whether model and batch fit a layout, and its schedule can be planned."""
     try:
         shape = config.check(vocabulary)
-        # Schedules that are searched for are planned from measured costs: of another schedule's run.
+        # A schedule that is searched for needs measured costs, which come from a run of another schedule.
         build_schedule(config.with_schedule("megatron") if config.overlap.needs_profile else config, shape)
     except ValueError:
         return False

@@ -1,4 +1,4 @@
-"""The ranks of a run as the controller sees them, wherever they run."""
+"""The controller's interface to all ranks of a run, on whatever machines they run."""
 
 import contextlib
 import time
@@ -26,21 +26,23 @@ def _names(*methods: Callable[..., Any]) -> frozenset[str]:
 
 
 _PULSE_SECONDS = 0.5
-"""Between two questions to a rank that is at work."""
+"""Seconds between two pulse queries of a rank that is at work."""
 _CAUSE_SECONDS = 0.3
-"""For so long a rank's error is not believed to be the first one: another rank may have died."""
+"""Seconds to wait after a rank's error for an earlier cause, such as the death of another rank."""
 _INTERRUPT_SECONDS, _GPU_INTERRUPT_SECONDS = 5.0, 30.0
-"""A rank that has not dropped its work by then is killed; NCCL takes seconds to abort communicators."""
+"""Seconds after an interrupt before a rank that still works is killed; NCCL takes seconds to abort
+communicators."""
 _STEADY = _names(Rank.train_step, Rank.validate, Rank.save, Rank.save_finished)
-"""Calls during which ranks count what they do, or tell that they work by themselves: lack of progress bounds
-them. All other calls have a limit of time."""
+"""Methods during which ranks count their progress or report that they work without waiting for others: they
+fail after too long without progress. All other methods have a limit of time."""
 _LONG = _names(
     *(Rank.setup, Rank.profile, Rank.activation_bytes, Rank.damage, Rank.load, Rank.load_initial),
     *(Rank.restore_copies, Rank.rescue, Rank.begin_save),
 )
-"""Calls that read, write, send or measure as much as a model has."""
+"""Methods that read, write, send or measure data as large as the model."""
 _CALL_SECONDS, _LONG_SECONDS = 120.0, 1200.0
-"""Limits of a call and of a long call, at least; ``cluster.group_timeout_s`` beyond 120 s raises both."""
+"""Least limits, in seconds, of a call and of a long call; ``cluster.group_timeout_s`` beyond 120 s raises
+both."""
 
 
 class StoppedError(RuntimeError):
@@ -48,7 +50,8 @@ class StoppedError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, ``died`` or was given up; ``user_error``: the message is for the user, without trace."""
+    """A rank raised an error, ``died`` or was given up; ``user_error``: the message is for the user, without
+    trace."""
 
     def __init__(
         self, rank: int, message: str, *, user_error: bool = False, trace: str = "", died: bool = False
@@ -57,7 +60,7 @@ class WorkerError(RuntimeError):
         self.rank, self.user_message, self.user_error = rank, message, user_error
         self.trace, self.died = trace, died
         self.unwell_seconds = 0.0
-        """For how long before this the rank had not been known to be well."""
+        """Seconds before this error during which the rank was not known to be well."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         named: dict[str, Any] = {"user_error": self.user_error, "trace": self.trace, "died": self.died}
@@ -65,18 +68,18 @@ class WorkerError(RuntimeError):
 
 
 def raised(rank: int, error: BaseException, trace: str) -> WorkerError:
-    """What a rank's exception is to the controller: a message for the user, or a failure with its trace."""
+    """Convert a rank's exception to a `WorkerError`: a message for the user, or a failure with its trace."""
     if isinstance(error, ValueError | UnreadableError):
         return WorkerError(rank, str(error), user_error=True, trace=trace)
     return WorkerError(rank, f"{type(error).__name__}: {error}", trace=trace)
 
 
 Outcome = tuple[Any] | WorkerError
-"""What a call came to."""
+"""Outcome of a call: its result in a tuple, or the error."""
 Answer = tuple[int, str, Any]
-"""A rank, what it was asked beside its call, and its answer."""
+"""A rank, the question it was asked while a call ran ("pulse" or "interrupt"), and its answer."""
 Polled = tuple[list[tuple[int, Outcome]], list[Answer]]
-"""What calls of ranks came to, and answers to questions."""
+"""Outcomes of calls by rank, and answers to questions."""
 
 
 def never() -> bool:
@@ -84,17 +87,17 @@ def never() -> bool:
 
 
 class NoRoomError(ConfigError):
-    """The nodes of lost ranks are gone, and there are no others."""
+    """The nodes of lost ranks are gone, and no other nodes have room."""
 
 
 class WorkerGroup(ABC):
     """All ranks of a run; notices ranks that die, fall silent or make no progress.
 
-    What is called are methods of `Rank`, with positional arguments. Subclasses say how to reach a rank.
+    Its calls run methods of `Rank`, with positional arguments. Subclasses say how to reach a rank.
     """
 
     hosts: Sequence[str]
-    """The host of every rank: equal where ranks share memory and links, and fail together."""
+    """Host of every rank, by rank; equal for ranks that share memory and links, and fail together."""
     addresses: Sequence[str]
     """Address of every rank's node, by rank."""
 
@@ -109,7 +112,7 @@ class WorkerGroup(ABC):
         """Ranks that have not answered their last call yet."""
         self._gone: set[int] = set()
         self._awake: set[int] = set()
-        """Ranks that have answered a question since they were started: the first answer may take long."""
+        """Ranks that have answered a question since they started; a rank's first answer may take long."""
 
     def call(self, rank: int, method: _Method[_P, _R], *arguments: _P.args, **named: _P.kwargs) -> _R:
         return self.call_some([rank], method, *arguments, **named)[0]
@@ -120,20 +123,20 @@ class WorkerGroup(ABC):
     def call_some(
         self, ranks: Sequence[int], method: _Method[_P, _R], *arguments: _P.args, **named: _P.kwargs
     ) -> list[_R]:
-        """Call ranks at once and wait for all results, in the order of ``ranks``.
+        """Call a method on several ranks at once and return all results, in the order of ``ranks``.
 
-        `WorkerError` as soon as a rank fails; `StoppedError` within `heeding`.
+        Raise `WorkerError` as soon as a rank fails, `StoppedError` if the test of `heeding` says so.
         """
         assert not named, "a rank is told its arguments by their places"
         results = self._outcomes(ranks, method.__name__, arguments)
         return [results[rank] for rank in ranks]
 
     def left(self) -> list[int]:
-        """Ranks that are not gone."""
+        """Return the ranks that are not gone."""
         return [rank for rank in range(self._ranks) if rank not in self._gone]
 
     def expect(self, stall_s: float) -> None:
-        """From now on, ranks that make no progress in a step for ``stall_s`` have failed."""
+        """Treat ranks that make no progress in a step for ``stall_s`` seconds as failed from now on."""
         self._stall_s = stall_s
 
     @contextlib.contextmanager
@@ -146,7 +149,7 @@ class WorkerGroup(ABC):
             self._stopped = before
 
     def interrupt(self, generation: int) -> list[int]:
-        """Break off the calls of all ranks in a generation; returns the ranks that are gone: dead, or killed
+        """Break off the calls of all ranks in a generation; return the ranks that are gone: dead, or killed
         because they did not break off. All other ranks have acknowledged the interrupt.
 
         A rank's own `interrupt` may end later than the call that it breaks off, and the next generation
@@ -168,7 +171,7 @@ class WorkerGroup(ABC):
         return sorted(self._gone)
 
     def replace(self, ranks: Sequence[int]) -> None:
-        """Start ranks that are gone anew; `NoRoomError` if there is no room for them."""
+        """Start new processes for ranks that are gone; raise `NoRoomError` if there is no room for them."""
         self._awake -= set(ranks)
         self._restart(ranks)
         self._gone -= set(ranks)
@@ -226,7 +229,8 @@ class WorkerGroup(ABC):
             self._gone.add(rank)
 
     def _cause(self, errors: list[WorkerError], waiting: Collection[int]) -> WorkerError:
-        """The death of a rank, if that is what others complain of; else a user's error, or the first one."""
+        """Return the error to report: a rank's death or a user's error if one is found, else the first error.
+        Errors of other ranks, which may be mere consequences, are awaited for a moment."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         left = set(waiting)
         while True:
@@ -244,31 +248,32 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the ranks run on, for ``cluster.json``."""
+        """Describe what the ranks run on, for ``cluster.json``."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End all ranks; nothing is left running."""
+        """End all ranks and leave no process running."""
 
     @abstractmethod
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Call a rank, without waiting until it takes the call; its outcome comes out of `_poll`."""
+        """Start a call on a rank, without waiting until the rank accepts it; `_poll` returns its outcome."""
 
     @abstractmethod
     def _ask(self, rank: int, question: str, *arguments: Any) -> None:
-        """Call ``pulse`` or ``interrupt`` of a rank that is at work; no pulse while an answer is due."""
+        """Call ``pulse`` or ``interrupt`` of a rank at work; skip a pulse while an earlier one is
+        unanswered."""
 
     @abstractmethod
     def _poll(self, waiting: Collection[int], timeout_s: float) -> Polled:
-        """Wait for something; returns outcomes of the ranks waited for, and answers to questions."""
+        """Wait for an event; return outcomes of calls to the ``waiting`` ranks, and answers to questions."""
 
     @abstractmethod
     def _kill(self, rank: int) -> None:
-        """End a rank at once, if it lives."""
+        """End a rank's process at once, if it lives."""
 
     @abstractmethod
     def _restart(self, ranks: Sequence[int]) -> None:
-        """Start new processes in the places of ranks."""
+        """Start new processes in the places of these ranks."""
 
 
 def rendezvous(
@@ -287,36 +292,37 @@ def rendezvous(
 class Collector(Protocol):
     @property
     def target(self) -> Any:
-        """What ranks are told (`Worker.stream_spans`)."""
+        """The destination of spans that ranks are given (`Worker.stream_spans`)."""
 
     def counts(self) -> SpanCounts:
-        """What became of the spans so far, as far as that is known without waiting."""
+        """Return how many spans were received or lost so far, as far as known without waiting."""
 
 
 class Launcher(Protocol):
     """Starts worker groups; picklable, so that it can be handed to a controller elsewhere."""
 
     def check(self, ranks: int) -> None:
-        """Raise `ConfigError` if it is plain already that there is no room for that many ranks."""
+        """Raise `ConfigError` if the cluster is already known to have no room for that many ranks."""
 
     def collector(self, files: Path, bytes_per_rank: int) -> AbstractContextManager[Collector]:
-        """Where ranks stream their spans to; it writes them into a folder."""
+        """Start a collector to which ranks stream their spans, and which writes them into the folder
+        ``files``."""
 
     def machines(self) -> list[str]:
-        """What ranks may run on beside this machine, in words: part of a profile's identity."""
+        """Name the kinds of machines that ranks may run on, beside this one: part of a profile's identity."""
 
     def hosts(self, ranks: int) -> Sequence[str]:
-        """Where so many ranks would be, by rank, as things stand; only the ranks themselves know."""
+        """Predict each rank's host as things stand; the actual hosts are known once ranks have started."""
 
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
     ) -> WorkerGroup:
-        """Start that many ranks, not on the nodes of some addresses.
+        """Start that many ranks, none of them on nodes whose addresses are in ``avoid``.
 
-        Raises `NoRoomError` if there is no room, `WorkerError` if a rank does not start, `StoppedError` once
+        Raise `NoRoomError` if there is no room, `WorkerError` if a rank does not start, `StoppedError` once
         ``stopped`` says so.
         """
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Ranks there is room for, a group's own included, but not on the nodes of some addresses; and
-        whether one of the group's nodes is leaving."""
+        """Return how many ranks there is room for, the group's own included, outside the nodes whose
+        addresses are in ``avoid``; and whether one of the group's nodes is leaving."""

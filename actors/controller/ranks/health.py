@@ -1,15 +1,16 @@
-"""Whether the ranks that a call waits for still live and get on. Pure: the time is an argument.
+"""Decides whether the ranks that a call waits for still live and make progress. Pure: the time is an
+argument.
 
-No signal is trusted alone (docs/design.md, Failure): a dead process closes its pipe or ends its actor, and
-that is seen by whoever waits; a stopped process or a node behind a cut link says nothing, so every rank is
-asked for its pulse meanwhile; and ranks that answer but wait for each other for ever make no progress.
+No signal is trusted alone (docs/design.md, Failure). A dead process closes its pipe or ends its actor, which
+the waiting side sees. A stopped process or a node behind a cut link sends nothing, so every rank is asked for
+its pulse meanwhile. Ranks that answer but wait for each other for ever make no progress.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _TOLD = 4
-"""Ranks that an error names; they may be thousands."""
+"""Most ranks that an error message names; there may be thousands."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Trouble:
     rank: int
     text: str
     seconds: float
-    """For how long."""
+    """Seconds for which the rank has been silent, or the ranks without progress."""
     silent: bool
 
 
@@ -35,24 +36,25 @@ class Vigil:
         stall_s: float | None,
         limit_s: float | None = None,
     ) -> None:
-        """``awake``: ranks that have answered before. ``stall_s``: the call has failed after so long without
-        progress; None: it tells no progress. ``limit_s``: the call has failed after so long; None: never.
+        """``awake``: ranks that have answered before. ``stall_s``: seconds without progress after which the
+        call has failed; None if the call reports no progress. ``limit_s``: seconds after which the call has
+        failed; None: never.
         """
         self._silence_s, self._stall_s, self._limit_s = silence_s, stall_s, limit_s
         self._heard = {rank: now if rank in awake else None for rank in ranks}
-        """When a rank last answered; None before its first answer, which its start may delay."""
+        """Time of each rank's last answer; None before its first answer, which its start may delay."""
         self._progress: dict[int, int | None] = {}
         self._awaits: dict[int, str] = {}
         self._advanced = self._begun = now
         self._forgiven = 0.0
 
     def last_heard(self, rank: int) -> float:
-        """When a rank last gave a sign of life, at the latest when the call began."""
+        """Return when a rank last gave a sign of life; no earlier than the begin of the call."""
         return max(self._begun, self._heard.get(rank) or 0.0)
 
     def beat(self, rank: int, progress: int | None, now: float, awaits: str = "") -> None:
-        """A rank answered: how many things it has done since it began, None if it does not count, and which
-        transfer it waits for.
+        """Record a rank's answer: how many things it has done since it began (None if it does not count), and
+        which transfer it waits for.
         """
         if rank in self._heard:
             self._heard[rank] = now
@@ -62,7 +64,7 @@ class Vigil:
             self._progress[rank] = progress
 
     def forgive(self, seconds: float) -> None:
-        """For so long nobody listened, as the controller was busy itself: no rank's silence."""
+        """Do not count ``seconds`` in which the controller was too busy to listen as silence of any rank."""
         self._heard = {rank: None if at is None else at + seconds for rank, at in self._heard.items()}
         self._advanced += seconds
         self._forgiven += seconds
@@ -73,7 +75,7 @@ class Vigil:
         self._advanced = now
 
     def verdict(self, now: float) -> Trouble | None:
-        """What is wrong, if anything is."""
+        """Return what is wrong with the ranks; None if nothing is."""
         for rank, heard in self._heard.items():
             if heard is not None and now - heard > self._silence_s:
                 text = f"has not answered for {now - heard:.1f} s (failure.silence_s={self._silence_s:g})"
@@ -92,6 +94,6 @@ class Vigil:
         return None
 
     def _awaited(self, behind: int) -> str:
-        """What some ranks wait for, the rank furthest behind first."""
+        """Describe what at most `_TOLD` ranks wait for, the rank furthest behind first."""
         waiting = {rank: self._awaits[rank] for rank in (behind, *self._awaits) if self._awaits.get(rank)}
         return "".join(f"; rank {rank} waits for {what}" for rank, what in list(waiting.items())[:_TOLD])

@@ -1,4 +1,4 @@
-"""Processes between a command and its ranks: they end with the command, and not before it."""
+"""Makes processes between a command and its ranks end with the command, and not before it."""
 
 import contextlib
 import ctypes
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that whoever ends a run may send to all of its processes (``timeout``, systemd, ``scancel``, a
-terminal that closes). Only the command obeys them."""
+"""Signals that may be sent to all processes of a run to end it (by ``timeout``, systemd, ``scancel`` or a
+closing terminal). Only the command obeys them."""
 
 
 @contextlib.contextmanager
@@ -28,7 +28,8 @@ def signals_held() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent, of that id, ends; if it has ended by now, exit.
+    """Ask Linux to kill this process when its parent (process id ``parent``) ends; if it has already ended,
+    exit.
 
     To Linux the parent is the thread that started this process.
     """

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: room for all of them at once, or an error that says what is missing."""
+"""Starts ranks as Ray actors: reserves room for all at once, or raises an error that says what is missing."""
 
 import contextlib
 import os
@@ -35,24 +35,24 @@ from braid.actors.stage.rank.actor import BESIDE, StageActor, start_stage
 
 _EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
-"""Between two looks at the places of ranks that are being started."""
+"""Seconds between two checks of whether the ranks being started have their places."""
 _START_SECONDS = 300.0
-"""Limit for the start of an actor that has a place: it fetches the package and imports PyTorch."""
+"""Seconds that an actor that has a place may take to start: it fetches the package and imports PyTorch."""
 
 
 class RayLauncher:
     """Starts one actor per rank in one placement group."""
 
     def __init__(self, config: Config, places: str = "") -> None:
-        """``places``: a name for the placement group, of which there is one at a time: that of a controller
-        that died, whose places outlive its actors, is removed."""
+        """``places``: name of the placement group, of which only one exists at a time: a group of this name
+        that a dead controller left, and that outlives its actors, is removed."""
         self._config, self._cluster, self._places = config, config.cluster, places
         device = config.cluster.device
         gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if gpus else {})}
 
     def check(self, ranks: int) -> None:
-        """`NoRoomError` if the whole cluster is too small, and none of its kind can grow."""
+        """Raise `NoRoomError` if the whole cluster is too small and cannot be scaled up automatically."""
         total = ray.cluster_resources()
         fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
         grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
@@ -74,7 +74,8 @@ class RayLauncher:
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
     ) -> WorkerGroup:
-        """Place and start the actors; `NoRoomError` after ``cluster.placement_timeout_s`` without room."""
+        """Place and start the actors; raise `NoRoomError` after ``cluster.placement_timeout_s`` without
+        room."""
         self.check(ranks)
         with contextlib.suppress(ValueError):  # there is none of that name
             remove_placement_group(get_placement_group(self._places))
@@ -92,17 +93,17 @@ class RayLauncher:
     def _bundles(
         self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
     ) -> list[dict[str, float]]:
-        """The resources that ranks reserve; Ray puts them on nodes in an order of its own.
+        """Return the resources that each rank reserves; Ray assigns them to nodes in an order of its own.
 
-        `NoRoomError` where nodes that are not to be avoided have too little room. Places that were given back
-        a moment ago may not be free yet.
+        Raise `NoRoomError` if the nodes outside ``avoid`` stay too small. Places that were given back a
+        moment ago may not be free yet, so wait for them.
         """
         if not avoid:
             return [dict(self._bundle) for _ in range(ranks)]
         deadline = time.monotonic() + self._cluster.placement_timeout_s
         while True:
             free = [address for address, slots in self._free(avoid, ()).items() for _ in range(slots)]
-            if len(free) >= ranks:  # of the resource "node:ADDRESS" every node has 1
+            if len(free) >= ranks:  # every node has 1 of the resource "node:ADDRESS"
                 return [{**self._bundle, f"node:{address}": 0.001} for address in free[:ranks]]
             if time.monotonic() > deadline:
                 raise NoRoomError(f"{self._too_small(ranks)}; {', '.join(avoid)} are left out as slow")
@@ -111,13 +112,13 @@ class RayLauncher:
             time.sleep(_LOOK_SECONDS / 4)
 
     def machines(self) -> list[str]:
-        """The kinds of the cluster's nodes: addresses change, what a node computes with does not."""
+        """Return the kinds of the cluster's nodes by their resources, since addresses change."""
         return sorted({machine_name(node["Resources"]) for node in ray.nodes() if node["Alive"]})
 
     def hosts(self, ranks: int) -> list[str]:
-        """As if every node were free: the fewest that hold all ranks, or one rank of each in turn.
-
-        Autoscaled nodes that are not there yet are taken to be as large as the largest that is.
+        """Predict each rank's host as if every node were free: the fewest nodes that hold all ranks, or with
+        ``cluster.spread`` one rank on each node in turn. Autoscaled nodes that do not exist yet are assumed
+        to be as large as the largest present one.
         """
         rooms = sorted((self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]), reverse=True)
         rooms = [room for room in rooms if room] or [ranks]
@@ -132,8 +133,8 @@ class RayLauncher:
         return min(int(free.get(name, 0.0) / need + 1e-6) for name, need in self._bundle.items())
 
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
-        """Ranks there is room for on nodes that stay and are not to be avoided, and whether a node of the
-        group is leaving."""
+        """Return how many ranks there is room for on nodes that stay and are not in ``avoid``, and whether a
+        node of the group is leaving."""
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
         held = [*zip(group.node_ids, group.addresses, strict=True)] if isinstance(group, ActorGroup) else []
         stay = sum(node not in leaving and address not in avoid for node, address in held)
@@ -141,7 +142,8 @@ class RayLauncher:
         return stay + sum(self._free(avoid, leaving).values()), leaves
 
     def _free(self, addresses: Collection[str], ids: Collection[str]) -> dict[str, int]:
-        """Ranks that more could be placed, by address, but on the nodes of some addresses or ids."""
+        """Return how many more ranks could be placed, by node address, leaving out nodes with these addresses
+        or ids."""
         left = ray._private.state.available_resources_per_node()
         rooms: dict[str, int] = defaultdict(int)
         for node in ray.nodes():
@@ -165,7 +167,7 @@ class RayLauncher:
 
 
 class ActorCollector:
-    """An actor that takes spans, as ranks and the controller know it."""
+    """Handle of the actor that collects spans, for ranks and the controller."""
 
     def __init__(self, actor: Any) -> None:
         self.target = actor
@@ -173,7 +175,8 @@ class ActorCollector:
         self._known = SpanCounts()
 
     def counts(self) -> SpanCounts:
-        """What the actor answered to an earlier call; nobody waits for it. Unknown once it is gone."""
+        """Return the actor's answer to an earlier call, without waiting for a new one; a trouble once the
+        actor is gone."""
         try:
             if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
                 answer, self._answer = self._answer, None
@@ -186,7 +189,8 @@ class ActorCollector:
 
 
 class ActorGroup(WorkerGroup):
-    """One actor per rank, numbered by node and GPU once they run: Ray's bundles keep no order."""
+    """One actor per rank; ranks are numbered by node and GPU once they run, since Ray's bundles keep no
+    order."""
 
     def __init__(
         self,
@@ -202,9 +206,9 @@ class ActorGroup(WorkerGroup):
         self._calls: dict[int, Any] = {}
         """Calls under way, by rank."""
         self._questions: dict[Any, tuple[int, str]] = {}
-        """Questions without an answer yet, by their calls: the rank and what it was asked."""
+        """Questions without an answer yet: the rank and the question's name, by the reference of the call."""
         self._bundle_of = list(range(ranks))
-        """The place of every rank in the placement group."""
+        """Each rank's bundle index in the placement group."""
         self._actors = [self._start(rank) for rank in range(ranks)]
         self._nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
         try:
@@ -227,7 +231,7 @@ class ActorGroup(WorkerGroup):
         return start_stage(rank, options, inherited(self._config.cluster.env, os.environ))
 
     def _number(self, ranks: Sequence[int]) -> None:
-        """Give ranks that have just been started their numbers."""
+        """Number ranks that have just been started."""
         self._find_nodes()
         order = numbered(self._nodes, ranks)
         for own in (self._actors, self._bundle_of, self._nodes):
@@ -240,13 +244,11 @@ class ActorGroup(WorkerGroup):
         self.hosts = host_names(self.addresses, self.node_ids)
 
     def _find_nodes(self) -> None:
-        """Where all ranks run, once they do.
+        """Find the node of every rank once all ranks run.
 
-        `NoRoomError` if a place is lost before its rank has started, `WorkerError` for a rank that has a
-        place and does not start.
-
-        A node may be gone, with its ranks, before Ray takes it to be: a rank that is started there meanwhile
-        waits for another place, which may never come.
+        Raise `NoRoomError` if a place is lost before its rank has started, `WorkerError` for a rank that has
+        a place and does not start. A node may be gone, with its ranks, before Ray notices: a rank that is
+        started there meanwhile waits for another place, which may never come.
         """
         ranks = {actor.node.remote(): rank for rank, actor in enumerate(self._actors)}
         waiting = list(ranks)
@@ -261,7 +263,7 @@ class ActorGroup(WorkerGroup):
                 raise StoppedError
             if waiting and not _placed(self._group, self._timeout_s, self._stopped):
                 homeless = [ranks[call] for call in waiting]
-                self._gone.update(homeless)  # they will never answer
+                self._gone.update(homeless)  # these ranks will never answer
                 raise NoRoomError(_no_place(homeless))
         self._nodes = self.call_all(StageActor.node)
 
@@ -297,7 +299,7 @@ class ActorGroup(WorkerGroup):
                 outcomes.append((rank, (ray.get(reference),)))
             except RayTaskError as error:
                 outcomes.append((rank, raised(rank, error.cause, trace=str(error))))
-            except RayError as error:  # it died, or its node cannot be reached
+            except RayError as error:  # the actor died, or its node cannot be reached
                 text = f"its actor died: {str(error).splitlines()[0]}"
                 outcomes.append((rank, WorkerError(rank, text, died=True)))
         return outcomes, answers
@@ -318,7 +320,7 @@ class ActorGroup(WorkerGroup):
         self._number(sorted(ranks))
 
     def shutdown(self) -> None:
-        """Ask every actor to leave its groups, then end it and give its place back."""
+        """Ask every actor to leave its groups, then end it and release its place."""
         reachable = [actor for rank, actor in enumerate(self._actors) if rank not in self._busy | self._gone]
         leaving = [actor.close.remote() for actor in reachable]
         if leaving:
@@ -335,7 +337,8 @@ def machine_name(has: Mapping[str, float]) -> str:
 
 
 def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
-    """Wait for a placement group; False after ``timeout_s`` without room. `StoppedError` once ``stopped``."""
+    """Wait for a placement group; return False after ``timeout_s`` without room. Raise `StoppedError` once
+    ``stopped()``."""
     deadline = time.monotonic() + timeout_s
     while not group.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
         if stopped():
@@ -351,10 +354,11 @@ def _no_place(ranks: Sequence[int]) -> str:
 
 
 def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Assign the numbers ``ranks`` to the actors that were started with them; returns each number's actor.
+    """Assign the numbers ``ranks`` to the actors that were started with them; return each number's actor.
 
-    Actors are sorted by node and GPU, so that inner axes lie inside nodes. An actor that replaces a lost rank
-    on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all ranks.
+    Actors are sorted by node and GPU, so that inner mesh axes lie inside nodes. An actor that replaces a lost
+    rank on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all
+    ranks.
     """
 
     def place(rank: int) -> tuple[Any, ...]:
@@ -377,7 +381,8 @@ def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[i
 
 
 def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
-    """A name for every rank's host: its address, with the begin of the node's id where nodes share one."""
+    """Name every rank's host by its address; add the start of the node's id if several nodes share the
+    address."""
     ids: dict[str, set[str]] = {}
     for address, node in zip(addresses, node_ids, strict=True):
         ids.setdefault(address, set()).add(node)

@@ -1,7 +1,7 @@
-"""Private folders outside of a run's own, for sockets and Ray's sessions.
+"""Creates private folders outside the run's own folder, for sockets and Ray's sessions.
 
-A Unix socket's path has 107 bytes at most, and ``$TMPDIR`` may be long, read-only or missing: the first place
-that will do is taken. The process that makes a folder holds a lock in it to its end; the next start removes
+A Unix socket's path has 107 bytes at most, and ``$TMPDIR`` may be long, read-only or missing: the first
+usable place is taken. The process that makes a folder holds a lock in it to its end; the next start removes
 folders whose lock nobody holds.
 """
 
@@ -29,9 +29,10 @@ _OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 @contextlib.contextmanager
 def private_folder(room: int) -> Iterator[Path]:
-    """A folder that only this user reads, for the length of the block.
+    """Make a folder that only this user can read, for the length of the block.
 
-    ``room``: bytes that paths of sockets in it add to its own. `ConfigError` where there is no place for it.
+    ``room``: most bytes that paths of sockets in it add to the folder's own path. Raise `ConfigError` if no
+    place suits.
     """
     chosen = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
     in_order = (*chosen[:1], *_OTHERS, *chosen[1:])  # the user's choice first
@@ -72,15 +73,15 @@ def _make(places: Iterable[Path], room: int) -> tuple[Path, FileHold]:
 
 
 def _remove_orphans(place: Path) -> None:
-    """Remove folders of this user whose makers were killed before they could."""
+    """Remove folders of this user whose processes were killed before they could remove them."""
     with contextlib.suppress(OSError):
         for folder in place.iterdir():
-            with contextlib.suppress(OSError, ConfigError):  # it has gone, or somebody holds it
+            with contextlib.suppress(OSError, ConfigError):  # the folder is gone, or a process holds its lock
                 match, status = _NAME.fullmatch(folder.name), folder.lstat()
                 if not match or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                     continue  # others may plant names and links
                 if not (folder / _LOCK).exists() and Path(f"/proc/{match[1]}").exists():
-                    continue  # it is being made
+                    continue  # the folder is being made
                 lock = FileHold(folder / _LOCK)
                 lock.take(0)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -89,7 +90,7 @@ def _remove_orphans(place: Path) -> None:
 
 @functools.cache
 def shorten_multiprocessing() -> None:
-    """Let this process' multiprocessing make its sockets in a private folder, which lasts as long as it."""
+    """Let multiprocessing create its sockets in a private folder, which lasts as long as this process."""
     stack = contextlib.ExitStack()
     folder = stack.enter_context(private_folder(_MULTIPROCESSING_ROOM))
     util.Finalize(None, stack.close, exitpriority=-101)  # after multiprocessing's own, at -100

@@ -1,4 +1,4 @@
-"""Ranks as plain processes of this machine, for use without Ray and as the yardstick of Ray's price."""
+"""Runs ranks as plain processes of this machine, without Ray; also the baseline for the overhead of Ray."""
 
 import contextlib
 import ctypes
@@ -41,11 +41,12 @@ from braid.actors.controller.records.span_files import SpanFiles, socket_collect
 
 LOOPBACK = "127.0.0.1"
 PRELOADED = ["braid.actors.stage.rank.worker", "torch._dynamo"]
-"""What the server imports that ranks are forked from; torch's compiler, as making an optimizer imports it."""
+"""Modules that the fork server imports before ranks are forked; making an optimizer imports torch's compiler.
+"""
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 0.3
-"""From a closed pipe, which proves a process's end, to its exit code, which is only told. Not worth more."""
+"""Seconds to wait for the exit code of a process whose pipe has closed; the code is only for a message."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -57,16 +58,17 @@ class ProcessPlace:
     namespace: str | None = None
     cpus: tuple[int, ...] | None = None
     machine: str | None = None
-    """The host that it stands for, where that is not told by the address."""
+    """Name of the host that this place emulates, if the address does not identify it."""
 
     @property
     def host(self) -> str:
-        """Equal for ranks of one host."""
+        """Name of the host; equal for ranks of one host."""
         return self.machine or self.address
 
 
 def check_loopback() -> None:
-    """`ConfigError` where this machine does not reach itself: its loopback is down, as in a new namespace."""
+    """Raise `ConfigError` if this machine cannot reach itself: its loopback is down, as in a new
+    namespace."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_CONNECT_SECONDS).close()
@@ -78,7 +80,7 @@ def check_loopback() -> None:
 
 
 def check_room(config: Config, ranks: int) -> None:
-    """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has."""
+    """Raise `ConfigError` if the ranks need more CPUs or GPUs than this machine has."""
     gpus, wanted = gpus_here(os.environ), config.cluster.device
     if ranks > gpus and (wanted == "cuda" or (wanted == "auto" and gpus)):
         raise ConfigError(
@@ -100,11 +102,12 @@ class ProcessLauncher:
     def __init__(
         self, config: Config, places: Sequence[ProcessPlace] | None = None, serve: "Serve | None" = None
     ) -> None:
-        """``serve``: makes what each process serves, by default a `Worker`."""
+        """``serve``: makes the object that each process serves, by default a `Worker`."""
         self._config, self._places, self._serve = config, places, serve or _worker
 
     def check(self, ranks: int) -> None:
-        """`ConfigError` if the ranks need more CPUs, or GPUs, than this machine has, or have no network."""
+        """Raise `ConfigError` if the ranks need more CPUs or GPUs than this machine has, or have no
+        network."""
         if self._places is None:
             check_loopback()
         check_room(self._config, ranks)
@@ -118,12 +121,12 @@ class ProcessLauncher:
     def start(
         self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
     ) -> WorkerGroup:
-        """Start the processes, which waits for nothing; there is one machine, so nothing can be avoided."""
+        """Start the processes without waiting for them; ``avoid`` is ignored, as there is one machine."""
         self.check(ranks)
         return ProcessGroup(self._placed(ranks), self._config, self._serve)
 
     def _placed(self, ranks: int) -> Sequence[ProcessPlace]:
-        alone = self._config.cluster.emulated_link_mbit is not None  # each is a host of its own
+        alone = self._config.cluster.emulated_link_mbit is not None  # each rank is a host of its own
         return self._places or (separate_places(ranks) if alone else [ProcessPlace()] * ranks)
 
     def machines(self) -> list[str]:
@@ -134,7 +137,7 @@ class ProcessLauncher:
 
 
 def separate_places(ranks: int) -> list[ProcessPlace]:
-    """Each rank on CPUs of its own, as on a host of its own, where there are enough."""
+    """Give each rank CPUs of its own, as if on a host of its own, if there are enough."""
     cpus = sorted(os.sched_getaffinity(0))
     share = len(cpus) // ranks
     return [
@@ -144,9 +147,9 @@ def separate_places(ranks: int) -> list[ProcessPlace]:
 
 
 class ProcessGroup(WorkerGroup):
-    """One child process per rank, each at the end of two private pipes: for calls, and for its pulse.
+    """One child process per rank, connected by two private pipes: for calls, and for its pulse.
 
-    A fork server that has imported what a rank needs makes them, so that a lost rank is replaced at once.
+    A fork server that has imported what a rank needs starts them, so that a lost rank is replaced at once.
     """
 
     def __init__(self, places: Sequence[ProcessPlace], config: Config, serve: "Serve") -> None:
@@ -158,9 +161,9 @@ class ProcessGroup(WorkerGroup):
         secret = inherited(config.cluster.env, os.environ)
         self._environment = {**os.environ, **rank_environment(config, os.environ), **secret}
         self._asked: dict[int, deque[str]] = {}
-        """Questions that ranks have not answered yet, the oldest first."""
+        """Questions that each rank has not answered yet, the oldest first."""
         self._owed = [0] * len(places)
-        """Calls that a rank has not answered; more than one after a call that another rank's error ended."""
+        """Unanswered calls of each rank; more than one after a call that another rank's error ended."""
         self._children = [self._start(rank) for rank in range(len(places))]
 
     def _start(self, rank: int) -> "_Child":
@@ -175,7 +178,7 @@ class ProcessGroup(WorkerGroup):
             daemon=True,
         )
         with signals_held():
-            resource_tracker.ensure_running()  # which ends by letting this thread receive signals again
+            resource_tracker.ensure_running()  # unblocks signals in this thread at its end
         with signals_held():
             process.start()
         theirs.close()
@@ -214,7 +217,7 @@ class ProcessGroup(WorkerGroup):
                     outcomes.append((rank, self._ended(rank)))
                     continue
                 if not self._owed[rank]:
-                    outcomes.append((rank, outcome))  # else the answer to a call that nobody waits for
+                    outcomes.append((rank, outcome))  # else it answers a call that nobody waits for
         return outcomes, answers
 
     def _ended(self, rank: int) -> WorkerError:
@@ -225,7 +228,7 @@ class ProcessGroup(WorkerGroup):
         return WorkerError(rank, text, died=True)
 
     def _kill(self, rank: int) -> None:
-        self._asked.pop(rank, None)  # it answers nothing more, and its pipe is closed
+        self._asked.pop(rank, None)  # the rank answers no more, and its pipe is closed
         self._children[rank].kill()
 
     def _restart(self, ranks: Sequence[int]) -> None:
@@ -242,7 +245,8 @@ class ProcessGroup(WorkerGroup):
         }
 
     def shutdown(self) -> None:
-        """Ask every rank to end, then kill ranks that do not; a rank that is at work is not asked."""
+        """Ask every rank to end, then kill ranks that do not end; kill a rank that is at work without
+        asking."""
         for rank, child in enumerate(self._children):
             if rank in self._busy:
                 child.process.kill()
@@ -253,8 +257,8 @@ class ProcessGroup(WorkerGroup):
 
 
 class _PipeEnd:
-    """Our end of a pipe. A thread of its own sends, as a process that is stopped takes nothing out of a pipe
-    that is full: whoever waited for that would hang with it."""
+    """This process's end of a pipe. A separate thread sends, because a send to a stopped process whose pipe
+    is full would block for ever."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -263,7 +267,7 @@ class _PipeEnd:
         self._thread.start()
 
     def send(self, content: Any) -> None:
-        """Send when the other side takes it; a closed pipe is noticed by whoever reads from it."""
+        """Send once the other side accepts it; whoever reads from the pipe notices if it is closed."""
         self._unsent.put(ForkingPickler.dumps(content))
 
     def _run(self) -> None:
@@ -281,15 +285,15 @@ class _PipeEnd:
 
 @dataclass(frozen=True)
 class _Child:
-    """A rank's process and our ends of its pipes."""
+    """A rank's process and the controller's ends of its pipes."""
 
     process: BaseProcess
     calls: _PipeEnd
     pulse: _PipeEnd
 
     def kill(self) -> None:
-        """End the process, if it lives, and close the pipes. A process that the kernel does not let go of, as
-        one that waits for a disk, is not waited for."""
+        """End the process, if it lives, and close the pipes. Do not wait long for a process that the kernel
+        cannot kill, for example while it waits for a disk."""
         self.process.kill()
         self.process.join(_EXIT_SECONDS)
         self.calls.close()
@@ -297,7 +301,7 @@ class _Child:
 
 
 Serve = Callable[[int, str], Any]
-"""Makes, in a rank's process, the object whose methods are called: from the rank and its address."""
+"""Makes, from a rank and its address, the object whose methods are called in the rank's process."""
 
 
 def _worker(rank: int, address: str) -> Any:
@@ -314,16 +318,16 @@ def _run(
     pulse: Connection,
     environment: Mapping[str, str],
 ) -> None:
-    """A rank's main loop: a method's name and arguments in, its result or its failure out."""
-    die_with(os.getppid())  # the fork server's, which ends with whoever started it
-    os.environ.update(environment)  # the fork server's is that of its own start
+    """Run a rank's main loop: receive a method's name and arguments, send back its result or its failure."""
+    die_with(os.getppid())  # the parent is the fork server, which ends with whoever started it
+    os.environ.update(environment)  # the fork server keeps the environment of its own start
     if place.namespace is not None:
         enter_namespace(place.namespace)
     if place.cpus is not None:
         os.sched_setaffinity(0, place.cpus)
     for number in HELD:  # the controller decides when to end, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # what is ignored is ignored by a rank's children, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # children of a rank inherit ignored signals
     served: list[Any] = []
     threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
     worker = serve(rank, place.address)
@@ -340,7 +344,8 @@ def _run(
 
 
 def _answer(pulse: Connection, served: list[Any]) -> None:
-    """Call ``pulse`` and ``interrupt`` beside the main loop; what is served need not have them."""
+    """Answer ``pulse`` and ``interrupt`` while the main loop works; the served object need not have these
+    methods."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             question, arguments = pulse.recv()
@@ -348,7 +353,7 @@ def _answer(pulse: Connection, served: list[Any]) -> None:
             try:
                 if method := getattr(served[0], question, None) if served else None:
                     answer = method(*arguments)
-            except Exception:  # it must not end the thread that shows that a rank lives
+            except Exception:  # an error must not end the thread that shows that a rank lives
                 traceback.print_exc()
             pulse.send(answer)
 

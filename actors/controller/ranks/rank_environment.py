@@ -1,4 +1,4 @@
-"""What the processes of ranks begin with, wherever they are started: variables, and GPUs of this machine."""
+"""Sets what processes of ranks begin with, wherever they start: variables, and this machine's GPUs."""
 
 import contextlib
 import resource
@@ -38,14 +38,15 @@ _DETERMINISTIC: Final[Mapping[str, str]] = {
 
 
 def default_environment(outside: Mapping[str, str], *, deterministic: bool) -> dict[str, str]:
-    """What is set for every rank, unless the environment ``outside`` has it."""
+    """Return the variables that are set for every rank, unless the environment ``outside`` has them."""
     defaults = {**_DEFAULTS, **(_DETERMINISTIC if deterministic else {})}
     return {key: value for key, value in defaults.items() if key not in outside}
 
 
 def rank_environment(config: "Config", outside: Mapping[str, str]) -> dict[str, str]:
-    """What is set for ranks: defaults, unless the environment ``outside`` has them, then what ``cluster.env``
-    gives; what it inherits (`inherited`) is handed over apart, as this may be shown."""
+    """Return the variables that are set for ranks: defaults that the environment ``outside`` lacks, then
+    those that ``cluster.env`` gives a value. Inherited variables (`inherited`) may be secret and are handed
+    over separately."""
     chosen = default_environment(outside, deterministic=config.train.deterministic)
     given = {name: value for name, value in config.cluster.env.items() if value is not None}
     return {**chosen, "OMP_NUM_THREADS": str(config.cluster.threads_per_rank), **given}
@@ -55,7 +56,7 @@ _MOST_FILES: Final = 1 << 20
 
 
 def allow_open_files() -> None:
-    """Let this process, and what it starts, open as many files as it may: shards and sockets are files."""
+    """Raise this process's limit of open files, also for its children: shards and sockets are files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -67,7 +68,7 @@ _DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 
 
 def gpus_here(environment: Mapping[str, str], driver: Path = _DRIVER) -> int:
-    """NVIDIA's GPUs of this machine that processes may see, told without loading torch."""
+    """Count NVIDIA GPUs of this machine that processes may see, without loading torch."""
     there = len(list(driver.iterdir())) if driver.is_dir() else 0
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     return there if chosen is None else min(there, len([one for one in chosen.split(",") if one.strip()]))

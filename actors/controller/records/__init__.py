@@ -1,1 +1,1 @@
-"""What a run writes down: steps, events and incidents (`run_records.py`), a report, spans."""
+"""Records of a run: steps, events and incidents (`run_records.py`), a report, spans."""

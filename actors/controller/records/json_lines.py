@@ -1,4 +1,4 @@
-"""Files with a JSON object per line, written at their end and cut short by a crash at worst."""
+"""Files with one JSON object per line, which are appended to; a crash can only cut off the last line."""
 
 import contextlib
 import json
@@ -12,30 +12,32 @@ from typing import Any
 
 _CHUNK_BYTES = 1 << 16
 _WAITING_BYTES = 32 << 20
-"""Limit of the lines of a file that wait for room on the disk; beyond it the oldest lines are dropped."""
+"""Most bytes of lines that wait for room on the disk; beyond it the oldest lines are dropped."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
-"""Pause between two attempts to write the lines; every failed attempt doubles it, up to the second number."""
+"""Seconds between two attempts to write the lines; every failed attempt doubles it, up to the second
+number."""
 
 
 def cut_off(path: Path, first_step: int) -> None:
-    """End a file after the last line of a step before ``first_step``; needs no space."""
+    """Truncate a file after the last line of a step before ``first_step``; this needs no disk space."""
     path.touch()
     keep = next((end for line, end in backwards(path) if line.get("step", first_step) < first_step), 0)
     os.truncate(path, keep)
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last whole object of a file with one per line; empty if there is none."""
+    """Return the last complete object of a file with one per line; an empty dict if there is none."""
     return next((content for content, _ in backwards(path)), {})
 
 
 def backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Objects of a file with one per line and their ends, the last one first: long runs have long files."""
+    """Yield objects of a file with one per line, each with the position of its end, from the last one
+    backwards."""
     if not path.exists():
         return
     with path.open("rb") as file:
         position = end = file.seek(0, os.SEEK_END)
-        unread, whole = b"", False  # what follows the last line's end was cut short by a crash
+        unread, whole = b"", False  # text after the last line's end was cut short by a crash
         while position:
             begin = max(0, position - _CHUNK_BYTES)
             file.seek(begin)
@@ -56,7 +58,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, one at a time; lines that are none are left out."""
+    """Yield the objects of a file, one at a time; skip lines that are not JSON."""
     if path.exists():
         with path.open(encoding="utf-8") as file:
             for line in file:
@@ -66,7 +68,8 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class WaitingLines:
-    """Lines that a file had no room for: bounded, and tried again after pauses that grow."""
+    """Lines for which a file had no room: their size is limited, and writing is tried again after growing
+    pauses."""
 
     lines: deque[str] = field(default_factory=deque)
     size: int = 0
@@ -84,7 +87,8 @@ class WaitingLines:
         self.size = sum(map(len, self.lines))
 
     def write(self, path: Path) -> None:
-        """Append them to a file; `OSError` leaves it as it was, and the next attempt comes later."""
+        """Append the lines to a file; an `OSError` leaves the file as it was, and the next attempt comes
+        later."""
         try:
             with path.open("ab") as file:
                 size = file.tell()
@@ -94,7 +98,7 @@ class WaitingLines:
                 except OSError:
                     with contextlib.suppress(OSError):  # its buffer still holds lines
                         file.close()
-                    os.truncate(path, size)  # no half lines
+                    os.truncate(path, size)  # leave no half line
                     raise
         except OSError:
             self.again, self.pause = time.monotonic() + self.pause, min(2 * self.pause, _LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""What a run's numbers come to: fields of its records, made from the ranks' results, and its report."""
+"""Turns the ranks' results into fields of a run's records, and the records into its report."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from braid.actors.stage.rank.messages import SerialStep, StepResult
 from braid.scheduling.trace.spans import OverlapNumbers
 
 _PARTS = ("communication", "exposed", "slowdown", "launch_gap", "bubble", "waiting")
-"""Of a step's time, in `OverlapNumbers` with ``_ns`` behind them, in records with ``_seconds``."""
+"""Parts of a step's time: with suffix ``_ns`` in `OverlapNumbers`, with ``_seconds`` in records."""
 _OVERLAP = tuple(f"{part}_seconds" for part in _PARTS)
 _OF_A_STEP = ("step", "loss", "grad_norm", "lr", "seconds", "wall_seconds", "tokens")
 
@@ -25,12 +25,12 @@ def build_report(
     serial: SerialStep | None = None,
     predicted_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``report.json``. ``records``: of all steps, looked at once, one after the other.
+    """Build the contents of ``report.json``. ``records``: of all steps, consumed once, in order.
     ``predicted_seconds``: of a step, as simulated when the run was planned."""
     layout = config.layout()
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
-    overlaps, experts = [_Sums(), _Sums()], _Sums()  # overlap of the first step, which warms up, and others
+    overlaps, experts = [_Sums(), _Sums()], _Sums()  # of the first step, which warms up, and of others
     validation: dict[str, float | None] = {"loss": None, "bits_per_byte": None}
     last_experts: dict[str, float | None] = {}
     for record in records:
@@ -48,7 +48,7 @@ def build_report(
     step_seconds = [step["seconds"] for step in timed]
     seconds = sum(step["wall_seconds"] or step["seconds"] for step in timed)
     sections: dict[str, Any] = {"overlap": None}
-    if steps:  # means; what needs a profile is None without a profile
+    if steps:  # means; values that need a profile are None without one
         means = {name: overlaps[len(steps) > 1].mean(name) for name in _OVERLAP}
         communication = means["communication_seconds"] or 0.0
         hidden = communication - (means.pop("exposed_seconds") or 0.0)
@@ -60,7 +60,7 @@ def build_report(
             "limit_speedup": serial.limit_speedup if serial else None,
             "recovered": serial.recovered(median(step_seconds)) if serial else None,
         }
-    if last_experts:  # in the last step, as training changes the spread of tokens, and on average
+    if last_experts:  # of the last step, as training changes the spread of tokens, and means
         mean = {name: experts.mean(name) for name in last_experts}
         sections["experts"] = {"last": last_experts, "mean": mean}
     if predicted_seconds is not None and step_seconds:  # a step as simulated and as measured
@@ -104,7 +104,7 @@ class _Sums:
 
 
 def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
-    """What a line of ``ranks.jsonl`` says of every rank.
+    """Return the fields of a line of ``ranks.jsonl``, with one entry per rank.
 
     ``waits_for``: peer, operator and seconds of the longest waits for a peer.
     """
@@ -125,8 +125,8 @@ def rank_fields(results: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def overlap_fields(ranks: Sequence[OverlapNumbers]) -> dict[str, Any]:
-    """The fields of a step's record that come from spans: means over the ranks, in seconds; None for what is
-    not known of a rank."""
+    """Return a step record's fields that come from spans: means over the ranks, in seconds; None for a number
+    that some rank does not know."""
 
     def mean(values: Sequence[int | None]) -> float | None:
         known = [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""How tokens were spread over experts in a step: numbers of its record, from the sums of all ranks.
+"""Computes how a step spread tokens over experts, for its record, from the sums of all ranks.
 
 Legend: L layers with experts, E experts of each, G groups of ranks that exchange tokens.
 """
@@ -16,46 +16,50 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
 
 _COUNTS_A_RECORD: Final = 256
-"""Counts of visits that a record holds on average, some 2 KB: of 32 layers of 8 experts every one has all."""
+"""Average number of visit counts per record, some 2 KB: up to 32 layers of 8 experts, every record has all
+counts."""
 _PLACES: Final = 5
-"""Decimal places of ratios and shares."""
+"""Decimal places to which ratios and shares are rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNumbers:
-    """Of one step. Where not said otherwise means over layers; ``worst`` is the layer that is worst by it."""
+    """Expert load in one step: means over layers unless stated otherwise; ``worst_`` fields are the worst
+    layer's."""
 
     imbalance: float
-    """Visits of the fullest expert over the average: 1 if all have as many, at most E. 1 + MaxVio of Wang et
-    al. 2024 (arXiv 2408.15664)."""
+    """Visits of the fullest expert over the average: 1 if all have equally many, at most E. It equals 1 +
+    MaxVio of Wang et al. 2024 (arXiv 2408.15664)."""
     worst_imbalance: float
     entropy: float
-    """Of the load, as a share of log E, that of a balanced one: models of any E compare. E to its power is
-    the number of experts with equal loads that have the same entropy."""
+    """Entropy of the load, relative to log E, that of a balanced load, so that models of any E can be
+    compared. E to its power is the number of equally loaded experts with the same entropy."""
     worst_entropy: float
     unvisited: int
-    """Experts that no token visited, of all layers."""
+    """Number of experts that no token visited, summed over layers."""
     worst_unvisited: int
-    """The same in one layer."""
+    """Largest number of unvisited experts in one layer."""
     dropped: float | None = None
-    """Share of visits that found no place; None if experts have no capacity."""
+    """Share of visits that were dropped for lack of capacity; None if experts have no capacity limit."""
     worst_dropped: float | None = None
     rank_imbalance: float | None = None
-    """Rows of the fullest rank over the average rank of its stage. None if experts are not cut over ranks
-    (ep), or have a capacity: then all ranks compute as many rows. Rows are the step's: single micro-batches,
-    which ranks wait for each other in, are further apart."""
+    """Rows of the fullest rank over the average rank of its stage. None if experts are not distributed (ep
+    1), or have a capacity: then all ranks compute equally many rows. Rows are counted over the step: single
+    micro-batches, after each of which ranks wait for each other, differ more."""
     worst_rank_imbalance: float | None = None
     balance_loss: float | None = None
-    """Per token, the sum of all layers: what is trained beside ``loss``. None if there is no such loss."""
+    """Balancing loss per token, summed over layers, which is trained in addition to ``loss``. None if there
+    is none."""
     z_loss: float | None = None
     layers: tuple[int, ...] = ()
-    """Layers of ``visits``."""
+    """Numbers of the layers in ``visits``."""
     visits: tuple[tuple[int, ...], ...] = ()
-    """Of every expert, layer by layer (L x E); empty in records that are spared them (`tells_visits`)."""
+    """Visits of every expert, layer by layer (L x E); empty in records that omit them (`tells_visits`)."""
 
 
 def tells_visits(shape: ModelShape, step: int, last: int) -> bool:
-    """Whether the record of a step (from 1) holds all counts: more of them are told every so many steps."""
+    """Return whether the record of a step (from 1) contains all counts; large models record them only every
+    so many steps."""
     every = ceil(shape.expert_layers * shape.experts / _COUNTS_A_RECORD)
     return step == last or (step - 1) % max(1, every) == 0
 
@@ -68,9 +72,8 @@ def expert_numbers(
     *,
     visits: bool,
 ) -> ExpertNumbers | None:
-    """Numbers of a step from the sums of all ranks; None without experts. ``tokens``: of the step.
-
-    ``visits``: with all counts.
+    """Compute a step's numbers from the sums of all ranks; None without experts. ``tokens``: number of tokens
+    in the step. ``visits``: whether to include all counts.
     """
     layers = tuple(sorted({layer for sums in ranks if sums is not None for layer in sums.layers}))
     if not layers:
@@ -107,7 +110,7 @@ def expert_numbers(
 
 
 def _added(layers: Sequence[int], experts: int, ranks: Iterable[RoutingSums | None]) -> NDArray[np.int64]:
-    """Visits of all ranks (L x E)."""
+    """Add up the visits of all ranks (L x E)."""
     visits_LE = np.zeros((len(layers), experts), np.int64)
     for sums in (sums for sums in ranks if sums is not None):
         visits_LE[[layers.index(layer) for layer in sums.layers]] += sums.visits
@@ -123,15 +126,15 @@ def _mean_and_worst(name: str, values_L: NDArray[np.float64], worst: Any) -> dic
 def _rank_imbalance(
     layers: Sequence[int], ranks: Sequence[RoutingSums | None], shape: ModelShape, layout: ParallelLayout
 ) -> NDArray[np.float64]:
-    """Rows of the fullest rank over the average, by layer.
+    """Return the rows of the fullest rank over the average, by layer.
 
-    Ranks of tp have the same experts, of which each has a part of the width: they compute the same rows.
+    Tensor-parallel ranks each have a part of the width of the same experts, so they compute the same rows.
     """
     mesh = layout.mesh
-    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # of ranks that exchange tokens
+    groups = mesh.groups((*mesh.factors_of("ep"), *mesh.factors_of("tp")))  # ranks that exchange tokens
     visits_LGE = np.stack([_added(layers, shape.experts, (ranks[r] for r in group)) for group in groups], 1)
     rows_LG_ranks = visits_LGE.reshape(*visits_LGE.shape[:2], layout.ep, -1).sum(3)
-    # A group of another stage has no rows of a layer; all groups that have some have as many.
+    # A group of another stage has no rows of a layer; all groups with rows of a layer have equally many.
     groups_L = (rows_LG_ranks.sum(2) > 0).sum(1)
     average_L = rows_LG_ranks.sum((1, 2)) / (groups_L * layout.ep)
     imbalance_L: NDArray[np.float64] = rows_LG_ranks.max((1, 2)) / average_L

@@ -1,4 +1,5 @@
-"""What a run leaves behind: ``runs/NAME`` with its lock, metrics and report, and the events it tells."""
+"""Writes a run's files: ``runs/NAME`` with its lock, metrics and report; defines the events that a run
+yields."""
 
 import contextlib
 import json
@@ -26,7 +27,7 @@ from braid.scheduling.text.json_text import json_text
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The ranks are ready; training goes on after ``first_step - 1`` finished steps."""
+    """The ranks are ready; training continues after ``first_step - 1`` finished steps."""
 
     first_step: int
     last_step: int
@@ -35,7 +36,7 @@ class Started:
     run_directory: str
     notes: tuple[str, ...] = ()
     at_risk: str = ""
-    """What a failure would cost."""
+    """Description of what a failure would cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class CheckpointSaved:
     step: int
     path: str
     seconds: float
-    """From its begin to its publication, most of it in the background."""
+    """Seconds from the save's begin to its publication, most of it in the background."""
     stalled_seconds: float = 0.0
-    """For so long training waited."""
+    """Seconds for which training waited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,10 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """Something that does not belong to every run: a line of ``events.jsonl``."""
+    """An unusual event: a line of ``events.jsonl``."""
 
     kind: str
-    """``telemetry``, ``failed``, ``restarted``, ...: what the live page marks."""
+    """Kind of event, such as ``telemetry``, ``failed``, ``restarted``; the live page marks some kinds."""
     text: str
     step: int
 
@@ -79,11 +80,11 @@ Event = Started | StepDone | CheckpointSaved | Finished | Incident
 _MARK, _CONFIG = "run-mark", "config.yaml"
 
 WINDOW = 20
-"""Records of the newest steps that are kept in memory; all are in the run's files."""
+"""Number of newest step records that are kept in memory; all records are in the run's files."""
 
 
 def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
-    """What `RunDirectory` refuses, before anything starts. `HeldError` where another run is under way."""
+    """Raise the errors of `RunDirectory` before anything starts; `HeldError` if another run is under way."""
     path = config.run_directory
     if path.resolve().parent != config.runs.resolve():
         raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
@@ -110,10 +111,10 @@ def _acquire(path: Path) -> FileHold:
 
 
 class RunDirectory:
-    """``runs/NAME``, locked for as long as this object is open."""
+    """The folder ``runs/NAME``, locked for as long as this object is open."""
 
     def __init__(self, config: Config, *, resume: bool, overwrite: bool, mark: str = "") -> None:
-        """mark: of the run that goes on, if its checkpoints are elsewhere (`homes.begun_mark`)."""
+        """``mark``: mark of the resumed run, if its checkpoints are elsewhere (`homes.begun_mark`)."""
         self.path = config.run_directory
         check_run_directory(config, resume=resume, overwrite=overwrite, mark=mark)
         with _unwritable(self.path):
@@ -125,18 +126,18 @@ class RunDirectory:
         self._description: dict[str, str | bytes] = {}
         """Files that `describe` wrote; empty before."""
         self.identity = identity_of(self.path, config.name, mark if resume else "")
-        """Tells this run's checkpoints from others'."""
+        """Identity that distinguishes this run's checkpoints from others'."""
         self._waiting: dict[str, WaitingLines] = defaultdict(WaitingLines)
-        if self._replaces and not overwrite:  # of somebody who was faster
+        if self._replaces and not overwrite:  # another command began a run first
             self.close()
             check_run_directory(config, resume=resume, overwrite=overwrite)
 
     def describe(self, plan: RunPlan, cluster: dict[str, Any]) -> None:
-        """Write down what the run is, now that it starts; only here is a run that it replaces removed."""
+        """Write the run's description as it starts; only now remove a run that it replaces."""
         if self._replaces:
             begun = (self.path / ".lock").stat().st_mtime_ns
             for old in (self.path / log.FOLDER).glob("*"):
-                if old.stat().st_mtime_ns < begun:  # the others are of ranks that have started
+                if old.stat().st_mtime_ns < begun:  # other logs belong to ranks that have started
                     old.unlink()
             for path in self.path.iterdir():
                 if path.name not in (".lock", log.FOLDER):
@@ -155,9 +156,9 @@ class RunDirectory:
         self._description = description
 
     def _make_anew(self) -> None:
-        """Write the description again where somebody has removed the directory: the run goes on in it.
+        """Write the description again if somebody has removed the directory, as the run continues in it.
 
-        `HeldError` if another run has begun there. A disk that does not answer is waited for, as always.
+        Raise `HeldError` if another run has begun there. If the disk does not answer, wait as in every write.
         """
         try:
             locked = (self.path / ".lock").exists()
@@ -177,7 +178,7 @@ class RunDirectory:
         self.trouble = f"{self.path} was removed during the run; records of earlier steps are lost"
 
     def _write(self, name: str, content: str | bytes) -> None:
-        """Replace a file; a run that is under way goes on where there is no room for it."""
+        """Replace a file; a run under way continues even if there is no room for it."""
         path = self.path / name
         content = content.encode() if isinstance(content, str) else content
         with self._telling(path) if self._description else _unwritable(path):
@@ -187,7 +188,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _telling(self, path: Path) -> Iterator[None]:
-        """Say in `trouble` that a file cannot be written in the block."""
+        """Record in `trouble` if a file cannot be written in the block."""
         try:
             yield
         except OSError as error:
@@ -195,7 +196,8 @@ class RunDirectory:
 
     @property
     def last_generation(self) -> int:
-        """Of the run that goes on here; 0 if it begins. A generation's number is never used again."""
+        """Number of the resumed run's last generation; 0 for a new run. Generation numbers are never used
+        again."""
         if self._replaces:
             return 0
         newest = 0
@@ -206,7 +208,7 @@ class RunDirectory:
         return newest
 
     def unfinished(self) -> Interruption | None:
-        """The end of a controller before this one, if it did not end as it should have."""
+        """Return how the previous controller ended, if it did not end properly."""
         event, step = last_line(self.path / "events.jsonl"), last_line(self.metrics)
         if not event or not step or event["kind"] in ("finished", "failed"):
             return None
@@ -215,11 +217,11 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """File with one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     def rewind(self, first_step: int) -> list[StepRecord]:
-        """Drop the metrics of steps that will run again; returns the newest `WINDOW` records that stay."""
+        """Drop the metrics of steps that will run again; return the newest `WINDOW` records that remain."""
         for name in ("metrics.jsonl", "ranks.jsonl"):
             with contextlib.nullcontext() if self._description else _unwritable(self.path / name):
                 cut_off(self.path / name, first_step)
@@ -229,7 +231,8 @@ class RunDirectory:
         return [record_of(line) for line in [*reversed(older), *waiting][-WINDOW:]]
 
     def records(self) -> Iterator[StepRecord]:
-        """Of all steps, read anew, one at a time: a long run's do not fit in memory."""
+        """Yield the records of all steps, read from disk one at a time: a long run's records do not fit in
+        memory."""
         yield from read_metrics(self.metrics)
         yield from (record_of(json.loads(line)) for line in self._waiting["metrics.jsonl"].lines)
 
@@ -242,22 +245,22 @@ class RunDirectory:
         self._add("ranks.jsonl", ranks)
 
     def incident(self, **facts: Any) -> None:
-        """Add a line to ``incidents.jsonl``: what failed, when that was known, and what it cost."""
+        """Add a line to ``incidents.jsonl``: what failed, when it was noticed, and what it cost."""
         self._add("incidents.jsonl", facts)
 
     def note(
         self, kind: str, step: int, generation: int, text: str, shown_as: str = "", **facts: Any
     ) -> Incident:
-        """Add a line to ``events.jsonl``: what happened when, for the live page and its charts' marks.
+        """Add a line to ``events.jsonl``: what happened when, for the live page and marks in its charts.
 
-        Returns the event to yield, if it is shown; its kind is ``shown_as`` where that is given.
+        Return the event, to be yielded if it is shown; its kind is ``shown_as`` if that is given.
         """
         line = {"time": time.time(), "kind": kind, "step": step, "generation": generation, "text": text}
         self._add("events.jsonl", {**line, **facts})
         return Incident(kind=shown_as or kind, text=text, step=step)
 
     def _add(self, name: str, content: dict[str, Any]) -> None:
-        """Append a line to a file; what does not fit on the disk is kept for later, and `trouble` says so."""
+        """Append a line to a file; keep it for later if the disk is full, and record that in `trouble`."""
         self._waiting[name].add(json_text(content) + "\n")
         if time.monotonic() >= self._waiting[name].again:
             self._flush(name)
@@ -267,13 +270,13 @@ class RunDirectory:
             self._waiting[name].write(self.path / name)
 
     def write_report(self, report: dict[str, Any]) -> str:
-        """Write ``report.json``; returns why it could not be written, or nothing."""
+        """Write ``report.json``; return why it could not be written, or an empty string."""
         self.trouble = ""
         self._write("report.json", json_text(report, indent=1))
         return self.trouble
 
     def close(self) -> None:
-        """Write what waits, let go of the lock, and of the directory if the run never started."""
+        """Write waiting lines and release the lock; remove the directory if the run never started."""
         for name in [name for name, waiting in self._waiting.items() if waiting.lines]:
             self._flush(name)
         with contextlib.suppress(OSError):
@@ -288,7 +291,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def _unwritable(path: Path) -> Iterator[None]:
-    """Raise `ConfigError` where a run that begins cannot write a file in the block."""
+    """Raise `ConfigError` if a run that begins cannot write a file in the block."""
     try:
         yield
     except OSError as error:
@@ -297,7 +300,8 @@ def _unwritable(path: Path) -> Iterator[None]:
 
 
 def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:
-    """Of the run with a mark, which goes on in a directory; without one, of a run that begins there."""
+    """Return the identity of the run with a mark that is resumed in a directory, or, if the mark is empty, of
+    a new run."""
     before = read_identity(directory)
     if mark:
         return RunIdentity(name, mark, before.replaces if before is not None else ())
@@ -306,7 +310,7 @@ def identity_of(directory: Path, name: str, mark: str) -> RunIdentity:
 
 
 def read_identity(directory: Path) -> RunIdentity | None:
-    """Of the run that a directory holds; None if it does not say."""
+    """Read the identity of the run that a directory holds; None if there is none."""
     try:
         mark, *replaces = (directory / _MARK).read_text(encoding="utf-8").split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Keeps the spans that ranks stream in the run directory, within a budget of bytes per rank."""
+"""Writes the spans that ranks stream into the run directory, within a limit of bytes per rank."""
 
 import contextlib
 import socketserver
@@ -13,7 +13,7 @@ from braid.actors.controller.ranks.private_folders import private_folder
 from braid.scheduling.trace.batches import SUFFIX, Batch, decode, head
 
 FILES = 4
-"""Files per rank; the budget is shared between them."""
+"""Number of files per rank, which share the limit."""
 _READ = 1 << 18
 
 
@@ -24,7 +24,7 @@ class _RankFile:
     size: int = 0
     generation: int = -1
     expected: int = 0
-    """Sequence number of its next batch."""
+    """Sequence number of the rank's next batch."""
 
     def close(self) -> None:
         file, self.file = self.file, None
@@ -34,23 +34,24 @@ class _RankFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCounts:
-    """What became of the spans of a run so far."""
+    """Counts of a run's spans so far."""
 
     written: int = 0
     lost: int = 0
-    """Not written: the disk was full, or batches were missing or damaged."""
+    """Spans not written: the disk was full, or batches were missing or damaged."""
     trouble: str = ""
     """Why something could not be written; empty if everything was."""
 
 
 class SpanFiles:
-    """Appends batches to ``trace/rank-RRRRR.NNNN.arrows``; where there are too many, the oldest file goes.
+    """Appends batches to ``trace/rank-RRRRR.NNNN.arrows``; if a rank has too many files, the oldest is
+    removed.
 
-    Each can be read alone. Not being able to write ends nothing: it is counted and told.
+    Each file can be read alone. A failed write ends nothing: it is counted and reported.
     """
 
     target = ""
-    """The path of a Unix socket that takes spans for these files, within `socket_collector`."""
+    """Path of a Unix socket that accepts spans for these files, within `socket_collector`."""
 
     def __init__(self, directory: Path, bytes_per_rank: int) -> None:
         self._directory = directory
@@ -60,7 +61,8 @@ class SpanFiles:
         self._lock = threading.Lock()
 
     def take(self, data: bytes) -> int:
-        """Write the whole batches in some bytes; how many bytes they were. `ValueError` for damaged ones."""
+        """Write the complete batches among some bytes; return their number of bytes. Raise `ValueError` for
+        damaged ones."""
         done = 0
         with self._lock:
             for batch, end in decode(data):
@@ -91,14 +93,14 @@ class SpanFiles:
             rank.size += len(data)
             self._counts = replace(counts, written=counts.written + len(batch.records))
         except OSError as error:
-            with contextlib.suppress(OSError):  # it may end within a batch now: another file is begun
+            with contextlib.suppress(OSError):  # it may end within a batch now, so another file is begun
                 rank.close()
             self._counts = replace(counts, lost=counts.lost + len(batch.records), trouble=str(error))
 
     def _open_next(self, name: str, rank: _RankFile) -> None:
         rank.close()
         self._directory.mkdir(parents=True, exist_ok=True)
-        # From 9999 on, numbers in names have more digits, and names do not stand in order.
+        # From number 9999 on, names have more digits, and do not sort by number.
         files = {int(path.name.split(".")[1]): path for path in self._directory.glob(f"{name}.*{SUFFIX}")}
         rank.number = 1 + (rank.number if rank.number >= 0 else max(files, default=-1))
         files[rank.number] = self._directory / f"{name}.{rank.number:04d}{SUFFIX}"
@@ -110,11 +112,11 @@ class SpanFiles:
 
 _SOCKET = "/spans"
 _QUIET_SECONDS = 0.1
-"""A rank that has sent nothing for so long at the end of a run has nothing on its way."""
+"""Seconds without data after which, at the end of a run, nothing more is expected from a rank."""
 
 
 class _Connection(socketserver.BaseRequestHandler):
-    """Reads what a rank sends; a rank that sends other bytes than batches is shut out."""
+    """Reads what a rank sends; disconnects a rank that sends anything but batches."""
 
     server: "_Connections"
 
@@ -146,8 +148,8 @@ class _Connections(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 @contextlib.contextmanager
 def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
-    """Collect from ranks of this machine for as long as the block lasts; then everything that has arrived is
-    in the files."""
+    """Collect spans from ranks of this machine for the length of the block; afterwards all spans that arrived
+    are in the files."""
     with private_folder(room=len(_SOCKET)) as folder:
         files.target = f"{folder}{_SOCKET}"
         server = _Connections(files)
@@ -158,6 +160,6 @@ def socket_collector(files: SpanFiles) -> Iterator[SpanFiles]:
         finally:
             server.shutdown()
             server.ending = True
-            server.server_close()  # once all connections have been read
+            server.server_close()  # waits until all connections have been read
             thread.join()
             files.close()

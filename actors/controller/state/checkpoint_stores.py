@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are: in its own directory and, if it has one, in its mirror."""
+"""Finds a run's checkpoints: in its own directory and, if it has one, in its mirror."""
 
 import contextlib
 import shutil
@@ -14,23 +14,24 @@ from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentit
 from braid.scheduling.model.shape import ModelShape
 
 Verify = Callable[[Path], None]
-"""Reads all files of a checkpoint; `CheckpointError` if one is not what was saved."""
+"""Reads all files of a checkpoint; raises `CheckpointError` if one is not as it was saved."""
 
 
 class AwayError(CheckpointError):
-    """No home has a checkpoint to look at, or one did not answer: that may change."""
+    """No place has a checkpoint, or a place did not answer; a later try may succeed."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from, and what was wrong with newer ones."""
+    """A checkpoint to resume from, and notes about newer checkpoints that were damaged."""
 
     path: str
     manifest: Manifest
     notes: tuple[str, ...] = ()
 
     def check_data(self, here: dict[str, Any]) -> None:
-        """`CheckpointError` if other samples would come next than in the run that wrote it."""
+        """Raise `CheckpointError` if other samples would come next than in the run that wrote the
+        checkpoint."""
         if odd := [key for key in here if self.manifest.data.get(key) != here[key]]:
             raise CheckpointError(
                 f"checkpoint {self.path} was trained with {odd[0]}={self.manifest.data.get(odd[0])!r}, "
@@ -39,19 +40,21 @@ class Found:
 
 
 class Homes:
-    """All places that a run can go on from."""
+    """All places with checkpoints from which a run can resume."""
 
     def __init__(
         self, store: CheckpointStore, mirror: Mirror | None, run: str, *, unmarked: bool = True
     ) -> None:
-        """run: the mark that this run's checkpoints have. unmarked: checkpoints without a mark, which older
-        versions wrote, are this run's too: not in a folder whose run is being replaced."""
+        """``run``: the mark that this run's checkpoints have. ``unmarked``: whether checkpoints without a
+        mark, which older versions wrote, count as this run's; False if the folder's former run is being
+        replaced."""
         self.store, self.mirror, self.run = store, mirror, run
         self._own = (run, "") if unmarked else (run,)
 
     @classmethod
     def of(cls, config: Config, run: RunIdentity, *, resume: bool = True) -> "Homes":
-        """The homes in a configuration; `ConfigError` if no file system answers to the mirror's URL."""
+        """Build the homes that a configuration names; raise `ConfigError` if the mirror's URL has no file
+        system."""
         url = config.checkpoint.mirror
         mirror = Mirror(url, run) if url is not None else None
         store = CheckpointStore(config.run_directory / "checkpoints")
@@ -59,13 +62,14 @@ class Homes:
 
     @property
     def stores(self) -> tuple[CheckpointStore, ...]:
-        """Disks to write to: the run's own directory and, where it has no room, a mirror that is a disk."""
+        """Disks to write to: the run's own directory, then the mirror if it is a disk (used if the first is
+        full)."""
         spare = self.mirror.store if self.mirror is not None else None
         return (self.store,) if spare is None else (self.store, spare)
 
     def steps(self) -> list[int]:
-        """Steps of this run's checkpoints, whole or not, without asking another machine; oldest first. A
-        folder that cannot be read has none at present."""
+        """Return the steps of this run's checkpoints on disks of this machine, complete or not, oldest first.
+        A folder that cannot be read counts as empty."""
         steps: set[int] = set()
         for store in self.stores:
             with contextlib.suppress(OSError):
@@ -74,20 +78,21 @@ class Homes:
         return sorted(steps)
 
     def begun(self) -> bool:
-        """Whether there is a checkpoint in some home; `MirrorError` if the mirror does not answer."""
+        """Return whether any home has a checkpoint; raise `MirrorError` if the mirror does not answer."""
         return bool(self._here() or (self.mirror is not None and self.mirror.steps()))
 
     def _here(self) -> list[int]:
-        """Steps in the run's own directory that are not known to be another run's."""
+        """Return the steps in the run's own directory whose checkpoints are not known to be another run's."""
         return [step for step in self.store.steps() if self.store.run_of(step) in (*self._own, None)]
 
     def newest_of(self, shape: ModelShape, verify: Verify | None = None) -> Found:
-        """The newest good checkpoint; `CheckpointError` if there is none, or it is of another model.
+        """Return the newest good checkpoint; raise `CheckpointError` if there is none, or it is of another
+        model.
 
-        Without ``verify``, by what manifests and the sizes of files say, and nothing is fetched.
+        Without ``verify``, only manifests and file sizes are checked, and nothing is fetched.
         """
         found = self.newest_good(verify)
-        # What older checkpoints do not know, their models have not; attention masks have no parameters.
+        # Fields that older checkpoints lack have their defaults; attention masks have no parameters.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
         ours, theirs = asdict(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
         if theirs != ours:
@@ -99,10 +104,11 @@ class Homes:
         return found
 
     def newest_good(self, verify: Verify | None = None) -> Found:
-        """The newest checkpoint that nothing is wrong with, and what there is to tell of it.
+        """Return the newest undamaged checkpoint, with notes about damaged newer ones.
 
-        `CheckpointError` if there is none; `AwayError` if no home holds a checkpoint, or one is unreadable.
-        If both places hold a good checkpoint of a step, the run's directory is preferred to the mirror.
+        Raise `CheckpointError` if there is none; `AwayError` if no home holds a checkpoint, or one is
+        unreadable. If both places hold a good checkpoint of a step, the run's directory is preferred to the
+        mirror.
         """
         complaints: list[str] = []
         here, there = set[int](), set[int]()
@@ -136,7 +142,8 @@ class Homes:
         return Found(str(path), _checked(path, verify), notes)
 
     def _bring(self, step: int, verify: Verify | None, complaints: Sequence[str]) -> Found:
-        """The mirror's: a folder that is read there, or that is fetched into the run's own directory."""
+        """Return the mirror's checkpoint of a step: read in place if the mirror is a folder, else fetched
+        into the run's own directory (only if it is to be verified)."""
         mirror = self.mirror
         assert mirror is not None
         store = mirror.store
@@ -163,10 +170,10 @@ def _checked(path: Path, verify: Verify | None) -> Manifest:
 
 
 def begun_mark(config: Config) -> str:
-    """The mark of the run that a configuration names, wherever it has left one; empty if nowhere.
+    """Return the mark of the run that a configuration names, wherever it is stored; empty if it is nowhere.
 
-    It stands in the run's directory and in its checkpoints; where those are lost, the mirror knows.
-    `MirrorError` if that does not answer: a run must not begin anew because nobody could be asked.
+    The run's directory and its checkpoints hold the mark; if they are lost, the mirror is asked. Raise
+    `MirrorError` if it does not answer: a run must not begin anew because nobody could be asked.
     """
     if (identity := read_identity(config.run_directory)) is not None:
         return identity.mark

@@ -1,9 +1,9 @@
-"""A lock file: a process holds it, and lets go of it when the process ends, however it ends.
+"""A lock file that a process holds, and that is released when the process ends, however it ends.
 
-`flock` does that where the file system has it. Where it has not (Lustre without ``-o flock``), `filelock`
-goes over to a file that names its holder's process and host: that of a dead process of this host counts for
-nothing, so that a killed run goes on at once; that of another host stays until somebody removes it, since
-nobody here can know what lives there.
+The file system's `flock` does that. Where there is none (Lustre without ``-o flock``), `filelock` falls back
+to a file that names its holder's process and host. If that is a dead process of this host, the file is
+ignored, so that a killed run can resume at once; if it is of another host, the file stays until somebody
+removes it, since its holder may still live.
 """
 
 import os
@@ -15,26 +15,26 @@ from filelock import FileLock, SoftFileLock, Timeout
 from braid.actors.config import ConfigError
 
 _MOMENT_S = 0.3
-"""For who has just ended."""
+"""Seconds to wait for a holder that is just ending."""
 
 
 class HeldError(ConfigError):
-    """Somebody else holds the file: the message says who."""
+    """Another process holds the lock file; the message names it."""
 
 
 class FileHold:
-    """A lock file that this process takes and releases; from any of its threads."""
+    """A lock file that any thread of this process may take and release."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = FileLock(path, thread_local=False)
 
     def take(self, patience_s: float = _MOMENT_S) -> None:
-        """`HeldError` if another process holds it after so long, for ever if that is negative. `ConfigError`
-        where nothing can be locked."""
+        """Take the lock; raise `HeldError` if another process holds it after ``patience_s`` (negative: wait
+        for ever), `ConfigError` if the file system cannot lock."""
         try:
             self._lock.acquire(timeout=patience_s)
-            if not isinstance(self._lock, SoftFileLock):  # which has written the same itself
+            if not isinstance(self._lock, SoftFileLock):  # a soft lock has written the same itself
                 self.path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
         except Timeout:
             # a flock is never left behind, and removing its file would let two processes in
@@ -49,7 +49,7 @@ class FileHold:
             ) from None
 
     def holder(self) -> str:
-        """Process and host that hold it, or held it last."""
+        """Return the process and host that hold the file, or held it last."""
         try:
             return " on ".join(self.path.read_text(encoding="utf-8").split()[:2]) or "unknown"
         except (OSError, UnicodeDecodeError):

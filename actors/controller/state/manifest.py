@@ -1,8 +1,9 @@
-"""Checkpoints as directories: made aside, checksummed, published by one rename, verified before use.
+"""Stores checkpoints as directories: written aside, checksummed, published by one rename, verified before
+use.
 
-``checkpoints/step-N/`` holds what the ranks wrote and ``manifest.json``: size and SHA-256 of every file, the
-step, the layout that wrote it, the data it was trained on. ``latest`` names the newest. Nothing is ever
-overwritten, and nothing is loaded that does not match its manifest (docs/design.md, Failure).
+``checkpoints/step-N/`` holds the files of the ranks and ``manifest.json``: size and SHA-256 of every file,
+the step, and the layout and data of the run. ``latest`` names the newest. No file is ever overwritten, and a
+checkpoint that does not match its manifest is never loaded (docs/design.md, Failure).
 """
 
 import errno
@@ -25,7 +26,7 @@ class CheckpointError(ValueError):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is; ``files`` maps a name to (bytes, SHA-256)."""
+    """Description of a checkpoint; ``files`` maps a name to (bytes, SHA-256)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     version: Literal[1] = 1
@@ -35,11 +36,11 @@ class Manifest(BaseModel):
     shape: dict[str, Any]
     files: dict[str, tuple[int, str]]
     run: str = ""
-    """Mark of the run that wrote it (`RunDirectory.identity`); empty if that has none."""
+    """Mark of the run that wrote the checkpoint (`RunDirectory.identity`); empty if the run has none."""
 
     @staticmethod
     def from_json(text: str | bytes) -> "Manifest":
-        """Read the text of a manifest; `ValueError` if it is none."""
+        """Parse the text of a manifest; raise `ValueError` if it is not one."""
         try:
             return Manifest.model_validate_json(text)
         except ValidationError as error:
@@ -54,11 +55,11 @@ class CheckpointStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.trouble: dict[str, None] = {}
-        """What could not be removed or written beside published checkpoints: nothing that makes a checkpoint
-        worse. Removals are tried again with the next checkpoint."""
+        """Messages about old folders that could not be removed and about ``latest``, if it could not be
+        written; published checkpoints are fine. Removals are tried again with the next checkpoint."""
 
     def begin(self, step: int, generation: int) -> Path:
-        """A fresh directory for the ranks to write into."""
+        """Make a fresh directory for the ranks to write into."""
         path = self.directory / f"step-{step}.tmp-{generation}"
         if path.exists():
             shutil.rmtree(path)
@@ -66,10 +67,10 @@ class CheckpointStore:
         return path
 
     def publish(self, written: Path, files: Digests, **facts: Any) -> Path:
-        """Give a folder of written files its name. ``files``: all of them, which their writers have made
-        durable. ``facts``: the other fields of `Manifest`.
+        """Rename a folder of written files to its final name. ``files``: all of them, already durable.
+        ``facts``: the other fields of `Manifest`.
 
-        `CheckpointError` if there are others in the folder, or of other sizes.
+        Raise `CheckpointError` if the folder's files differ from ``files`` in names or sizes.
         """
         manifest = Manifest(files=dict(sorted(files.items())), **facts)
         write_durably(written / MANIFEST, manifest.model_dump_json(indent=1))
@@ -89,7 +90,7 @@ class CheckpointStore:
         if replaces := final.exists():
             # The same step saved again by a run that fell back to an older checkpoint: set the old one aside.
             for leftover in self.directory.glob(f"step-{step}.replaced-*"):
-                self._remove(leftover)  # or a crash would leave two, and nobody knew which of them is whole
+                self._remove(leftover)  # else a crash would leave two, without a sign of which is whole
             os.rename(final, aside)
         os.rename(written, final)
         _sync(self.directory)
@@ -103,9 +104,9 @@ class CheckpointStore:
         return final
 
     def _remove(self, path: Path) -> None:
-        """Remove a folder, or tell in `trouble` why that failed.
+        """Remove a folder, or record in `trouble` why that failed.
 
-        The folder loses its name first: half a checkpoint must not look like a checkpoint.
+        The folder is renamed first: half a checkpoint must not look like a checkpoint.
         """
         names = (self.directory / f"{path.name.split('.')[0]}.tmp-old{n or ''}" for n in itertools.count())
         try:
@@ -129,7 +130,7 @@ class CheckpointStore:
         spared: Collection[int] = (),
     ) -> None:
         """Remove all but the newest ``keep`` checkpoints and every ``keep_every`` steps', and leftovers of
-        saves that never finished. What cannot be removed stands in `trouble`.
+        saves that never finished. `trouble` lists what cannot be removed.
 
         newest      the step that was saved last. Later steps belong to a run that fell back because they
                     are damaged; they do not count, or the good ones would go for their sake.
@@ -147,26 +148,27 @@ class CheckpointStore:
                 self._remove(self.directory / f"step-{step}")
 
     def remove_unfinished(self, generation: int | None = None) -> None:
-        """Remove what saves have left that nobody will finish: those of generations up to this one; of all,
-        where no run can be writing."""
+        """Remove files of unfinished saves: of generations up to ``generation``; of all if None, which
+        requires that no run is writing."""
         for path in self.directory.glob("step-*.tmp-*"):
             writer = path.name.rpartition("-")[2]
             if generation is None or not writer.isdecimal() or int(writer) <= generation:
                 self._remove(path)
 
     def steps(self) -> list[int]:
-        """Steps of the published checkpoints, oldest first."""
+        """Return the steps of the published checkpoints, oldest first."""
         return steps_named(path.name for path in self.directory.iterdir()) if self.directory.is_dir() else []
 
     def run_of(self, step: int) -> str | None:
-        """The mark of the run that wrote a checkpoint; None if that cannot be read."""
+        """Return the mark of the run that wrote a checkpoint; None if that cannot be read."""
         try:
             return read_manifest(self.directory / f"step-{step}").run
         except CheckpointError:
             return None
 
     def undo_replacements(self) -> None:
-        """A crash between the two renames of `publish` leaves an older save of the step without its name."""
+        """Restore the name of an older save of a step, if a crash between the two renames of `publish`
+        removed it."""
         for aside in self.directory.glob("step-*.replaced-*"):
             final = self.directory / aside.name.split(".")[0]
             if not final.exists():
@@ -174,20 +176,20 @@ class CheckpointStore:
 
 
 def steps_named(folders: Iterable[str]) -> list[int]:
-    """The steps of checkpoints among folders of these names, oldest first."""
+    """Return the steps of checkpoints among folders with these names, oldest first."""
     return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"step-(\d+)", name)))
 
 
 def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
-    """The checkpoints that need not be kept. ``steps``: of all checkpoints, oldest first."""
+    """Return the steps of checkpoints to remove. ``steps``: the steps of all checkpoints, oldest first."""
     return [step for step in steps[:-keep] if not keep_every or step % keep_every]
 
 
 def disk_is_full(path: Path, error: Exception | str) -> bool:
-    """Whether a write failed for want of space, or because a quota is used up.
+    """Return whether a write failed because the disk is full or a quota is used up.
 
-    A rank's error does not always say so (``torch.save`` complains of an unexpected position), so the disk is
-    asked too; ask before anything is removed.
+    A rank's error does not always say so (``torch.save`` complains of an unexpected position), so the disk's
+    free space is checked too; call this before anything is removed.
     """
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and error.errno in full:
@@ -196,7 +198,7 @@ def disk_is_full(path: Path, error: Exception | str) -> bool:
         return True
     try:
         return shutil.disk_usage(path).free < _NO_SPACE
-    except OSError:  # it is not there at present
+    except OSError:  # the disk cannot be reached at present
         return False
 
 
@@ -204,8 +206,8 @@ _NO_SPACE = 1 << 20
 
 
 def inspect(path: Path) -> Manifest:
-    """Read a checkpoint's manifest, and compare names and sizes of all files with it; their content is not
-    read. `CheckpointError` names the file that differs."""
+    """Read a checkpoint's manifest, and compare names and sizes of all files with it, but not their content.
+    Raise `CheckpointError` that names the file that differs."""
     manifest = read_manifest(path)
     try:
         there = list(path.rglob("*"))
@@ -229,7 +231,7 @@ def inspect(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Manifest:
-    """`inspect`, and read every file of a checkpoint: in one process, for those who have no ranks."""
+    """Run `inspect`, then read and check every file of a checkpoint in this process."""
     manifest = inspect(path)
     if (what := damage(path, manifest.files)) is not None:
         raise CheckpointError(f"checkpoint {path}: {what}")
@@ -237,7 +239,7 @@ def verify(path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the manifest of a checkpoint says; `CheckpointError` if it cannot be."""
+    """Read a checkpoint's manifest; raise `CheckpointError` if it is missing or invalid."""
     try:
         return Manifest.from_json(read_text(path / MANIFEST))
     except (OSError, ValueError) as error:
@@ -245,7 +247,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a small file atomically, so that a crash leaves the old or the new content."""
+    """Replace a small file atomically, so that a crash leaves either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with partial.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)

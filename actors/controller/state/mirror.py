@@ -1,9 +1,9 @@
-"""A second home for checkpoints at any fsspec URL: object stores, other file systems.
+"""Keeps second copies of checkpoints at any fsspec URL: object stores, other file systems.
 
-Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, also runs of one name,
+Every run has a folder of its own there, ``URL/NAME/MARK``: runs that share a mirror, even under one name,
 never see each other's files. Object stores cannot rename, so the manifest is the last file of a checkpoint to
-be written: a folder without one is no checkpoint. A mirror that is a directory can also be written to by the
-ranks themselves, and read in place.
+be written: a folder without a manifest is no checkpoint. If the mirror is a directory, ranks can also write
+to it themselves, and read in place.
 """
 
 import contextlib
@@ -35,17 +35,18 @@ class MirrorError(ConfigError):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What tells a run from all others."""
+    """Name and mark that distinguish a run from all others."""
 
     name: str
     mark: str
-    """Drawn when the run begins; its manifests have it."""
+    """Random mark, drawn when the run begins; its manifests contain it."""
     replaces: tuple[str, ...] = ()
-    """Marks of the runs of this name that its user gave up for it (``--overwrite``)."""
+    """Marks of the runs of this name that this run replaces, as its user asked (``--overwrite``)."""
 
 
 def check_url(url: str) -> None:
-    """`ConfigError` for a URL of a protocol that nobody knows; its package need not be on this machine."""
+    """Raise `ConfigError` if a URL's protocol is unknown; the protocol's package need not be installed
+    here."""
     check_protocol(_KEY, url)
 
 
@@ -57,8 +58,8 @@ def _open(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _using(url: str, what: str) -> Iterator[None]:
-    """Raise `MirrorError`, with ``what`` failed, for any error in the block: file systems raise what they
-    like."""
+    """Raise `MirrorError`, whose message says ``what`` failed, for any error in the block: file systems raise
+    errors of many types."""
     try:
         yield
     except MirrorError:
@@ -68,9 +69,10 @@ def _using(url: str, what: str) -> Iterator[None]:
 
 
 def mark_at(url: str, name: str) -> str:
-    """The mark of the run of a name that has checkpoints at a mirror; empty if there is none.
+    """Return the mark of the run of this name that has checkpoints at a mirror; empty if there is none.
 
-    `MirrorError` if there are several, none of which replaces the others, or the mirror does not answer.
+    Raise `MirrorError` if there are several, none of which replaces the others, or the mirror does not
+    answer.
     """
     files, root = _open(url)
     with _using(url, "it cannot be read"):
@@ -91,7 +93,7 @@ def mark_at(url: str, name: str) -> str:
 
 
 class Mirror:
-    """Copies of one run's checkpoints at a URL."""
+    """The copies of one run's checkpoints at a URL."""
 
     def __init__(self, url: str, run: RunIdentity) -> None:
         from fsspec.implementations.local import LocalFileSystem
@@ -101,10 +103,10 @@ class Mirror:
         self._root = f"{root}/{run.name}/{run.mark}"
         local = isinstance(self._files, LocalFileSystem)
         self.store = CheckpointStore(Path(self._root)) if local else None
-        """The mirror as a directory, if it is one: another disk, or a shared file system."""
+        """The mirror as a directory, if it is a disk or a shared file system; else None."""
 
     def begin(self) -> None:
-        """Write down whose folder it is; to be called before anything is written there."""
+        """Write down which run the folder belongs to; call this before anything else is written there."""
         place = f"{self._root}/{_RUN_FILE}"
         with _using(self.url, f"{place} cannot be written"):
             if not self._files.exists(place):
@@ -118,7 +120,7 @@ class Mirror:
         manifest = read_manifest(checkpoint)
         self._check_own(manifest.run, checkpoint.name)
         with _using(self.url, f"{checkpoint.name} was not copied"):
-            if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: no mixture of both
+            if self._files.exists(f"{target}/{MANIFEST}"):  # the step was saved before: do not mix both
                 self.manifest(manifest.step)
                 self._files.rm_file(f"{target}/{MANIFEST}")
             for name in [*sorted(manifest.files), MANIFEST]:
@@ -127,14 +129,15 @@ class Mirror:
                 self._files.put_file(str(checkpoint / name), place)
 
     def steps(self) -> list[int]:
-        """Steps whose copies are whole, oldest first."""
+        """Return the steps of complete copies, oldest first."""
         with _using(self.url, "it cannot be read"):
             self._files.invalidate_cache()
             manifests = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
         return steps_named(str(path).rsplit("/", 2)[1] for path in manifests)
 
     def collect(self, keep: int, keep_every: int, newest: int) -> None:
-        """Remove old copies by the same rule as in the run's own directory; ``newest`` was copied last."""
+        """Remove old copies by the same rule as in the run's own directory; ``newest``: the step copied
+        last."""
         steps = [step for step in self.steps() if step <= newest]
         for step in to_be_removed(steps, keep, keep_every):
             folder = f"{self._root}/step-{step}"
@@ -144,14 +147,15 @@ class Mirror:
                 self._files.rm(folder, recursive=True)
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a copy; `MirrorError` if the copy is another run's, or cannot be read."""
+        """Read the manifest of a copy; raise `MirrorError` if the copy is another run's, or cannot be
+        read."""
         with _using(self.url, f"step {step} cannot be copied"):
             manifest = Manifest.from_json(self._files.cat_file(f"{self._root}/step-{step}/{MANIFEST}"))
         self._check_own(manifest.run, f"step-{step}")
         return manifest
 
     def fetch(self, step: int, into: Path) -> None:
-        """Copy a checkpoint back, into an empty folder; nothing of it is good before it is verified."""
+        """Copy a checkpoint back into the empty folder ``into``; it must still be verified."""
         with _using(self.url, f"step {step} cannot be copied"):
             for name in [*self.manifest(step).files, MANIFEST]:
                 place = (into / name).resolve()
@@ -168,7 +172,7 @@ class Mirror:
 
 
 class Upload(NamedTuple):
-    """A published checkpoint on its way to the mirror."""
+    """A published checkpoint that is to be copied to the mirror."""
 
     step: int
     generation: int
@@ -176,8 +180,8 @@ class Upload(NamedTuple):
 
 
 class Uploads:
-    """Copies checkpoints to the mirror one at a time, in a thread that nobody waits for. Of those that wait,
-    only the newest counts, and those that are kept for ever."""
+    """Copies checkpoints to the mirror one at a time, in a background thread. Of waiting copies, only the
+    newest is made, and those of steps that are kept for ever."""
 
     def __init__(self, mirror: Mirror, keeping: CheckpointConfig) -> None:
         self._mirror, self._keeping = mirror, keeping
@@ -195,23 +199,23 @@ class Uploads:
             self._changed.notify_all()
 
     def in_use(self) -> set[int]:
-        """Steps whose checkpoints are still to be read."""
+        """Return steps whose checkpoints are still to be copied, and must not be removed."""
         with self._changed:
             return {upload.step for upload in (*self._waiting, *self._under_way)}
 
     def failed(self) -> list[tuple[Upload, str]]:
-        """Copies that have failed since the last call, and why."""
+        """Return copies that have failed since the last call, each with the reason."""
         with self._changed:
             failed, self._failed = self._failed, []
         return failed
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all have arrived, or failed to, or the time is over."""
+        """Wait until all copies have been made or have failed, or ``timeout_s`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._waiting or self._under_way), timeout_s)
 
     def close(self) -> None:
-        """End the thread; the copy under way is given up."""
+        """End the thread; give up the copy under way."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Where the state comes from after a failure, and what the failure was. Pure."""
+"""Chooses where the state comes from after a failure, and describes the failure. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ from braid.scheduling.mesh.mesh import MeshShape
 
 @dataclass(kw_only=True)
 class Interruption:
-    """What breaks off the steps of a run, and what became of it: a line of ``incidents.jsonl``."""
+    """An event that interrupts the steps of a run, and its outcome: a line of ``incidents.jsonl``."""
 
     kind: Literal["rank failed", "controller died", "resized"]
     text: str
     step: int
-    """Steps that were done by then."""
+    """Number of steps that were done when it was noticed."""
     facts: dict[str, Any]
-    """What is told of this kind alone. Of a failure ``rank`` (None: the controller), the ranks ``replaced``,
-    ``restored_from``; of another number of ranks ``ranks``, before and after."""
+    """Facts of this kind of interruption. For a failure: ``rank`` (None: the controller), the ranks
+    ``replaced``, ``restored_from``; for another number of ranks: ``ranks``, before and after."""
     time: float = field(default_factory=wall_clock)
-    """When it was known, seconds since 1970."""
+    """Time at which it was noticed, in seconds since 1970."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of the recovery's phases, in their order."""
 
     def line(self, now: float, first_step: int, generation: int) -> dict[str, Any]:
-        """What is written down once the first step after it is done."""
+        """Return the line to record once the first step after the interruption is done."""
         return {
             "kind": self.kind,
             "text": self.text,
@@ -42,14 +42,15 @@ class Interruption:
 
 
 def failure_of(rank: int | None, text: str, step: int, unwell_seconds: float) -> Interruption:
-    """``unwell_seconds``: for how long the rank, or the controller (None), had not been known to be well."""
+    """Describe a failure. ``unwell_seconds``: time for which the rank, or the controller (None), had not been
+    known to be well."""
     facts = {"rank": rank, "detected_after_seconds": unwell_seconds, "restored_from": "the beginning"}
     kind: Literal["rank failed", "controller died"] = "controller died" if rank is None else "rank failed"
     return Interruption(kind=kind, text=text, step=step, facts={**facts, "replaced": []})
 
 
 def cost_of_a_failure(config: Config) -> str:
-    """What a run would lose with a rank, and with all of them, in words."""
+    """Say in words how much training a run would lose with one rank, and with all of them."""
     keeping = config.checkpoint
     copies, every, seconds = keeping.copies_every, keeping.every, keeping.seconds_between
     parts = [f"{every} steps"] if every else []
@@ -63,8 +64,8 @@ def cost_of_a_failure(config: Config) -> str:
 
 
 def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
-    """The difference between a rank and the rank that keeps its copies; 0 if other hosts hold everything
-    anyway. Of the shifts with which most ranks have their partner on another host, it is the smallest."""
+    """Return the difference between a rank and the rank that keeps its copies; 0 if other hosts hold all
+    state anyway. It is the smallest shift that gives most ranks a partner on another host."""
     ranks = len(hosts)
     holders = [{hosts[other] for other in mesh.holders(rank)} for rank in range(ranks)]
     if ranks == 1 or all(len(hosts_of_rank) > 1 for hosts_of_rank in holders):
@@ -77,10 +78,11 @@ def partner_shift(hosts: Sequence[str], mesh: MeshShape) -> int:
 
 
 def newest_common(held: Sequence[CopiesHeld], mesh: MeshShape, done: int) -> tuple[int, list[int]] | None:
-    """The newest step that every rank can go back to, and for every rank a rank that holds its state.
+    """Return the newest step that every rank can return to, and for every rank a rank that holds its state;
+    None if there is none.
 
-    It is at most ``done``, the number of recorded steps: of a step that failed after its update, in its
-    validation or by its loss, nobody would ever know the numbers.
+    The step is at most ``done``, the number of recorded steps: the results of a step that failed after its
+    update, in its validation or by its loss, would never be recorded.
     """
     steps = {step for copies in held for step in (*copies.own, *copies.partners) if step <= done}
     for step in sorted(steps, reverse=True):
@@ -91,8 +93,8 @@ def newest_common(held: Sequence[CopiesHeld], mesh: MeshShape, done: int) -> tup
 
 
 def _source(rank: int, step: int, held: Sequence[CopiesHeld], mesh: MeshShape) -> int | None:
-    """A rank that has the state: the rank itself, its partner, another holder of its slices, or the partner
-    of such a holder."""
+    """Find a rank that has the state: the rank itself, its partner, another holder of its slices, or the
+    partner of such a holder; None if there is none."""
     if step in held[rank].own:
         return rank
     for holder in [rank, *mesh.holders(rank)]:

@@ -1,10 +1,10 @@
-"""Checkpoints of a run while it trains: written by the ranks, published by a thread here, in the background.
+"""Saves checkpoints while a run trains: the ranks write them, a background thread here publishes them.
 
 A save has two halves. The ranks copy their state to host memory, which is all that training waits for, write
-it, hash it meanwhile and read it back; then the controller collects what the files are, gives the checkpoint
-its name and removes old ones. The mirror gets its copy later, from a thread of its own (`mirror.Uploads`). A
-save that fails is tried again with the same state; where there is no room in the run's directory, in the
-mirror, if that is another disk. Whatever comes of it, training goes on. One save is under way at a time.
+it, hash it meanwhile and read it back; then the controller collects names and hashes of the files, renames
+the checkpoint to its final name and removes old ones. Another thread copies it to the mirror later
+(`mirror.Uploads`). A save that fails is tried again with the same state; if the run's disk is full, in the
+mirror, if that is another disk. In any case training goes on. One save is under way at a time.
 """
 
 import shutil
@@ -27,16 +27,16 @@ from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import CopiesHeld, Rendezvous, Rescue, Written
 
 _TRIES = 3
-"""Of one save; then training goes on to the next one."""
+"""Most tries of one save; then training goes on until the next save is due."""
 _UPLOAD_SECONDS = 60.0
-"""For a rescued checkpoint to come to the mirror, when the run ends by an error."""
+"""Seconds to wait for a rescued checkpoint to reach the mirror, when the run ends by an error."""
 _LATE_SECONDS = 30.0
-"""For publications that are under way, where what comes next needs them."""
+"""Seconds to wait for publications under way, if the next action needs them."""
 _AGAIN_SECONDS = 60.0
-"""After a save that failed, until the next one is due whatever the configuration says."""
+"""Seconds after a failed save until another is due, whatever the configuration says."""
 
 Told = Iterator[CheckpointSaved | Incident]
-"""What there is to tell of saves."""
+"""Events to report about saves."""
 
 
 @dataclass
@@ -62,34 +62,36 @@ class Saver:
         self._facts: Mapping[str, Any] = {}
         self._save: _Save | None = None
         self._late: list[tuple[_Save, Future[Path]]] = []
-        """Abandoned by their ranks, but written: their publication is told when it is over."""
+        """Saves whose ranks have failed after writing all files; they are reported once published."""
         self.last_step: int | None = None
-        """Of the newest checkpoint of this run."""
+        """Step of this run's newest checkpoint."""
         self._asked = 0
-        """The step that a checkpoint was last asked of; there may have been no room for it."""
+        """Step for which a checkpoint was last requested, even if there was no room for it."""
         self._asked_at = time.monotonic()
         self._failed_at: float | None = None
         self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
-        """A disk that stays full is told of again after pauses that grow."""
+        """Time until which no further message about a full disk is shown, and the length of that pause, which
+        grows."""
         self.why_not = ""
-        """What became of the save that failed last."""
+        """Why the last failed save failed."""
         self.published = False
         """Whether a checkpoint of this run has been published since this controller began."""
         self._rescued = False
         self._told_of: set[str] = set()
-        """Trouble with old checkpoints that was told."""
+        """Messages about old checkpoints that were already shown."""
 
     def goes_on(self, done: int, group: WorkerGroup, generation: int, facts: Mapping[str, Any]) -> None:
-        """The ranks of a generation go on from the state after ``done`` steps, which may have been in memory
-        alone. ``facts``: what manifests say beside the files (`manifest_facts`)."""
+        """Continue with the ranks of a generation from the state after ``done`` steps, which may have existed
+        only in memory. ``facts``: the manifest's content beside the files (`manifest_facts`)."""
         self._group, self._generation, self._facts = group, generation, facts
         self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
         self._asked = self.last_step or 0
 
     def step_done(self, step: int) -> Told:
-        """What there is to do between two steps: look after the save under way, begin a save that is due.
+        """Between two steps, check the save under way and begin a save that is due.
 
-        Waits for it where the next step would be one too many to lose (``checkpoint.lose_at_most``).
+        Wait for it if the next step would exceed the number of steps that may be lost
+        (``checkpoint.lose_at_most``).
         """
         yield from self.look()
         if self.due(step):
@@ -104,10 +106,10 @@ class Saver:
         return self._failed_at is not None
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted of a state: at every so many steps, or so many seconds after the
-        last one, and where one was lost.
+        """Return whether a checkpoint of this state is wanted: every so many steps, so many seconds after the
+        last one, or to make up for a save that was lost.
 
-        That is so after a failure that copies in memory made up for: it also ended the save under way.
+        A save is lost, for example, with a failure after which the state is restored from copies in memory.
         """
         if step <= self._asked:
             return False
@@ -128,7 +130,7 @@ class Saver:
         save.stalled_s = time.perf_counter() - save.begun
 
     def _write(self, save: _Save) -> Told:
-        """Let the ranks write, into a folder of its own; the state is taken at the first try."""
+        """Let the ranks write into a folder of this save; they copy their state at the first try."""
         save.tries += 1
         save.published = None
         try:
@@ -143,7 +145,7 @@ class Saver:
         yield from self.finish()
 
     def _written(self, save: _Save, written: Sequence[Written | None]) -> Told:
-        """Once all ranks are done: publish what they wrote, unless one could not."""
+        """Once all ranks are done, publish what they wrote; if one failed, handle the failed save."""
         parts = [part for part in written if part is not None]
         if len(parts) < len(written):
             return
@@ -153,7 +155,7 @@ class Saver:
             save.published = self._publisher.submit(self._publish, save, parts)
 
     def look(self, *, wait: bool = False) -> Told:
-        """See how the save under way gets on; a step passes between two looks."""
+        """Check the progress of the save under way; a step passes between two checks."""
         yield from self._look_after_others()
         if (save := self._save) is None:
             return
@@ -169,20 +171,20 @@ class Saver:
                 yield from self._told(save, path)
 
     def finish(self) -> Told:
-        """Wait until no save is under way; copies to the mirror may be."""
+        """Wait until no save is under way; copies to the mirror may still be."""
         while self._save is not None:
             yield from self.look(wait=True)
 
     def settle(self) -> Told:
-        """Wait until all copies have come to the mirror, at the end of a run."""
+        """Wait until all copies have reached the mirror, at the end of a run."""
         if self._uploads is not None:
             self._uploads.wait()
         yield from self._look_after_others()
 
     def abandon(self) -> None:
-        """The ranks have failed: what they have written whole is still published, the rest is removed.
+        """Give up the save because the ranks have failed: publish it if they wrote all files, else remove it.
 
-        Nothing here is waited for: recovery comes first.
+        Do not wait for either: recovery comes first.
         """
         save, self._save = self._save, None
         if save is not None and save.published is None:
@@ -191,13 +193,13 @@ class Saver:
             self._late.append((save, save.published))
 
     def late_ones(self) -> Told:
-        """Wait until saves that were abandoned, but written whole, are published: a state to go on from. That
-        takes a moment, unless the disk hangs."""
+        """Wait until abandoned saves that were written whole are published, as the run may resume from them.
+        That takes a moment, unless the disk hangs."""
         wait_for([published for _, published in self._late], _LATE_SECONDS)
         yield from self._look_after_others()
 
     def _look_after_others(self) -> Told:
-        """Tell of late publications, of copies that failed, and, once each, of what could not be removed."""
+        """Report late publications, copies that failed, and, once each, files that could not be removed."""
         for save, published in [late for late in self._late if late[1].done()]:
             self._late.remove((save, published))
             if published.exception() is None:
@@ -212,11 +214,12 @@ class Saver:
                 yield self._directory.note("telemetry", self.last_step or 0, 0, text, shown_as="failed")
 
     def rescue(self, group: WorkerGroup, config: Config, done: int, generation: int) -> Told:
-        """Let survivors write the newest state that they hold of all ranks, unless a checkpoint is as new.
+        """Let surviving ranks write the newest state of all ranks that they hold, unless a checkpoint is as
+        new.
 
-        The run, in another layout or resumed by its user, then goes on from this state. If writing fails, it
-        goes on from the newest checkpoint. ``done``: the number of recorded steps. Ranks that hold no state,
-        such as ranks that have just been replaced, are not asked.
+        The run, in another layout or resumed by its user, then goes on from this state; if writing fails,
+        from the newest checkpoint. ``done``: the number of recorded steps. Ranks that hold no state, such as
+        ranks that have just been replaced, write nothing.
         """
         layout, left = config.layout(), group.left()
         try:
@@ -239,7 +242,7 @@ class Saver:
         self, group: WorkerGroup, save: _Save, sources: Sequence[int], timeout_s: float
     ) -> Told:
         """Let ``sources`` write the states that they hold, and publish them at once: in the run's own
-        directory or, if that fails, in a mirror that is another disk. Raises the error if no place takes it.
+        directory or, if that fails, in a mirror that is another disk. Raise the last error if both fail.
         """
         holders = sorted(set(sources))
         for save.home in self._homes.stores:
@@ -270,11 +273,11 @@ class Saver:
         yield from self._told(save, path)
 
     def close(self) -> None:
-        """Nothing is under way any more: what the ranks have not written whole is removed."""
+        """End all saving: remove what the ranks have not written whole, and wait for publications."""
         self.abandon()
         self._publisher.shutdown()
         if self._uploads is not None:
-            if self._rescued:  # what is rescued may have no other home tomorrow
+            if self._rescued:  # a rescued checkpoint may have no other home tomorrow
                 self._uploads.wait(_UPLOAD_SECONDS)
             self._uploads.close()
 
@@ -311,7 +314,8 @@ class Saver:
         yield CheckpointSaved(step=step, path=str(path), seconds=seconds, stalled_seconds=stalled_s)
 
     def _failed(self, save: _Save, error: Exception | str) -> Told:
-        """Try again, elsewhere if the disk is full; after so many tries training goes on without."""
+        """Try again, elsewhere if the disk is full; after `_TRIES` tries let training go on without the
+        save."""
         full = disk_is_full(save.home.directory, error)
         shutil.rmtree(save.folder, ignore_errors=True)  # half a checkpoint only takes space
         spare, what = self._homes.stores[-1], f"the checkpoint of step {save.step}"
@@ -327,7 +331,7 @@ class Saver:
         self._save, self._failed_at = None, time.monotonic()
         self.why_not = "does not fit on the disk" if full else f"failed ({error})"
         if full and self._failed_at < self._silent_until:
-            return  # it was told
+            return  # the full disk was reported before
         self._silent_until = self._failed_at + self._silence_s
         self._silence_s *= 2
         text = f"{what} {self.why_not}; training goes on"
@@ -335,5 +339,5 @@ class Saver:
 
 
 def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:
-    """What a checkpoint's manifest says beside its files."""
+    """Return what a checkpoint's manifest says beside its files."""
     return {"layout": asdict(layout), "data": data, "shape": asdict(shape)}
