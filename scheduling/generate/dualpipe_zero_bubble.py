@@ -13,9 +13,10 @@ from braid.scheduling.schedule.schedule import Block
 
 
 def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """DualPipeV (DeepSeek 2025): paired blocks in the middle, postponed weight gradients at the ends.
+    """Return the DualPipeV pipeline (DeepSeek 2025): paired blocks in the middle of the step, and postponed
+    weight gradients towards its begin and end.
 
-    It has two chunks a stage; `ValueError` for fewer micro-batches than 2p.
+    A stage has two chunks. Raises `ValueError` if there are fewer micro-batches than 2p.
     """
     assert layout.folded
     p = layout.pp
@@ -29,7 +30,8 @@ def dual_pipe_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 class _DualPipeStage:
-    """One stage of DualPipeV. Chunk 0 is the chunk nearer to the model's start, chunk 1 to its end."""
+    """Builds the blocks of one DualPipeV stage. Of its two chunks, 0 is nearer to the model's start, 1 to its
+    end."""
 
     def __init__(self, stages: int, stage: int, micro_batches: int) -> None:
         self._p, self._r, self._m = stages, stage, micro_batches
@@ -62,7 +64,7 @@ class _DualPipeStage:
         for _ in range(behind):
             self._backward(1)
             self._pair(1, 0)
-        # From its middle on, the next phase postpones weight gradients, since other stages wait for inputs'.
+        # The next phase postpones weight gradients from its middle on: other stages wait for input gradients.
         half = (r + 1) // 2
         for n in range(r + 1):
             self._backward(1, split=n > half or (n == half and r % 2 == 1))
@@ -102,7 +104,7 @@ class _DualPipeStage:
 
 
 def zero_bubble_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Zero bubble over the folded model (ZB-V, Qi et al. 2024), by a greedy rule on unit times.
+    """Return the zero-bubble pipeline of the folded model (ZB-V, Qi et al. 2024), built by a greedy rule.
 
     Forward, input gradients and weight gradients take a slot each. A free stage prefers input gradients, then
     forward passes of the later chunk, then of the earlier chunk if it has room, then weight gradients. At
@@ -113,7 +115,7 @@ def zero_bubble_v(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 class _ZeroBubble:
-    """Chooses the passes of all stages, slot by slot."""
+    """Builds the zero-bubble pipeline: chooses what each stage runs, time slot by time slot."""
 
     def __init__(self, layout: ParallelLayout, micro_batches: int) -> None:
         self._layout, self._m = layout, micro_batches
@@ -160,7 +162,7 @@ class _ZeroBubble:
         return weights
 
     def _ready(self, pass_: Pass, slot: int) -> bool:
-        """Tell whether the passes that a pass needs have ended by a slot."""
+        """Return whether all passes that ``pass_`` depends on have ended by the given time slot."""
         needed = [] if pass_.forward else [forward_pass(pass_.micro_batch, pass_.chunk)]
         if (before := pass_.before(self._layout)) is not None:
             again = backward_pass(pass_.micro_batch, before.chunk, PassKind.INPUT)

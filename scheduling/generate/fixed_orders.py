@@ -1,4 +1,5 @@
-"""Orders of several passes' operators that need no search: other systems' orders, and the serial order.
+"""Fixed orders of several passes' operators, found without a search: those of other systems, and the serial
+one.
 
 Each function takes a program's sides and the parts, and returns an order for `programs.program_of`.
 """
@@ -18,17 +19,20 @@ Item = TypeVar("Item")
 _FixedOrder = Callable[[Sides, Mapping[str, Part]], Order]
 
 _HEAVY = frozenset((Kind.GEMM, Kind.ATTENTION, Kind.GROUPED_GEMM, Kind.CROSS_ENTROPY, Kind.CUSTOM))
-"""Kinds of operators behind which a collective can hide; norms and residuals are too short."""
+"""Kinds of operators that take long enough to hide a collective; norms and residuals are too short."""
 
 
 def one_behind_the_other(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """Return all operators of the first pass, then all of the second, and so on."""
+    """Return the serial order: all operators of the first pass, then all of the second, and so on."""
     graphs = enumerate(_graphs(sides, parts))
     return tuple(Issue(turn, op.name) for turn, graph in graphs for op in graph)
 
 
 def round_robin(strands: Sequence[Sequence[Item]]) -> tuple[Item, ...]:
-    """Return the first item of each strand, the last strand first, then the second items, ... (Wavelet)."""
+    """Interleave sequences item by item, beginning with the last sequence (Wavelet's round robin).
+
+    The first items of all sequences come first, then the second items, and so on.
+    """
     return tuple(
         strand[number]
         for number in range(max(map(len, strands)))
@@ -60,7 +64,7 @@ def beside_exchanges(sides: Sides, parts: Mapping[str, Part]) -> Order:
 
 
 def _cut_at_exchanges(graph: Sequence[Operator]) -> Iterator[list[str]]:
-    """Yield operators up to and including an all-to-all, then up to the next, and so on, and the rest."""
+    """Cut a pass's operators behind each all-to-all; yield the names of each stretch, also of the rest."""
     stretch: list[str] = []
     for op in graph:
         stretch.append(op.name)
@@ -71,7 +75,8 @@ def _cut_at_exchanges(graph: Sequence[Operator]) -> Iterator[list[str]]:
 
 
 def across_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """Return Oases' cross-pass order: two sub-batches by turns, each up to a collective that the other hides.
+    """Return Oases' cross-pass order: two sub-batches take turns, each up to a collective that the other
+    hides.
 
     Section IV-A, algorithm 1: no turn ends with a pass, so recomputed operators hide collectives of the
     backward pass. Where recomputation repeats no collective, every recomputed operator comes right before its
@@ -83,7 +88,7 @@ def across_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
 
 
 def within_passes(sides: Sides, parts: Mapping[str, Part]) -> Order:
-    """Return Merak's order: turns within each pass; barriers where recomputation begins and where it ends.
+    """Return Merak's order: two sub-batches take turns, with barriers where recomputation begins and ends.
 
     Oases describes it in section IV-A, figure 4b.
     """
@@ -125,10 +130,11 @@ def _just_in_time(graph: Sequence[Operator]) -> list[Operator]:
 
 
 def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
-    """Yield the steps of sub-batches that take turns; a turn ends at a collective behind heavy operators.
+    """Yield the steps of an order in which sub-batches take turns.
 
-    The light operators of a turn, up to its last collective before the heavy ones, go into the middle of the
-    previous turn: by then their inputs have arrived, and by its end so has their collective's result.
+    A turn ends at a collective behind heavy operators (`_HEAVY`). The light operators with which a turn
+    begins, up to the last collective before a heavy one, go into the middle of the previous turn: by then
+    their inputs have arrived, and by the end of that turn their collective's result has arrived too.
     """
     stretches = [list(_cut_behind_heavy(graph)) for graph in graphs]
     turns = [
@@ -150,7 +156,8 @@ def _in_turn(graphs: Sequence[Sequence[Operator]]) -> Iterator[Issue]:
 def _cut_behind_heavy(
     graph: Sequence[Operator],
 ) -> Iterator[tuple[list[Operator], list[Operator]]]:
-    """Yield turns: operators up to the last collective before a heavy one, and from there to the next."""
+    """Cut a pass into turns; yield each as (light operators up to the last collective before a heavy one, the
+    operators from there to the next collective)."""
     light: list[Operator] = []
     heavy: list[Operator] = []
     for op in graph:
@@ -166,7 +173,7 @@ def _cut_behind_heavy(
 
 
 def _middle(ops: Sequence[Operator]) -> int:
-    """Return the index before which half of the operators' FLOPs are done."""
+    """Return the index of the first operator before which half of all FLOPs are done."""
     half, done = sum(op.flops for op in ops) / 2, 0
     for index, op in enumerate(ops):
         if done >= half:
@@ -184,7 +191,10 @@ _ORDERS: Mapping[PairMethod, _FixedOrder] = {
 
 
 def fixed_order(method: PairMethod | None, sides: Sides, parts: Mapping[str, Part]) -> Order | None:
-    """Return the fixed order of passes in a block; None where an order has to be decided."""
+    """Return the order of passes in a block that needs no decision; None if an order has to be searched.
+
+    Methods of other systems have fixed orders; passes of one kind run one after the other.
+    """
     if method is not None and method in _ORDERS:
         return _ORDERS[method](sides, parts)
     alike = len({side.kind for side in sides}) == 1

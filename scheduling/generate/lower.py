@@ -1,4 +1,4 @@
-"""Steps from an order of blocks to a complete `Schedule`; each is pure."""
+"""Turns an order of blocks into a complete `Schedule`, in steps that are pure functions."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,11 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Program, Sche
 
 
 def with_transfers(order: BlockOrder, layout: ParallelLayout) -> Stages:
-    """Receive before a block, send after it; wait for a send after its answer or after two later blocks."""
+    """Add messages between stages to an order of blocks.
+
+    Inputs are received before a block and outputs sent after it. The wait for an activation's send comes when
+    its gradient returns; for a gradient's send, after two later blocks.
+    """
     return tuple(tuple(_stage_transfers(blocks, stage, layout)) for stage, blocks in enumerate(order))
 
 
@@ -65,12 +69,12 @@ def _stage_transfers(blocks: tuple[Block, ...], stage: int, layout: ParallelLayo
 
 
 def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
-    """Start every receive ``ahead`` blocks before the block that needs it.
+    """Return the stages with every receive started ``ahead`` blocks before the block that needs it.
 
     gloo and NCCL move a message only once both sides have asked for it: a receive that starts when its result
-    is needed exposes the whole message, however long ago it was sent. Of several messages of one kind for a
-    block only the first starts early: a rank that asks for the second waits for it, while its peer, whose
-    messages go the other way, does the same.
+    is needed exposes the whole message, however long ago it was sent. If a block needs several messages of
+    one kind, only the first starts early: a rank that asked for the second would wait for it, while its peer,
+    whose messages go the other way, would do the same.
     """
     moved = []
     for stage in stages:
@@ -93,13 +97,14 @@ def with_early_receives(stages: Stages, ahead: int = 1) -> Stages:
 
 
 def _way(receive: Receive) -> tuple[PassKind, int]:
-    """Return the kind of pass that a message is for, and the stage that sends it."""
+    """Return (kind of the pass that takes the message, sending stage), which messages of one kind share."""
     return receive.moved.kind, receive.stage
 
 
 @lru_cache(maxsize=4)
 def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, hop: int) -> Stages:
-    """Return the blocks with their messages, which do not depend on the computation of the passes."""
+    """Return a pipeline's blocks with messages; cached, since messages do not depend on what passes
+    compute."""
     order = pipeline.order(layout, micro_batches, hop)
     return with_early_receives(with_transfers(order, layout), max(1, (hop or pipeline.hops[0]) - 1))
 
@@ -112,15 +117,16 @@ class Choices:
     """Decisions about a schedule beyond its setting; the defaults need no profile."""
 
     orders: Orders = field(default_factory=dict)
-    """Orders in which programs issue operators. Passes alone are serial where no order is given."""
+    """Passes of a program -> order in which it issues operators. An unpaired pass without an order is
+    serial."""
 
     @classmethod
     def from_plain(cls, content: Any, where: str) -> "Choices":
-        """Read the choices from a plan's YAML."""
+        """Parse the choices from a plan's YAML content; ``where`` is named in errors."""
         return cls(orders=parse_orders(content.get("orders", {}), f"{where}.orders"))
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the choices as a plan writes them."""
+        """Return the choices in the plain form in which a plan stores them."""
         return {"orders": write_orders(self.orders)}
 
 
@@ -132,16 +138,20 @@ def scheduled_parts(
     unit_layers: int = 0,
     partitions: Sequence[Partition] = (),
 ) -> dict[str, Part]:
-    """Return the graphs that a schedule's programs run: parts with ``partitions``, joined to units."""
+    """Return the graphs that a schedule's programs run, by name.
+
+    ``members``: parts of the model; ``partitions`` are applied to them, and then they are joined to units.
+    """
     return unit_parts(with_partitions(members, partitions, layout), layout, kinds, unit_layers)
 
 
 def training_schedule(
     setting: Setting, parts: Mapping[str, Part], choices: Choices | None = None
 ) -> Schedule:
-    """Lower a setting; `ValueError` for missing decisions, or decisions about something else.
+    """Lower a setting to the schedule of a training step.
 
-    ``parts``: the result of `scheduled_parts`.
+    ``parts``: the result of `scheduled_parts`. Raises `ValueError` if ``choices`` lacks a decision that the
+    schedule needs, or does not fit the model and layout.
     """
     kind, layout = setting.kind, setting.layout
     stages = _travelling(setting.order, layout, setting.micro_batches, setting.hop)
@@ -165,7 +175,8 @@ def training_schedule(
 def _programs(
     setting: Setting, stages: Stages, parts: Mapping[str, Part], choices: Choices
 ) -> dict[Sides, Program]:
-    """Return a program for every kind of pass alone, and the programs with a decided order."""
+    """Return the schedule's programs: one for each unit in each kind of unpaired pass, and one for each
+    combination with a fixed or decided order."""
     kinds = {pass_.kind for stage in stages for i in stage for pass_ in passes_in(i)}
     programs: dict[Sides, Program] = {}
     for kind in (kind for kind in PassKind if kind in kinds):
@@ -195,7 +206,7 @@ def _programs(
 
 
 def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Iterator[Sides]:
-    """Yield the combinations of units with layers that meet in blocks of several passes."""
+    """Yield the combinations of layer-containing units that blocks of several passes run together."""
     kinds, units = setting.kinds, [name for name, part in parts.items() if part.has_layers]
     rounds_of = rounds_of_all(units, setting.layout, kinds, setting.unit_layers)
     for instruction in (i for stage in stages for i in stage if isinstance(i, Block)):
@@ -203,11 +214,11 @@ def _meeting(setting: Setting, stages: Stages, parts: Mapping[str, Part]) -> Ite
 
 
 def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Schedule:
-    """Name the ends of backward passes in the blocks that run them.
+    """Return the schedule with ends of backward passes added to the blocks that run them.
 
-    A block runs an end if only messages stand between it and the block that leaves the end, and if its first
-    program has a side for the end: the last program of that other block, or the program of a backward pass
-    alone.
+    A block runs the end that an earlier block leaves if only messages stand between the two blocks, and if
+    the schedule has its first program with the end; that program is the earlier block's last one, or the
+    program of an unpaired backward pass.
     """
     if not any(side.kind is PassKind.END for sides in schedule.programs for side in sides):
         return schedule
@@ -230,7 +241,7 @@ def with_ends(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]
 
 
 def _end_of(sides: Sides) -> Side | None:
-    """Return the side that runs the end of a program's backward pass; None without a backward pass."""
+    """Return the side that would run the end of a program's backward pass; None if it has no such pass."""
     back = next((side for side in sides if side.kind is PassKind.BACKWARD), None)
     return None if back is None else Side(PassKind.END, back.unit)
 
@@ -243,7 +254,7 @@ def _takes_up(schedule: Schedule, first: Sides, last: Sides) -> bool:
 
 
 def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides] | None:
-    """Return the backward pass whose end a block's last program leaves; None if it leaves none."""
+    """Return (backward pass, ``last``) if the block's last program leaves the pass's end unrun, else None."""
     end = _end_of(last)
     whole = last in schedule.programs
     if len(last) < 2 or end is None or whole or (*last, end) not in schedule.programs:
@@ -254,7 +265,7 @@ def _leaves(schedule: Schedule, block: Block, last: Sides) -> tuple[Pass, Sides]
 def validation_schedule(
     model: ModelShape, layout: ParallelLayout, micro_batches: int, parts: Mapping[str, Part]
 ) -> Schedule:
-    """Return a schedule of forward passes alone on the layout of training."""
+    """Return the schedule of a validation step: only forward passes, on the layout used for training."""
     forwards = [Side(PassKind.FORWARD, name) for name in parts]
     stages = with_early_receives(with_transfers(forward_only(layout, micro_batches), layout))
     return Schedule(

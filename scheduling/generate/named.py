@@ -1,4 +1,5 @@
-"""The schedules by name: each has one pipeline, or a choice of pipelines, and a method of pairing."""
+"""Lists all schedules by name: each has one pipeline or a choice of pipelines, and a method of pairing
+passes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,41 +27,46 @@ from braid.scheduling.text.suggestions import must_be_one_of
 
 
 class PairMethod(StrEnum):
-    """How the passes of a block share the rank."""
+    """Method by which the operators of a block's passes are interleaved on a rank."""
 
     TURNS = "turns"
     """Passes take turns, operator by operator (Wavelet's round robin)."""
     EXCHANGES = "exchanges"
-    """Exchanges of experts run beside the other pass's attention and experts, in one fixed order."""
+    """All-to-alls of experts overlap the other pass's attention and experts, in one fixed order."""
     WITHIN_PASSES = "within_passes"
-    """Sub-batches take turns, within each pass (Merak)."""
+    """Two sub-batches take turns, which end with each pass (Merak)."""
     ACROSS_PASSES = "across_passes"
-    """Sub-batches take turns, across forward pass, recomputation and backward pass (Oases)."""
+    """Two sub-batches take turns, which may reach across forward pass, recomputation and backward pass
+    (Oases)."""
     BARRIERS = "barriers"
-    """Paired segments of both passes run between barriers (DHelix)."""
+    """Segments of a forward and a backward pass run together between barriers (DHelix)."""
     ORDER = "order"
-    """One searched order of issue, with events and waits but no barriers."""
+    """A forward and a backward pass are issued in one searched order, with events and waits but no
+    barriers."""
 
 
 @lru_cache(maxsize=8)
 def _generated(
     generator: Callable[..., BlockOrder], layout: ParallelLayout, micro_batches: int, hop: int
 ) -> BlockOrder:
-    """Return a generator's blocks, cached for settings that differ only in what passes compute."""
+    """Return the blocks that a generator makes; cached, since many settings differ only in what passes
+    compute."""
     return generator(layout, micro_batches, *((hop,) if hop else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """An order of blocks, and the placement of its chunks."""
+    """A pipeline: the function that orders its blocks, and the placement of chunks that it needs."""
 
     generator: Callable[..., BlockOrder]
-    """Makes the order from layout and number of micro-batches, and a hop if there are `hops`."""
+    """Function of (layout, number of micro-batches) that returns the blocks; it also takes a hop if there is
+    a choice of `hops`."""
     placement: Placement
     alone: Placement
-    """The placement on a single stage, which need not fold for pairs of strands."""
+    """Placement of chunks if there is a single stage, where pairs of strands need no folding."""
     hops: tuple[int, ...] = (0,)
-    """Choices of slots for a message between stages, the usual one first; (0,): no choice."""
+    """Numbers of time slots that may be planned for a message between stages, the default first; (0,): no
+    choice."""
     pairs: bool = False
     """Whether blocks combine a forward and a backward pass."""
     twins: bool = False
@@ -71,7 +77,7 @@ class Pipeline:
         return _generated(self.generator, layout, micro_batches, hop)
 
     def placement_on(self, stages: int) -> Placement:
-        """Return the placement of chunks on a number of stages."""
+        """Return the placement of chunks for a pipeline of that many stages."""
         return self.alone if stages == 1 else self.placement
 
 
@@ -84,7 +90,7 @@ def _pipeline(
     return Pipeline(generator=generator, placement=placement, alone=alone or placement, **options)
 
 
-# Most backward passes that go layer by layer together at a step's end.
+# The number is the most backward passes that go layer by layer together at a step's end.
 _TOGETHER = {
     f"together_{count}": _pipeline(partial(layer_by_layer, together=count), Placement.LINEAR)
     for count in (2, 4, 8)
@@ -104,7 +110,7 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
     "zero_bubble_v": _pipeline(zero_bubble_v, Placement.FOLDED),
     **_TOGETHER,
 }
-"""Orders of blocks by name."""
+"""Name -> pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,35 +118,36 @@ class ScheduleKind:
     """A named schedule: its pipelines, and how blocks of several passes run."""
 
     pipelines: tuple[str, ...]
-    """The default pipeline, or the pipelines that are searched for the best."""
+    """The schedule's pipeline, or several pipelines of which planning takes the best."""
     more: tuple[str, ...] = ()
-    """Pipelines that are used only where they are named."""
+    """Further pipelines, which are used only if the user names one."""
     pairs: PairMethod | None = None
-    """Method of pairing; None where no block has passes of two kinds."""
+    """Method by which passes of a block are interleaved; None if no block has several passes."""
     cuts_collectives: bool = False
     long_units: bool = False
-    """Whether orders cross the borders of layers wherever they can, since they need no search."""
+    """Whether units are as long as possible, so that orders, which need no search, reach across layers."""
     searched: bool = False
-    """Whether orders are searched for, also of passes that run alone (Braid's schedule)."""
+    """Whether planning searches the order of operators, also in unpaired passes (Braid's schedule)."""
     early_sums: bool = False
-    """Whether gradients are summed as soon as they are final, beside the remaining passes."""
+    """Whether gradient sums start as soon as gradients are final and overlap the remaining passes."""
     partitions: bool = False
-    """Whether the cuts of collectives are searched for (Centauri's operation tier)."""
+    """Whether planning searches how to cut collectives (Centauri's operation tier)."""
     reorders: bool = False
-    """Whether the order of a lone backward pass is searched for (Centauri's layer tier)."""
+    """Whether planning searches the order of an unpaired backward pass (Centauri's layer tier)."""
 
     @property
     def nameable(self) -> tuple[str, ...]:
-        """All pipelines that can be named with the schedule."""
+        """Names of all pipelines that the user can choose with this schedule."""
         return (*self.pipelines, *self.more)
 
     @property
     def decided(self) -> bool:
-        """Whether orders have to be decided, with a profile's costs."""
+        """Whether the schedule needs orders of operators that planning decides with a profile's costs."""
         return self.searched or self.pairs is PairMethod.BARRIERS
 
     def pipelines_on(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Return the unnamed pipelines that suit a layout; of pipelines that coincide on it, the first."""
+        """Return those of `pipelines` that suit a layout; of pipelines that are equal on it, only the
+        first."""
         fitting = [
             name for name in self.pipelines if PIPELINES[name].placement_on(layout.pp) is layout.placement
         ]
@@ -153,8 +160,8 @@ class ScheduleKind:
     def distances(self, zero: int) -> tuple[tuple[int, int], ...]:
         """Return choices of (`Schedule.prefetch`, `Schedule.keep`) under a ZeRO stage, the default first.
 
-        The searched choices reach from half a layer (of four buckets) to four layers ahead. Without overlap
-        of sums nothing is started ahead.
+        The searched choices reach from half a layer (of four buckets) to four layers ahead. If gradient sums
+        overlap nothing (`early_sums`), no gather starts ahead of its use.
         """
         if zero < 2 or not self.early_sums:
             return ((0, 0),)
@@ -190,28 +197,30 @@ SCHEDULES: Final[Mapping[str, ScheduleKind]] = {
     "dualpipev": _kind("v", pairs=PairMethod.TURNS),
     "zbv": _kind("zero_bubble_v"),
 }
-"""Training schedules by name."""
+"""Name -> training schedule."""
 
 
 def schedule_trouble(name: str) -> str | None:
-    """Return why a schedule's name cannot be used, for a message behind the name; None if it can."""
+    """Return None if a schedule of that name exists, else the reason, as an error text that follows the
+    name."""
     if name in GONE:
         return replacement(name)
     return None if name in SCHEDULES else must_be_one_of(name, SCHEDULES)
 
 
 class ScheduleName(NamedTuple):
-    """A schedule and perhaps one of its pipelines, written ``SCHEDULE[:PIPELINE[/SLOTS]]``."""
+    """Name of a schedule and, if given, of one of its pipelines; as text ``SCHEDULE[:PIPELINE[/SLOTS]]``."""
 
     schedule: str
     pipeline: str = ""
-    """Empty: the schedule's default pipeline, or the best of its searched pipelines."""
+    """Name of the pipeline; empty for the schedule's default pipeline, or the best of those it searches."""
     hop: int = 0
-    """Slots for a message between stages; 0: the usual number, or the best."""
+    """Number of time slots planned for a message between stages; 0 for the pipeline's default, or the
+    best."""
 
     @classmethod
     def parse(cls, text: str) -> "ScheduleName":
-        """Parse the text that ``str`` writes; `ValueError` names the unknown word."""
+        """Parse ``SCHEDULE[:PIPELINE[/SLOTS]]``; raise `ValueError` that names an unknown word."""
         schedule, _, pipeline = text.partition(":")
         pipeline, _, hop = pipeline.partition("/")
         if hop and not hop.isdecimal():
@@ -219,7 +228,8 @@ class ScheduleName(NamedTuple):
         return cls(schedule, pipeline, int(hop or 0)).checked()
 
     def checked(self) -> "ScheduleName":
-        """Return itself; `ValueError` names the unknown word."""
+        """Return this name if schedule, pipeline and hop exist; else raise `ValueError` that names the wrong
+        one."""
         schedule, pipeline, hop = self
         if trouble := schedule_trouble(schedule):
             raise ValueError(f"schedule={schedule!r} {trouble}")
@@ -239,5 +249,8 @@ class ScheduleName(NamedTuple):
         return self.schedule + (f":{pipeline}" if pipeline else "")
 
     def placement_on(self, stages: int) -> Placement:
-        """Return the placement on a number of stages, which all pipelines of a search share."""
+        """Return the placement of chunks for a pipeline of that many stages.
+
+        If no pipeline is named, it is the placement of the schedule's first one.
+        """
         return PIPELINES[self.pipeline or SCHEDULES[self.schedule].pipelines[0]].placement_on(stages)

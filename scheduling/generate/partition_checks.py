@@ -1,4 +1,4 @@
-"""Checks whether a partition can cut its collective; other partitions are refused with one line."""
+"""Checks whether a partition can cut its collective; an impossible one is refused with a one-line error."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -10,16 +10,20 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase,
 from braid.scheduling.text.pattern import is_layer
 
 CUT: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-"""Kinds of collectives of layers that may be cut."""
+"""Kinds of collectives inside layers that partitions may cut."""
 
 
 def can_be_cut(part: Part, op: Operator) -> bool:
-    """Tell whether a partition may cut an operator: a collective of equally many rows per rank."""
+    """Return whether a partition may cut an operator: an all-gather or reduce-scatter of equally many rows
+    per rank, and not of indices."""
     return op.kind in CUT and len(op.reads) == 1 and part.values[op.reads[0]].precision is not Precision.INDEX
 
 
 def operators_beside(graph: Graph, op: Operator, most: int) -> list[Operator]:
-    """Return operators that can be cut with a collective, nearest first: a GEMM, then row-wise operators."""
+    """Return up to ``most`` operators that can be cut together with a collective, nearest first.
+
+    They are a GEMM, then activations; they follow a gather, or precede a scatter.
+    """
     chain: list[Operator] = []
     gathers = op.kind is Kind.ALL_GATHER
     while len(chain) < most:
@@ -46,7 +50,8 @@ def _writer(graph: Graph, value: str) -> Operator | None:
 
 
 def check_partition(partition: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
-    """Raise `ValueError` for a partition that layers or layout lack, or that would change results."""
+    """Raise `ValueError` if layers or layout lack what a partition cuts, or if cutting would change
+    results."""
     first, second = partition.where, partition.collective
     axis = first
     if first in parts:
@@ -104,7 +109,7 @@ def _check_stages(partition: Partition, kind: Kind) -> None:
 
 
 def _check_kind(partition: Partition, axis: str, kind: str) -> None:
-    """Check a partition of all collectives of a kind."""
+    """Raise `ValueError` if a partition of all collectives of a kind over an axis is impossible."""
     kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) + (() if axis == "tp" else (Kind.ALL_REDUCE,))
     if kind not in kinds:
         raise ValueError(f"partition {partition.what}: over {axis} it can be of {', '.join(kinds)}")

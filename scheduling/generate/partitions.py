@@ -18,22 +18,23 @@ from braid.scheduling.model.stages import Stage, gather_stages, scatter_stages
 from braid.scheduling.text.pattern import is_layer
 
 WAYS = (2, 4, 8)
-"""Numbers of pieces that are tried and measured."""
+"""Numbers of pieces per collective that planning tries and profiling measures."""
 
 
 def mega_scale(ways: int) -> tuple[Partition, ...]:
-    """Cut gathers of layers that a GEMM reads into pieces of tokens (MegaScale, as in DHelix section 2.3)."""
+    """Return MegaScale's partition (DHelix section 2.3): tensor-parallel gathers and the GEMMs that read them
+    are cut into ``ways`` pieces along tokens. It is empty if ``ways`` is 1."""
     return (Partition(what="tp/all_gather", pieces=ways, dim="tokens", operators=1),) if ways > 1 else ()
 
 
 def with_partitions(
     parts: Mapping[str, Part], partitions: Sequence[Partition], layout: ParallelLayout
 ) -> dict[str, Part]:
-    """Return the parts of a model with collectives of its layers cut. `ValueError` for impossible cuts.
+    """Return the parts of a model with the collectives of its layers cut.
 
-    Weight gradients read the whole tensors. Where a whole value has a reader, its pieces lie in its memory,
-    and the last piece completes it. (In execution a piece under way also has its rows contiguously for
-    itself.) The linker cuts sums and gathers outside layers.
+    Weight gradients read whole tensors. If an operator reads a whole value, the pieces lie in the value's
+    memory and the last piece completes it; during its transfer a piece also has contiguous memory of its own.
+    The linker cuts sums and gathers outside layers. Raises `ValueError` for impossible cuts.
     """
     if not partitions:
         return dict(parts)
@@ -46,7 +47,7 @@ def with_partitions(
 
 
 def cut_gemms(part: Part) -> frozenset[str]:
-    """Return the keys of the GEMMs that a partition of a layer's gathers can run in pieces of tokens."""
+    """Return the profile keys of a layer's GEMMs that read a gather, so that both can be cut along tokens."""
     keys = set()
     for graph in (part.forward, part.backward):
         for op in graph.operators:
@@ -58,17 +59,17 @@ def cut_gemms(part: Part) -> frozenset[str]:
 
 @dataclass
 class _Cutter:
-    """Cuts the collectives of one layer."""
+    """Rewrites the graphs of one layer so that its collectives are cut as ``partitions`` say."""
 
     original: Part
     partitions: Sequence[Partition]
     layout: ParallelLayout
     _values: dict[str, Value] = field(default_factory=dict)
     _readers: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the operators of both passes that read a value, by the value's name."""
+    """Name of a value -> names of the operators, in both passes, that read it."""
 
     def part(self) -> Part:
-        """Return the cut layer."""
+        """Return the layer with its collectives cut."""
         part = self.original
         self._values = dict(part.values)
         for op in (*part.forward.operators, *part.backward.operators):
@@ -102,17 +103,18 @@ class _Cutter:
         return Graph(operators=tuple(operators))
 
     def values(self) -> dict[str, Value]:
-        """Return the layer's values, to which pieces are added."""
+        """Return the dictionary of the layer's values, to which cutting adds pieces."""
         return self._values
 
     def read_by_others(self, value: str, *readers: str) -> bool:
-        """Tell whether an operator other than ``readers`` reads the whole value."""
+        """Return whether any operator other than ``readers`` reads the value, so that it must exist as a
+        whole."""
         return bool(self._readers.get(value, set()).difference(readers))
 
 
 @dataclass
 class _Cutting:
-    """Cuts one collective and the operators ``adjacent`` to it, nearest first."""
+    """Cuts one collective, together with the ``adjacent`` operators (nearest first)."""
 
     layer: _Cutter
     op: Operator
@@ -130,15 +132,17 @@ class _Cutting:
 
     @property
     def first(self) -> Operator:
-        """The operator of the graph that the first piece replaces."""
+        """The first operator, in graph order, of those that are cut; all pieces take its place."""
         return self.adjacent[-1] if self.adjacent and not self.gathers else self.op
 
     def operators(self) -> Iterator[Operator]:
-        """Yield the stages of all pieces, and the pieces of adjacent operators."""
+        """Yield the operators that replace the cut ones: all pieces' stages, and pieces of adjacent
+        operators."""
         return self._gather() if self.gathers else self._scatter()
 
     def _gather(self) -> Iterator[Operator]:
-        """Yield the stages of a piece beside the next piece's stages, then the readers, piece by piece."""
+        """Yield the operators of a cut gather: the stages of all pieces, staggered so that stages of
+        different pieces overlap, then the adjacent readers piece by piece."""
         how, adjacent, pieces = self.how, self.adjacent, self.how.pieces
         stages = gather_stages(self.mesh, how)
         last = (0, 2) if how.about_own else (len(stages) - 1,)
@@ -175,7 +179,8 @@ class _Cutting:
                 yield from self._along(adjacent, region, name, (number, len(arrivals)))
 
     def _scatter(self) -> Iterator[Operator]:
-        """Yield the preceding operators piece by piece, and the stages of the pieces before each."""
+        """Yield the operators of a cut scatter: the adjacent operators piece by piece, and among them the
+        stages of earlier pieces."""
         pieces = self.how.pieces
         stages = scatter_stages(self.mesh, self.how)
         before = self.adjacent[::-1] if pieces > 1 else ()
@@ -183,7 +188,7 @@ class _Cutting:
             yield from self.adjacent[::-1]
         results: dict[tuple[int, int], str] = {}
         everybody = (DimRanks.ALL,) * len(self.mesh)
-        # Of operators that may begin at the same time, the compute operators come last.
+        # If several operators may begin at the same time, compute operators come last.
         for _, _, n, piece in sorted(
             (piece + n, n < 0, n, piece) for piece in range(1, pieces + 1) for n in range(-1, len(stages))
         ):
@@ -214,7 +219,11 @@ class _Cutting:
         number: Share,
         ends: Operator | None = None,
     ) -> Iterator[Operator]:
-        """Yield a piece of every operator of a chain; ``ends``: the reader of the chain's result."""
+        """Yield one piece of every operator in a chain of adjacent operators.
+
+        ``source``: the piece that the first one reads; ``number``: (piece, pieces); ``ends``: the operator
+        that reads the chain's result.
+        """
         for index, op in enumerate(chain):
             (z,) = op.writes
             after = chain[index + 1] if index + 1 < len(chain) else ends
@@ -227,7 +236,8 @@ class _Cutting:
             source = writes[0]
 
     def _sums(self, op: Operator, sources: Sequence[str]) -> Iterator[Operator]:
-        """Yield a GEMM as a sum over pieces of its input's columns, each added to the sum so far."""
+        """Yield a GEMM as several GEMMs, one for each piece of its input's columns; each adds to the previous
+        sum."""
         (z,) = op.writes
         before: tuple[str, ...] = ()
         for number, source in enumerate(sources, start=1):
@@ -245,8 +255,11 @@ class _Cutting:
         return Region(self.axis, self.mesh, spans, share)
 
     def _piece(self, whole: str, label: str, region: Region, *, placed: bool) -> str:
-        """Add the value of a region of all ranks' rows; ``placed``: the whole value holds its rows too."""
-        # A recomputed value has the same name, perhaps in other pieces.
+        """Add a value for one piece of the value ``whole`` and return its name.
+
+        ``region``: the rows and columns that it holds; ``placed``: whether ``whole`` holds these rows too.
+        """
+        # A recomputed value has the same name as the original, but perhaps different pieces.
         again = ".again" if self.op.phase is Phase.RECOMPUTE else ""
         like, name = self.values[whole], f"{whole}{again}.{label}"
         elements = region.elements(self.rank_rows, like.columns)

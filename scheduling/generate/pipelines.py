@@ -1,6 +1,6 @@
-"""The order of blocks on every pipeline stage, one generator per kind of pipeline.
+"""Generates the order of blocks on every pipeline stage, with one function for each kind of pipeline.
 
-A generator returns only blocks; `braid.scheduling.generate.lower` adds communication and programs.
+These functions return only blocks; `braid.scheduling.generate.lower` adds communication and programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from braid.scheduling.schedule.operations import Pass, PassKind, Strand
 from braid.scheduling.schedule.schedule import Block
 
 BlockOrder = tuple[tuple[Block, ...], ...]
-"""The blocks of every stage, in order."""
+"""For every stage, its blocks in the order in which they run."""
 
 
 def forward_pass(micro_batch: int, chunk: int) -> Pass:
@@ -30,7 +30,8 @@ def alone(*passes: Pass) -> list[Block]:
 
 
 def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B on one chunk per stage: stage i runs p-1-i forward passes ahead, then alternates.
+    """Return the 1F1B pipeline with one chunk per stage: stage i runs p-1-i forward passes ahead, then
+    alternates.
 
     Stage i holds at most p-i micro-batches (Narayanan et al. 2021).
     """
@@ -38,10 +39,10 @@ def one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> Bloc
 
 
 def eager_one_forward_one_backward(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B that runs twice as far ahead: stage i runs 2(p-1-i) forward passes.
+    """Return 1F1B with twice as many passes ahead: stage i first runs 2(p-1-i) forward passes.
 
-    A message then has a whole forward and backward pass to arrive in; in 1F1B the next block waits for it.
-    Stage i holds at most 2(p-i)-1 micro-batches (eager-1F1B of Zhuang et al., MLSys 2023).
+    A message then has the time of a forward and a backward pass to arrive; in 1F1B the next block waits for
+    it. Stage i holds at most 2(p-i)-1 micro-batches (eager-1F1B of Zhuang et al., MLSys 2023).
     """
     return _alternating(layout, micro_batches, 2)
 
@@ -60,11 +61,12 @@ def _alternating(layout: ParallelLayout, micro_batches: int, eagerness: int) -> 
 
 
 def layer_by_layer(layout: ParallelLayout, micro_batches: int, together: int) -> BlockOrder:
-    """The first forward passes go through the model together, layer by layer; so do the last backward passes.
+    """Return the order in which the first ``together`` forward passes run as one block, layer by layer, and
+    so do the last backward passes.
 
     A layer's parameters are then needed late, and its gradients are final early, while most of the model is
-    still to run: gathers and sums over replicas hide behind it (Centauri's model tier). The activations of
-    ``together`` micro-batches are held. With several stages it is 1F1B.
+    still to run: parameter gathers and gradient sums hide behind it (Centauri's model tier). The activations
+    of ``together`` micro-batches are held. With several stages the order is that of 1F1B.
     """
     if layout.pp > 1:
         return one_forward_one_backward(layout, micro_batches)
@@ -78,10 +80,11 @@ def layer_by_layer(layout: ParallelLayout, micro_batches: int, together: int) ->
 
 
 def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Interleaved 1F1B: two chunks a stage; p micro-batches visit a chunk before the other (Narayanan 2021).
+    """Return interleaved 1F1B (Narayanan 2021): a stage has two chunks, and p micro-batches visit one chunk
+    before they visit the other.
 
-    It has half the bubble of 1F1B, more activations and twice the messages. `ValueError` unless the number of
-    micro-batches is a multiple of the number of stages.
+    It has half the bubble of 1F1B, more activations and twice the messages. Raises `ValueError` unless the
+    number of micro-batches is a multiple of the number of stages.
     """
     assert layout.placement is Placement.INTERLEAVED
     p, turns = layout.pp, 2
@@ -112,7 +115,8 @@ def interleaved(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 @dataclass(frozen=True)
 class _Visit:
-    """The passes that one journey brings to a stage at a time: a forward pass, a backward pass, or both."""
+    """Passes that one journey through the stages (`folded_w`) brings to a stage in a time slot: a forward
+    pass, a backward pass, or both."""
 
     slot: int
     forward: Pass | None
@@ -120,7 +124,7 @@ class _Visit:
 
 
 def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """The W-shaped pipeline of the folded model (DHelix section 4.1, figure 8), on one strand.
+    """Return the W-shaped pipeline of the folded model (DHelix section 4.1, figure 8), on one strand.
 
     A journey goes down the stages and back up and carries the forward pass of micro-batch k together with the
     backward pass of micro-batch k-p; both travel the same way. Journeys start every second slot, so that
@@ -135,9 +139,9 @@ def folded_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """`folded_w` on two strands: the two blocks of a visit run at the same time.
+    """Return `folded_w` on two strands: the forward and the backward pass of a visit run as one block.
 
-    Micro-batches change strands every p, so that the two of a visit are always on different strands.
+    The strand changes after every p micro-batches, so that both passes are always on different strands.
     """
     if layout.pp == 1 and not layout.folded:
         return _paired([_whole_visits(micro_batches)], 1)
@@ -145,13 +149,14 @@ def paired_w(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """`paired_w` on one stage without lonely ends: two micro-batches always run side by side.
+    """Return `paired_w` for one stage, but with two micro-batches side by side also at the step's begin and
+    end.
 
-    F0|F1, then the backward pass of each micro-batch m beside the forward pass of m+2, and at last two
-    backward passes. So the ends hide their communication too, and two micro-batches' activations are held
-    instead of one's. If the number of micro-batches is odd, the last two backward passes run one after the
-    other, since both are on one strand. With several stages, where a pass at the ends waits for other stages,
-    or with fewer than three micro-batches it is `paired_w`.
+    The blocks are F0|F1, then the backward pass of each micro-batch m beside the forward pass of m+2, and at
+    last two backward passes. So the step's begin and end hide their communication too, and activations of two
+    micro-batches are held instead of one. If the number of micro-batches is odd, the last two backward passes
+    run one after the other, since both are on one strand. With several stages, where the first and last
+    passes wait for other stages, or with fewer than three micro-batches the result is `paired_w`.
     """
     if layout.chunks > 1 or micro_batches < 3:
         return paired_w(layout, micro_batches)
@@ -165,23 +170,24 @@ def twin_ended(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
 
 
 def sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """1F1B of micro-batches in pairs, side by side in every pass.
+    """Return 1F1B of pairs of micro-batches, which run side by side in every pass.
 
-    The two are the sub-batches of a micro-batch of twice the size (Merak; Oases, section IV). The last
-    micro-batch of an odd number runs by itself.
+    A pair are the two sub-batches of a micro-batch of twice the size (Merak; Oases, section IV). If the
+    number of micro-batches is odd, the last one runs by itself.
     """
     return _halved(one_forward_one_backward(layout, -(-micro_batches // 2)), micro_batches)
 
 
 def folded_sub_batches(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """`sub_batches` on the folded pipeline (`folded_w`)."""
+    """Return pairs of micro-batches side by side, like `sub_batches`, on the folded pipeline (`folded_w`)."""
     if layout.pp == 1 and not layout.folded:
         return sub_batches(layout, micro_batches)
     return _halved(folded_w(layout, -(-micro_batches // 2)), micro_batches)
 
 
 def _halved(pairs: BlockOrder, micro_batches: int) -> BlockOrder:
-    """Replace each micro-batch of ``pairs`` by two micro-batches side by side."""
+    """Replace each micro-batch in the blocks of ``pairs`` by two micro-batches side by side, on two
+    strands."""
 
     def both(block: Block) -> Block:
         (pass_,) = block.passes
@@ -193,17 +199,18 @@ def _halved(pairs: BlockOrder, micro_batches: int) -> BlockOrder:
 
 
 def eager_paired_w(layout: ParallelLayout, micro_batches: int, hop: int = 2) -> BlockOrder:
-    """`paired_w` where a hop to another stage takes ``hop`` slots instead of one.
+    """Return `paired_w` with ``hop`` time slots instead of one from a stage to the next, as eager 1F1B does.
 
     A message then has hop - 1 visits to arrive in; in `paired_w` the next visit waits for it. A micro-batch's
     backward pass begins hop (p-1) + 1 journeys after its forward pass instead of p: a stage holds at most
-    twice as many blocks, each of half a stage's layers. It relates to `paired_w` as eager 1F1B to 1F1B.
+    hop times as many blocks, each of half a stage's layers.
     """
     return _paired(_folded_visits(layout, micro_batches, hop), hop * (layout.pp - 1) + 1)
 
 
 def _whole_visits(micro_batches: int) -> list[_Visit]:
-    """Return visits of one stage that need not fold: each forward pass beside the previous backward pass."""
+    """Return the visits of a single, unfolded stage: the forward pass of each micro-batch beside the backward
+    pass of the previous one."""
     return [
         _Visit(m, forward_pass(m, 0) if m < micro_batches else None, backward_pass(m - 1, 0) if m else None)
         for m in range(micro_batches + 1)
@@ -211,7 +218,10 @@ def _whole_visits(micro_batches: int) -> list[_Visit]:
 
 
 def _folded_visits(layout: ParallelLayout, micro_batches: int, hop: int = 1) -> list[list[_Visit]]:
-    """Return visits by stage. ``hop``: slots between visits of neighbouring stages; the fold takes one."""
+    """Return, for each stage of the folded pipeline, its visits in the order of time.
+
+    ``hop``: time slots from a stage to the next; the turn at the last stage takes one.
+    """
     assert layout.folded, "the W-shaped pipeline needs the chunks i and 2p-1-i on stage i"
     p = layout.pp
     behind = hop * (p - 1) + 1  # journeys from a forward pass to its backward pass
@@ -240,12 +250,15 @@ def _paired(visits: list[list[_Visit]], stages: int) -> BlockOrder:
 
 
 def changing_strands(orders: Sequence[Sequence[Block]], every: int) -> BlockOrder:
-    """Put orders on two strands, which micro-batches change after every ``every`` micro-batches."""
+    """Assign micro-batches to two strands in turn, ``every`` consecutive micro-batches to each."""
     return on_strands(orders, lambda micro_batch: micro_batch // every % 2)
 
 
 def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int]) -> BlockOrder:
-    """Put orders on strands; ``strand_of``: number of a micro-batch's strand (0: alpha, 1: beta)."""
+    """Return the blocks with each pass on the strand of its micro-batch.
+
+    ``strand_of``: function from micro-batch to strand (0: alpha, 1: beta).
+    """
     strands = list(Strand)
 
     def placed(block: Block) -> Block:
@@ -255,10 +268,10 @@ def on_strands(orders: Sequence[Sequence[Block]], strand_of: Callable[[int], int
 
 
 def forward_only(layout: ParallelLayout, micro_batches: int) -> BlockOrder:
-    """Forward passes alone, for validation, through all chunks of a stage; any number of micro-batches.
+    """Return the blocks of a validation step: only forward passes, for any number of micro-batches.
 
-    Where a micro-batch visits a stage twice, its second visit waits for the first visits of later
-    micro-batches, as in the training schedules.
+    If a micro-batch visits a stage twice, its second visit comes after first visits of later micro-batches,
+    as in the training schedules.
     """
     match layout.placement:
         case Placement.LINEAR:

@@ -1,4 +1,4 @@
-"""Operator programs: from an order of operators to issues and waits."""
+"""Makes operator programs: turns an order of operators into a list of issues and waits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,10 @@ from braid.scheduling.schedule.text import write_sides, write_step
 
 
 def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
-    """Return the operators of a pass; for an end, the operators of the whole backward pass."""
+    """Return the graph that a pass of some kind runs in a part; for an end, that of the whole backward pass.
+
+    ``trains``: whether the forward pass also computes what gradients need.
+    """
     match kind:
         case PassKind.FORWARD:
             return part.forward if trains else part.evaluation
@@ -24,10 +27,10 @@ def graph_of(part: Part, kind: PassKind, *, trains: bool = True) -> Graph:
 
 
 def serial_program(graph: Graph) -> Program:
-    """Return the program of operators one after the other, with every collective waited for at once.
+    """Return the program that runs operators in graph order and waits for every collective at once.
 
-    Ring shifts alone run beside the attention that does not need them yet, as in Megatron-LM's context
-    parallelism. Pieces of a partition stay under way until an operator needs them.
+    There are two exceptions: ring shifts overlap the attention that does not need them yet, as in
+    Megatron-LM's context parallelism, and pieces of partitions stay under way until an operator needs them.
     """
     lazy = {op.name for op in graph.operators if op.kind is Kind.SEND_RECEIVE or op.piece is not None}
     issuer = _Issuer([graph], lazy)
@@ -35,9 +38,9 @@ def serial_program(graph: Graph) -> Program:
 
 
 def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program:
-    """Return the program of a decided order; an operator waits for a collective when it needs its result.
+    """Return the program that follows a decided order and waits for a collective when its result is needed.
 
-    `ValueError` for steps that name unknown operators, or that leave out operators which no end runs.
+    Raises `ValueError` if the order names unknown operators, or lacks operators that no end runs.
     """
     label = f"order of {write_sides(sides)}"
     for side in sides:
@@ -52,11 +55,11 @@ def program_of(sides: Sides, parts: Mapping[str, Part], order: Order) -> Program
 
 @dataclass
 class _Issuer:
-    """Issues operators in order and inserts waits before the first need."""
+    """Builds a program: issues operators in order, and inserts waits where results are first needed."""
 
     graphs: Sequence[Graph]
     lazy: set[str]
-    """Names of collectives that are not waited for at once."""
+    """Names of collectives whose wait comes only when their result is needed, instead of at once."""
     actions: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class _Issuer:
         self._under_way: list[Issue] = []
 
     def run(self, steps: Iterable[Issue | OrderSegment | Barrier]) -> Program:
-        """Issue all steps, and at the end wait for all transfers under way."""
+        """Issue all steps of an order, wait for all transfers at the end, and return the program."""
         for step in steps:
             match step:
                 case Issue():
@@ -86,7 +89,8 @@ class _Issuer:
         return tuple(self.actions)
 
     def _segment(self, segment: OrderSegment) -> None:
-        """Issue collectives, then compute, then waits; a barrier if several passes have operators."""
+        """Issue a segment: its collectives, its compute operators, all waits, and a barrier if several passes
+        have operators in it."""
         for issue in sorted(segment.issues, key=lambda i: not self._operators[i].kind.communicates):
             self.issue(issue)
         self.wait_for_all()
@@ -94,7 +98,7 @@ class _Issuer:
             self.actions.append(Barrier())
 
     def issue(self, step: Issue) -> None:
-        """Issue one operator, after waiting for its inputs."""
+        """Add the waits for an operator's inputs, and then the operator, to the program."""
         turn, op = step[0], self._operators[step]
         for value in op.reads:
             writer = self._writers.get((turn, value))
@@ -109,7 +113,7 @@ class _Issuer:
             self._wait(turn, op)
 
     def wait_for_all(self) -> None:
-        """Wait for all transfers that are under way."""
+        """Add waits for all transfers that are under way to the program."""
         for step in list(self._under_way):
             self._wait(step[0], self._operators[step])
 
@@ -123,7 +127,10 @@ class _Issuer:
 
 
 def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Issue]) -> None:
-    """Raise `ValueError` unless each operator occurs once, or its unit's end runs it, and no others occur."""
+    """Raise `ValueError` unless the steps contain every operator of the graphs exactly once and no others.
+
+    Operators of a backward pass may be missing if the end of the unit runs them.
+    """
     several = len(sides) > 1
     operators = {Issue(turn, op.name) for turn, graph in enumerate(graphs) for op in graph.operators}
     seen: set[Issue] = set()
@@ -153,7 +160,10 @@ def _check(label: str, sides: Sides, graphs: Sequence[Graph], steps: Sequence[Is
 
 
 def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
-    """Raise `ValueError` if an operator of the end writes a value that an earlier operator reads."""
+    """Raise `ValueError` if an operator of the backward pass needs the result of one that is left to the end.
+
+    ``done``: names of the operators that pass ``turn`` runs itself.
+    """
     written = {name: op.name for op in graph.operators if op.name not in done for name in op.writes}
     for op in graph.operators:
         for name in op.reads:
@@ -164,5 +174,5 @@ def _check_left(label: str, graph: Graph, turn: int, done: set[str]) -> None:
 
 
 def own_program(side: Side, parts: Mapping[str, Part], *, trains: bool) -> Program:
-    """Return the program of a pass without a decided order."""
+    """Return the serial program of one pass through a unit, for passes without a decided order."""
     return serial_program(graph_of(parts[side.unit], side.kind, trains=trains))

@@ -1,4 +1,4 @@
-"""Setting: the computation and the layout of a step, from which operators, sizes and memory follow."""
+"""The setting of a step: model, layout and schedule, from which operators, sizes and memory follow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,16 +23,17 @@ from braid.scheduling.schedule.memory import DTYPE_BYTES
 from braid.scheduling.text.suggestions import must_be_one_of
 
 MOST_UNIT_LAYERS: Final = 8
-"""Longer units make the search longer without a gain: an order reaches over a few operators."""
+"""Largest number of layers in a unit. Longer units make the search longer without a gain, since overlap
+reaches only over a few operators."""
 
 
 REDUCE_DTYPES: Final = (None, "bf16")
-"""Dtypes that gradients may be rounded to where ranks sum them."""
+"""Dtypes to which gradients may be rounded when ranks sum them; None: no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model on a layout under a schedule; choices that the schedule leaves open are decided or not."""
+    """A model on a layout under a schedule, with the schedule's choices as far as they are decided."""
 
     model: ModelShape
     layout: ParallelLayout
@@ -40,20 +41,22 @@ class Setting:
     schedule: str = "megatron"
     dtype: str = "bf16"
     recompute: str = "none"
-    """Recompute policy of all layers, or of each (`policies_of`)."""
+    """Recompute policy of all layers in one word, or of each layer in turn (`policies_of`)."""
     reduce_dtype: str | None = None
-    """Dtype to which gradients are rounded where ranks sum them; None: the dtype that adds them up."""
+    """Dtype to which gradients are rounded when ranks sum them; None: gradients are not rounded."""
     context: str = "all_gather"
     pipeline: str = ""
-    """One of the schedule's pipelines; empty: left open, and searched if the schedule searches."""
+    """Name of one of the schedule's pipelines; empty: not decided."""
     hop: int = 0
-    """Slots for a message between stages, from the pipeline's choices; 0: as usual, or left open."""
+    """Time slots planned for a message between stages, one of the pipeline's choices; 0: default or not
+    decided."""
     partitions: tuple[Partition, ...] = ()
-    """Cuts of collectives and adjacent operators."""
+    """How collectives and adjacent operators are cut into pieces and stages."""
     unit_layers: int = 0
     """Most layers of a unit (`braid.scheduling.model.units`); 0: every part is a unit."""
     distances: tuple[int, int] = (0, 0)
-    """`Schedule.prefetch` and `Schedule.keep`; (0, 0): the schedule's default under the ZeRO stage."""
+    """(`Schedule.prefetch`, `Schedule.keep`); (0, 0) is replaced by the schedule's default for the ZeRO
+    stage."""
 
     def __post_init__(self) -> None:
         self.named.checked()
@@ -93,46 +96,51 @@ class Setting:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer on this layout, with variants."""
+        """Kind of every layer; layers with an own tensor-parallel degree or recompute policy have variant
+        kinds."""
         return with_policies(self.layout.kinds(self.model.kinds), self.recompute)
 
     @property
     def kind(self) -> ScheduleKind:
-        """The schedule's properties."""
+        """Properties of the named schedule."""
         return SCHEDULES[self.schedule]
 
     @property
     def order(self) -> Pipeline:
-        """The pipeline; if left open, the first that suits the layout."""
+        """The decided pipeline; if none is decided, the schedule's first that suits the layout."""
         return PIPELINES[self.pipeline or (self.kind.pipelines_on(self.layout) or self.kind.pipelines)[0]]
 
     @property
     def pairs(self) -> PairMethod | None:
-        """How forward passes run beside backward passes; None if the pipeline combines none."""
+        """Method by which the passes of a block are interleaved; None if no block needs one."""
         return self.kind.pairs if self.order.pairs or not self.kind.searched else None
 
     @property
     def named(self) -> ScheduleName:
-        """The name of the schedule with its decided pipeline and hop."""
+        """Full name of the schedule, with its decided pipeline and hop."""
         return ScheduleName(self.schedule, self.pipeline, self.hop)
 
     @property
     def title(self) -> str:
-        """The name of the lowered schedule: the schedule's, with any pipeline but its first."""
+        """Name that the lowered schedule carries: the schedule's name, followed by the pipeline unless that
+        is the schedule's first."""
         return self.schedule if self.pipeline in ("", self.kind.pipelines[0]) else str(self.named)
 
     @property
     def name(self) -> ScheduleName:
-        """The schedule's name, with the pipeline only where the schedule would not choose it by itself."""
+        """Name of the schedule, with the pipeline only if planning would not try it unless named."""
         named = self.pipeline in self.kind.more
         return ScheduleName(self.schedule, self.pipeline if named else "")
 
     def sizes(self, streams: Mapping[str, Stream] | None = None) -> PartSizes:
-        """Return the sizes of the model's parts on a rank, for a micro-batch; ``streams``: of each axis."""
+        """Return the sizes from which the parts' graphs for one micro-batch on one rank are written.
+
+        ``streams``: mesh axis -> stream of its collectives.
+        """
         micro_batch = self.workload.micro_batch
         return part_sizes(self.model, self.layout, micro_batch, streams, self.context, self.recompute)
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of a replica in one step."""
+        """Number of micro-batches that each data-parallel replica runs in one step."""
         return self.workload.micro_batches(self.layout)

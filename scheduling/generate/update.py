@@ -1,4 +1,5 @@
-"""The end of a step: sums of gradients, their norm, the update; and with ZeRO gathers."""
+"""Adds to stages what follows backward passes: gradient sums, norm, update, and with ZeRO parameter
+gathers."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,12 +25,12 @@ Stages = tuple[tuple[Instruction, ...], ...]
 
 
 def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False) -> Stages:
-    """Sum every chunk's gradients over its axes, then their squares over the model's axes, then step.
+    """Return the stages with gradient sums, the sum of the gradients' squared norm, and the update added.
 
-    Where gradients are in shares (ZeRO 2) every backward pass starts its sums. Otherwise the sums stand at
-    the end of the step, or, with ``early``, in the last block of a chunk (bucket by bucket) where there are
-    replicas, and behind that block where there are none; sums over replicas stay under way beside passes of
-    other chunks. A chunk whose table another stage also holds, and finishes later, is excepted.
+    If gradients are sharded (ZeRO 2), the sums are in every block with a backward pass. Otherwise they stand
+    at the end of the step; or, with ``early``, in the last block of a chunk (bucket by bucket) if there are
+    replicas, and behind that block if not, and sums over replicas overlap passes of other chunks. A chunk
+    with an embedding table that another stage also holds is always summed at the end of the step.
     """
     updated = []
     for number, stage in enumerate(stages):
@@ -49,11 +50,14 @@ def with_update(stages: Stages, layout: ParallelLayout, buckets: Buckets, *, ear
 
 
 _Axes = Mapping[int, tuple[str, ...]]
-"""For every chunk, the axes over which its gradients are summed."""
+"""Chunk -> axes over which its gradients are summed."""
 
 
 def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instruction], _Axes]:
-    """Add sums to every block that ends a bucket's gradients; return instructions and remaining axes."""
+    """Add gradient sums to every block with a backward pass (ZeRO 2).
+
+    Returns the instructions, and the axes over which chunks are still to be summed.
+    """
     instructions: list[Instruction] = []
     within = {
         c: tuple(axis for axis in all_ if is_tensor(axis) or axis in SUMMED) for c, all_ in axes.items()
@@ -79,7 +83,10 @@ def _sums_of_all(stage: Sequence[Instruction], axes: _Axes) -> tuple[list[Instru
 def _sums_of_last(
     stage: Sequence[Instruction], axes: _Axes, *, early: bool
 ) -> tuple[list[Instruction], _Axes]:
-    """Add the sums that begin ``early``; return instructions and remaining axes."""
+    """Add gradient sums to or behind the last block of each chunk if ``early``, else none.
+
+    Returns the instructions, and the axes over which chunks are still to be summed.
+    """
     remaining = dict(axes)
     last = {p.chunk: position for position, i in enumerate(stage) for p in passes_in(i)}
     instructions: list[Instruction] = []
@@ -111,10 +118,11 @@ def _sums_of_last(
 def with_gathering(
     stages: Stages, layout: ParallelLayout, buckets: Buckets, *, early: bool = False
 ) -> Stages:
-    """Gather every chunk's parameters before their use: in the first block, with ZeRO 3 in every block.
+    """Return the stages with parameter gathers added: in each chunk's first block, with ZeRO 3 in every
+    block.
 
-    Without ZeRO the stages stay unchanged. ``early``: parameters that are gathered once a step are gathered
-    at the end of the previous step, behind their update.
+    Without ZeRO the stages are returned unchanged. ``early``: if parameters are gathered once a step (ZeRO 1
+    and 2), this happens at the end of the previous step, behind their update.
     """
     early = early and layout.zero < 3
     if not layout.zero:

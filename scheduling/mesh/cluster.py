@@ -1,4 +1,4 @@
-"""The hardware of a planner's cluster: GPUs, links, nodes, and the rates that they are known to achieve.
+"""Describes a cluster for the planner: GPUs, links and nodes, and the rates that they are known to achieve.
 
 Every constant has a name, a unit and a source; presets are in ``presets/clusters.yaml``. Constants belong to
 a GPU or a link, never to an experiment.
@@ -15,7 +15,7 @@ from braid.scheduling.text.records import require_fraction, require_positive
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Share of the peak rate that a class of operators reaches, as a function of its size.
+    """Fraction of a GPU's peak rate that operators of one class reach, as a function of their FLOPs n.
 
     ``efficiency(n) = ceiling * n / (n + half_flops)``: large operators reach the ceiling, an operator of
     ``half_flops`` FLOPs reaches half of it (launch, tail and memory effects).
@@ -29,27 +29,28 @@ class Efficiency:
         require_positive(self, ("half_flops",), zero=True)
 
     def at(self, flops: float) -> float:
-        """Return the share of the peak rate (0 to 1) that an operator of ``flops`` FLOPs reaches."""
+        """Return the fraction of the peak rate (0 to 1) that an operator of ``flops`` FLOPs reaches."""
         return self.ceiling * flops / (flops + self.half_flops)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator. ``source`` says where the peak figures come from."""
+    """Rates, memory and overheads of one type of GPU; ``source`` says where the peak figures come from."""
 
     name: str
     memory_bytes: int
     peak_flops_per_s: float
-    """Dense BF16 (or FP16) matrix rate of the data sheet, without sparsity."""
+    """Peak BF16 (or FP16) matrix rate in the data sheet, without sparsity."""
     memory_bytes_per_s: float
     gemm: Efficiency
     attention: Efficiency
     memory_efficiency: float
-    """Share of the memory bandwidth that pointwise operators and norms reach."""
+    """Fraction of the memory bandwidth that pointwise operators and norms reach."""
     launch_ns: int = 4_000
     """Time from the end of a kernel to the start of the next kernel in a full queue."""
     barrier_ns: int = 15_000
-    """Time of a device-wide synchronisation and the next launches: the price of a segment barrier."""
+    """Time of a device-wide synchronisation and the launches after it, which each barrier between segments
+    costs."""
     reserved_bytes: int = 2 * 2**30
     """Memory for context, communication buffers and fragmentation, which the planner does not hand out."""
     source: str = ""
@@ -66,19 +67,22 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link between ranks at one level, as one rank sees it when all ranks of its node use it equally."""
+    """Rate and latency of the links inside nodes, or between nodes, for one rank when all ranks of its node
+    communicate equally."""
 
     kind: str
     bytes_per_s: float
-    """Per rank and direction: half of NVLink's printed total, or a rank's share of a network card."""
+    """Bandwidth per rank and direction: half of NVLink's printed total, or a rank's share of a network
+    card."""
     latency_ns: int
-    """Latency of one hop of a ring, or of one message."""
+    """Latency in ns of one hop of a ring, or of one message."""
     efficiency: float
-    """Share of ``bytes_per_s`` that large collectives reach."""
+    """Fraction of ``bytes_per_s`` that large collectives reach."""
     half_bytes: float = 0.0
-    """Message size at which a hop reaches half of ``efficiency``."""
+    """Message size in bytes at which a hop reaches half of ``efficiency``."""
     all_to_all_share: float = 1.0
-    """Share of a ring's rate that an all-to-all reaches, where all pairs of ranks cross the same root."""
+    """Fraction of a ring's rate that an all-to-all reaches if the traffic of all pairs of ranks crosses one
+    root."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -96,9 +100,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """Overlap effectiveness (OEF, DHelix equation 1) of classes of operators that run at the same time.
+    """Overlap effectiveness (OEF, DHelix equation 1) of each pair of operator classes that run at the same
+    time.
 
     1: the shorter operator is hidden entirely; 0: overlap gains nothing; below 0: overlap loses time.
+    ``intra``, ``inter``: communication inside and between nodes.
     """
 
     gemm_intra: float
@@ -118,7 +124,7 @@ class Contention:
 
 
 class Stream(StrEnum):
-    """The streams of a rank: for computation, for transfers inside a node, for transfers between nodes."""
+    """A rank's streams: for computation, for transfers inside a node, and for transfers between nodes."""
 
     COMPUTE = "compute"
     INTRA = "intra"
@@ -136,7 +142,7 @@ class ClusterSpec:
     intra: Link
     contention: Contention
     inter: Link | None = None
-    """The network between nodes; None for a single node."""
+    """Links between nodes; None if there is a single node."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -153,11 +159,12 @@ class ClusterSpec:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a GPU's memory that a plan may use."""
+        """Bytes of each GPU's memory that a plan may use: all but ``reserved_bytes``."""
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
 
     def link(self, stream: Stream) -> Link:
-        """Return the link that a stream of transfers uses; `ValueError` for the network of a single node."""
+        """Return the link that transfers on a stream use; raise `ValueError` if it is a network that a single
+        node lacks."""
         if stream is Stream.INTRA:
             return self.intra
         if self.inter is None:
@@ -167,7 +174,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Size and position of a group of ranks: ``size`` ranks, ``per_node`` of them on each node it touches."""
+    """Size of a group of ranks, and how it lies on nodes: ``per_node`` of its ``size`` ranks on each node."""
 
     size: int
     per_node: int
@@ -177,17 +184,17 @@ class RankGroup:
 
     @property
     def stream(self) -> Stream:
-        """The stream of transfers over the group's slowest link."""
+        """Stream on which the group's transfers run: INTER if the group spans several nodes."""
         return Stream.INTRA if self.size == self.per_node else Stream.INTER
 
     @property
     def nodes(self) -> int:
-        """Number of nodes that the group touches."""
+        """Number of nodes on which the group has ranks."""
         return self.size // self.per_node
 
 
 def group_of(stride: int, size: int, gpus_per_node: int) -> RankGroup:
-    """Return the group of ``size`` ranks whose numbers lie ``stride`` apart; ranks fill nodes in order."""
+    """Return the group of ``size`` ranks whose numbers are ``stride`` apart, if ranks fill nodes in order."""
     inside = max(1, gpus_per_node // stride) if stride < gpus_per_node else 1
     per_node = min(size, inside)
     return RankGroup(size=size, per_node=math.gcd(size, per_node))
@@ -195,9 +202,11 @@ def group_of(stride: int, size: int, gpus_per_node: int) -> RankGroup:
 
 @cache
 def common_stream(mesh: tuple[int, ...], dim: int, per_node: int) -> Stream | None:
-    """Return the stream of all sub-groups along ``dim`` of a mesh of ranks, where ranks fill nodes in order.
+    """Return the stream that all sub-groups along ``dim`` of a mesh of ranks use, if ranks fill nodes in
+    order.
 
-    None where sub-groups differ, or where a sub-group uses both kinds of link.
+    Returns None if sub-groups use different streams, or if one uses both kinds of link. ``per_node``: ranks
+    per node.
     """
     streams = set()
     for ranks in sub_groups(mesh, dim):
@@ -209,7 +218,8 @@ def common_stream(mesh: tuple[int, ...], dim: int, per_node: int) -> Stream | No
 
 
 def dim_group(group: RankGroup, mesh: tuple[int, ...], dim: int) -> RankGroup:
-    """Return the sub-groups of a group along dimension ``dim`` of a mesh of its ranks."""
+    """Return size and position of the sub-groups of a group along dimension ``dim`` of a mesh of its
+    ranks."""
     if len(mesh) == 1:
         return group
     inside = common_stream(mesh, dim, group.per_node) is Stream.INTRA
@@ -217,5 +227,5 @@ def dim_group(group: RankGroup, mesh: tuple[int, ...], dim: int) -> RankGroup:
 
 
 def node_mesh(group: RankGroup) -> tuple[int, int] | None:
-    """Return (nodes, ranks per node) of a group that has several of both; None for other groups."""
+    """Return (nodes, ranks per node) of a group if both are above 1, else None."""
     return (group.nodes, group.per_node) if group.nodes > 1 and group.per_node > 1 else None

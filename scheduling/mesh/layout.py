@@ -1,4 +1,4 @@
-"""Which ranks hold what: degrees of the mesh axes, and the stage of each chunk of the model.
+"""Defines which ranks hold what: degrees of the mesh axes, and the stage of each chunk of the model.
 
 All checks raise `ValueError` with the configuration keys, their values and a remedy.
 """
@@ -26,7 +26,7 @@ def require_at_least_one(section: str, record: object, names: tuple[str, ...]) -
 
 
 class Placement(StrEnum):
-    """The rule by which chunks of the model are assigned to pipeline stages."""
+    """Rule by which chunks of the model are assigned to pipeline stages."""
 
     LINEAR = "linear"
     """Stage i of p holds chunk i of p."""
@@ -52,16 +52,17 @@ class ParallelLayout:
     head_layers: int = 0
     """Number of layers that the head counts as when layers are divided among chunks."""
     zero: int = 0
-    """ZeRO stage: what is cut over the ranks that share parameters. 1: optimizer states; 2: gradients too; 3:
-    parameters too. Parameters are gathered once a step, at stage 3 before each use. With one such rank it is
-    0."""
+    """ZeRO stage, which says what data-parallel ranks shard. 1: optimizer states; 2: gradients too; 3:
+    parameters too. Parameters are gathered once a step, at stage 3 before each use. It is 0 if dp x cp is
+    1."""
     shards: int = 0
-    """Number of ranks of ``dp`` over which ZeRO cuts states; other such groups hold the same states and sum
-    gradients with them (hybrid sharding, for example inside a node). 0: all ranks of ``dp``."""
+    """Number of ranks of ``dp`` over which ZeRO shards states. If it is less than ``dp``, several groups of
+    so many ranks hold the same states and sum gradients among themselves (hybrid sharding). 0: all ranks of
+    ``dp``."""
     tensor_degrees: tuple[int, ...] = ()
-    """Tensor-parallel degree of every layer, each a divisor of ``tp``: a layer of degree t is cut over t
-    neighbouring ranks, and each such group processes some samples of a micro-batch. Empty: every layer has
-    ``tp``."""
+    """Tensor-parallel degree of every layer, each a divisor of ``tp``. A layer of degree t is cut over t
+    neighbouring ranks, and each group of t ranks processes some samples of a micro-batch. Empty: every layer
+    has the degree ``tp``."""
 
     def __post_init__(self) -> None:
         require_at_least_one("parallel", self, ("dp", "tp", "pp", "cp", "ep"))
@@ -86,7 +87,7 @@ class ParallelLayout:
 
     @property
     def own_degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees below ``tp`` that some layers have, ascending."""
+        """Tensor-parallel degrees below ``tp`` that some layers have, ascending."""
         return tuple(sorted({*self.tensor_degrees} - {self.tp}))
 
     @cached_property
@@ -94,7 +95,10 @@ class ParallelLayout:
         return {}
 
     def kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kind of every layer; layers with a degree of their own become a `variant`."""
+        """Return the kind of every layer, given the kinds in the model's pattern.
+
+        Layers with a tensor-parallel degree below ``tp`` get a `variant` of their kind.
+        """
         if not self.tensor_degrees:
             return kinds
         if kinds not in self._kinds:
@@ -111,12 +115,13 @@ class ParallelLayout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks (dp x cp) that hold the same non-expert parameters and process other tokens."""
+        """Number of ranks (dp x cp) that have the same non-expert parameters and process different tokens."""
         return self.sample_ranks * self.cp
 
     @cached_property
     def replicas(self) -> int:
-        """Number of groups of ranks of ``dp`` that each hold all states, cut over the group's ranks."""
+        """Number of groups of ``dp`` ranks that each hold all states, sharded inside the group; above 1 only
+        with hybrid sharding."""
         return self.dp // self.shards if self.shards else 1
 
     @property
@@ -126,7 +131,7 @@ class ParallelLayout:
 
     @property
     def share_ranks(self) -> int:
-        """Number of ranks over which states are cut (ZeRO)."""
+        """Number of ranks over which ZeRO shards states; 1 without ZeRO."""
         return self.data_ranks // self.replicas if self.zero else 1
 
     @property
@@ -141,7 +146,7 @@ class ParallelLayout:
 
     @cached_property
     def chunks(self) -> int:
-        """Number of chunks that the layers are cut into, over all stages."""
+        """Number of chunks into which the model is cut, over all stages."""
         return self.pp if self.placement is Placement.LINEAR else 2 * self.pp
 
     @property
@@ -176,27 +181,27 @@ class ParallelLayout:
         return target if 0 <= target < self.chunks else None
 
     def layers_of(self, chunk: int, layers: int) -> range:
-        """Return the indices of the layers that a chunk holds, of a model of ``layers`` layers.
+        """Return the indices of the layers that a chunk holds, in a model of ``layers`` layers.
 
-        The head counts as ``head_layers`` layers of the last chunk. Where layers do not divide evenly, the
-        chunks in the middle hold one more, since the ends of the model hold the embedding and the head. In
-        the folded model the later of a stage's two chunks takes it, since its activations wait less.
-        `ValueError` where the last chunk keeps no layer.
+        The head counts as ``head_layers`` layers of the last chunk. If layers do not divide evenly, chunks in
+        the middle of the model hold one more, since the first and the last chunk also hold embedding and
+        head. In the folded model the later of a stage's two chunks holds it, since its activations wait less.
+        Raises `ValueError` if the first or last chunk would hold no layer.
         """
         counts = layer_counts(self, layers)
         return range(sum(counts[:chunk]), sum(counts[: chunk + 1]))
 
     def is_first(self, chunk: int) -> bool:
-        """Tell whether a chunk begins the model, and so holds the embedding."""
+        """Return whether a chunk is the model's first, which holds the embedding."""
         return self.neighbour(chunk, -1) is None
 
     def is_last(self, chunk: int) -> bool:
-        """Tell whether a chunk ends the model, and so holds the head."""
+        """Return whether a chunk is the model's last, which holds the head."""
         return self.neighbour(chunk, 1) is None
 
     @cached_property
     def mesh(self) -> MeshShape:
-        """The mesh of the layout's ranks."""
+        """Mesh in which each rank of the layout has a coordinate along every axis."""
         return training_mesh(
             pp=self.pp,
             replicas=self.replicas,
@@ -210,16 +215,17 @@ class ParallelLayout:
 
     @cached_property
     def sample_factors(self) -> tuple[str, ...]:
-        """The factors of ``dp`` without ``cp``, along which ranks process different samples."""
+        """Factors of the mesh along which ranks process different samples: ``replica``, and ``dp`` without
+        ``cp``."""
         joined = dict(self.mesh.joined)
         return ("replica", *(name for name in joined["dp"] if name not in joined["cp"]))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the position of a rank along every mesh axis."""
+        """Return a rank's coordinate along every factor of the mesh, by factor."""
         return self.mesh.position(rank)
 
     def rank_at(self, position: Position) -> int:
-        """Return the rank at a position; inverse of `coordinate`."""
+        """Return the rank with the given coordinates; this inverts `coordinate`."""
         return self.mesh.rank_at(position)
 
     def describe(self) -> str:
@@ -238,7 +244,8 @@ class ParallelLayout:
 
 @cache
 def layer_counts(layout: ParallelLayout, layers: int) -> tuple[int, ...]:
-    """Return the number of layers per chunk (see `ParallelLayout.layers_of`)."""
+    """Return how many of the model's ``layers`` each chunk holds, by the rule in
+    `ParallelLayout.layers_of`."""
     size, head = layout.chunks, layout.head_layers
     each, remainder = divmod(layers + head, size)
     inner = sorted(range(size), key=lambda c: (-min(c, size - 1 - c), -c if layout.folded else c))[:remainder]

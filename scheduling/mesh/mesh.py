@@ -1,4 +1,5 @@
-"""Ranks as coordinates along named factors, and groups of ranks as sets of factors (docs/design.md, Mesh)."""
+"""Describes ranks by coordinates along named factors, and groups of ranks by sets of factors (docs/design.md,
+Mesh)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +13,29 @@ Position = Mapping[str, int]
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Factors with their sizes, outermost first; the coordinate along the last factor changes fastest.
+    """Mesh of ranks: named factors (dimensions) with their sizes, outermost first.
 
-    A group is a set of factors: it holds the ranks that differ along these factors and along no other.
+    The coordinate along the last factor changes fastest with the rank. A group is given by a set of factors:
+    it consists of ranks that differ along these factors and along no others.
     """
 
     factors: tuple[tuple[str, int], ...]
     cut: tuple[str, ...] = ()
-    """Factors over which parameters are cut."""
+    """Factors over which parameters are divided (pipeline, tensor and expert parallelism)."""
     sharded: tuple[str, ...] = ()
-    """Further factors over which optimizer states are cut, in equal shares of a rank's parameters (ZeRO).
+    """Additional factors over which ZeRO shards optimizer states, in equal shares of a rank's parameters.
 
-    Ranks that differ only along other factors hold the same state (hybrid sharding: along ``replica``).
+    Ranks that differ along no factor that is cut or sharded hold the same state (hybrid sharding: along
+    ``replica``).
     """
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Axes that are not one factor of the same name, the largest first. ``dp``, over which the gradients of
-    most parameters are summed, includes the factors of ``cp``; ``ep`` and ``edp`` are parts of ``dp``."""
+    """Pairs (axis, its factors) for axes that are not a single factor of the same name, largest first.
+    ``dp``, over which most gradients are summed, includes the factors of ``cp``; ``ep`` and ``edp`` are parts
+    of ``dp``."""
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Size of every factor, by name."""
+        """Factor name -> number of ranks along it."""
         return dict(self.factors)
 
     @property
@@ -40,7 +44,7 @@ class MeshShape:
 
     @cached_property
     def axes(self) -> Mapping[str, tuple[str, ...]]:
-        """The factors of every axis over which transfers go, by axis; axes of one rank are left out."""
+        """Axis -> its factors, for all axes over which ranks communicate; axes of one rank are left out."""
         inside = {name for _, factors in self.joined for name in factors}
         single = (name for name in self.sizes if name not in inside)
         named = {axis: self.factors_of(axis) for axis in (*single, *dict(self.joined))}
@@ -51,7 +55,7 @@ class MeshShape:
         return dict(self.joined).get(axis, (axis,))
 
     def axes_over(self, factors: Collection[str]) -> tuple[str, ...]:
-        """Return the axes that together make up ``factors``, innermost first."""
+        """Return axes that together consist of exactly the given factors, innermost first."""
         axes = []
         for name, _ in reversed(self.factors):
             if name in factors:
@@ -62,15 +66,16 @@ class MeshShape:
         return tuple(dict.fromkeys(axes))
 
     def _all(self, members: Collection[str], factors: Collection[str]) -> bool:
-        """Tell whether all members of more than one rank are among the factors."""
+        """Return whether ``factors`` contains all of ``members`` that have more than one rank."""
         return all(name in factors for name in members if self.sizes[name] > 1)
 
     def shares_along(self, axis: str) -> bool:
-        """Tell whether ranks along an axis each keep a share of the gradient sums over it (ZeRO)."""
+        """Return whether ranks along an axis each keep only a shard of the gradients summed over it
+        (ZeRO)."""
         return axis in ("dp", "edp") and bool(self.sharded)
 
     def size(self, group: Collection[str]) -> int:
-        """Return the number of ranks in a group."""
+        """Return the number of ranks in a group, given by its factors."""
         return prod(self.sizes[name] for name in group)
 
     def position(self, rank: int) -> dict[str, int]:
@@ -81,14 +86,15 @@ class MeshShape:
         return coordinates
 
     def rank_at(self, position: Position) -> int:
-        """Return the rank at a position; inverse of `position`."""
+        """Return the rank with the given coordinates; this inverts the method `position`."""
         rank = 0
         for name, size in self.factors:
             rank = rank * size + position[name]
         return rank
 
     def index(self, position: Position, group: Collection[str]) -> int:
-        """Return the index of a position's rank among the ranks of its group, in ascending order of ranks."""
+        """Return the index that the rank at ``position`` has in its group, whose ranks are in ascending
+        order."""
         index = 0
         for name, size in self.factors:
             if name in group:
@@ -96,17 +102,18 @@ class MeshShape:
         return index
 
     def members(self, position: Position, group: Collection[str]) -> list[int]:
-        """Return the ranks of the group that a position belongs to, in ascending order."""
+        """Return all ranks, ascending, of the group that contains the rank at ``position``."""
         ranges = [range(size) if name in group else (position[name],) for name, size in self.factors]
         names = self.sizes.keys()
         return [self.rank_at(dict(zip(names, coordinates, strict=True))) for coordinates in product(*ranges)]
 
     def holders(self, rank: int) -> list[int]:
-        """Return the ranks that hold the same slices of the state as ``rank``, itself included."""
+        """Return the ranks, ``rank`` included, that hold the same slices of parameters and optimizer states
+        as ``rank``."""
         return self.members(self.position(rank), self.sizes.keys() - {*self.cut, *self.sharded})
 
     def groups(self, group: Collection[str]) -> list[list[int]]:
-        """Return all groups over a set of factors, as lists of ranks."""
+        """Return the lists of ranks of all groups that a set of factors forms."""
         ranges = [(0,) if name in group else range(size) for name, size in self.factors]
         names = self.sizes.keys()
         return [
@@ -128,9 +135,10 @@ def training_mesh(
 ) -> MeshShape:
     """Build the mesh of a training run: a factor for each axis, and ``replica`` under hybrid sharding.
 
-    ``ep`` takes the innermost ranks of ``dp`` x ``cp``, which splits ``dp`` or ``cp`` into two factors if
-    need be. ``degrees``: tensor-parallel degrees below ``tp``, ascending. Their layers are cut over the
-    innermost ranks of ``tp`` (axis `tensor_axis`); ranks with the same slices of them form the axis `beyond`.
+    ``ep`` uses the innermost ranks of ``dp`` x ``cp``, which splits ``dp`` or ``cp`` into two factors if
+    necessary. ``degrees``: tensor-parallel degrees below ``tp`` of some layers, ascending. These layers are
+    cut over the innermost ranks of ``tp`` (axis `tensor_axis`); ranks with the same slices form the axis
+    `beyond`.
     """
     tensor = _tensor_factors(tp, degrees)
     inside = {degree: tuple(name for name, _, up_to in tensor if up_to <= degree) for degree in degrees}
@@ -156,23 +164,26 @@ def training_mesh(
 
 
 def tensor_axis(degree: int) -> str:
-    """Return the axis over which layers with a tensor-parallel ``degree`` of their own are cut."""
+    """Return the name of the axis over which layers of a tensor-parallel degree below ``tp`` are cut."""
     return f"tp{degree}"
 
 
 def beyond(degree: int) -> str:
-    """Return the axis of the ranks of ``tp`` with the same slices of layers of ``degree`` and other
-    samples."""
+    """Return the name of the axis of ``tp`` ranks that hold the same slices of layers of tensor-parallel
+    degree ``degree`` (below ``tp``) and process different samples."""
     return "tp" if degree == 1 else f"tp_beyond_{degree}"
 
 
 def is_tensor(axis: str) -> bool:
-    """Tell whether an axis is ``tp`` or a part of it."""
+    """Return whether an axis is ``tp`` or a part of ``tp``."""
     return axis.startswith("tp")
 
 
 def _tensor_factors(tp: int, degrees: Sequence[int]) -> list[tuple[str, int, int]]:
-    """Return the factors of ``tp``, outermost first: (name, size, product of the sizes up to this one)."""
+    """Return the factors into which smaller ``degrees`` split ``tp``, outermost first.
+
+    Each is (name, size, product of its size and the sizes of all factors inside it).
+    """
     if not degrees:
         return [("tp", tp, tp)]
     factors, before = [], 1
@@ -184,22 +195,26 @@ def _tensor_factors(tp: int, degrees: Sequence[int]) -> list[tuple[str, int, int
 
 
 def _factored(axis: str, size: int, inner: int) -> list[tuple[str, int]]:
-    """Return an axis as one factor, or as two where ``inner`` of its ranks form a group of their own."""
+    """Return the factors (name, size) of an axis: one, or two if ``inner`` neighbouring ranks form a
+    group."""
     if inner in (1, size):
         return [(axis, size)]
     return [(f"{axis}_outer", size // inner), (f"{axis}_inner", inner)]
 
 
 def sub_groups(mesh: tuple[int, ...], dim: int) -> list[list[int]]:
-    """Return the groups of ranks that differ only in their index along ``dim`` of a mesh of unnamed
-    factors."""
+    """Return all groups of ranks that differ only in their coordinate along ``dim``.
+
+    ``mesh``: sizes of the dimensions, outermost first.
+    """
     stride = prod(mesh[dim + 1 :])
     starts = [rank for rank in range(prod(mesh)) if rank // stride % mesh[dim] == 0]
     return [[start + index * stride for index in range(mesh[dim])] for start in starts]
 
 
 def place_in(mesh: tuple[int, ...], index: int) -> tuple[int, ...]:
-    """Return the coordinates of rank ``index`` along every dimension of a mesh of unnamed factors."""
+    """Return the coordinates of rank ``index`` in a mesh, given the sizes of its dimensions, outermost
+    first."""
     coordinates = []
     for size in reversed(mesh):
         index, coordinate = divmod(index, size)

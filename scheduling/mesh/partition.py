@@ -1,5 +1,4 @@
-"""Partitions: how a schedule cuts a collective, and with it the operators that depend on it (Centauri section
-3.1).
+"""Partitions, which say how a schedule cuts a collective and the operators next to it (Centauri section 3.1).
 
 A collective may run in *stages* over the dimensions of a mesh of its ranks (group partition), and in *pieces*
 of its payload (workload partition): of the rows, or columns, of the adjacent operators, which then also run
@@ -16,32 +15,32 @@ from typing import Final
 
 
 class DimRanks(StrEnum):
-    """A subset of the ranks along a dimension of a mesh, relative to one of these ranks."""
+    """Subset of the ranks along a dimension of a mesh, seen from one rank: all, itself, or all others."""
 
     ALL = "all"
     OWN = "own"
     OTHERS = "others"
 
     def of(self, ranks: int) -> int:
-        """Return the size of the subset for a dimension of ``ranks`` ranks."""
+        """Return the number of ranks in the subset for a dimension of ``ranks`` ranks."""
         return {DimRanks.ALL: ranks, DimRanks.OWN: 1, DimRanks.OTHERS: ranks - 1}[self]
 
 
 Share = tuple[int, int]
-"""(number, ways): part ``number`` (from 1) of ``ways`` parts that are as equal as possible."""
+"""(number, ways): the part ``number``, from 1, of something cut into ``ways`` nearly equal parts."""
 WHOLE: Final[Share] = (1, 1)
 
 
 def bounds(share: Share, size: int) -> tuple[int, int]:
-    """Return the first row of a share of ``size`` rows, and the row behind its last."""
+    """Return (first row, row behind the last) of a share of ``size`` rows."""
     number, ways = share
     return (number - 1) * size // ways, number * size // ways
 
 
 @dataclass(frozen=True)
 class Region:
-    """The rows and columns that a value holds, of the rows of all ranks: from which ranks, which share of
-    each.
+    """Rows and columns that a piece of a value holds: from which ranks, and which share of each rank's rows
+    and columns.
 
     Ranks are numbered by a mesh over the axis, the last dimension fastest; rows are ordered by rank.
     """
@@ -54,18 +53,20 @@ class Region:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks whose rows the value holds."""
+        """Number of ranks of whose rows the piece holds some."""
         return prod(span.of(size) for span, size in zip(self.spans, self.mesh, strict=True))
 
     def elements(self, rows: int, columns: int) -> int:
-        """Return the number of elements where each rank has ``rows`` rows and ``columns`` columns."""
+        """Return the number of elements in the region if each rank has ``rows`` rows of ``columns``
+        columns."""
         sizes = (end - begin for begin, end in (bounds(self.rows, rows), bounds(self.columns, columns)))
         return self.ranks * prod(sizes)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One dimension of a mesh over the ranks of an axis, used as an axis: ``tp.2x4.1``."""
+    """One dimension of a mesh over the ranks of an axis, used as an axis of its own; its name is
+    ``tp.2x4.1``."""
 
     axis: str
     mesh: tuple[int, ...]
@@ -76,12 +77,12 @@ class Factor:
 
     @property
     def size(self) -> int:
-        """Number of ranks along the dimension."""
+        """Number of ranks along this dimension."""
         return self.mesh[self.dim]
 
     @property
     def inside(self) -> bool:
-        """Whether the factor lies inside nodes: ranks along a mesh's last dimension share a node."""
+        """Whether ranks along this factor share a node, which those along a mesh's last dimension do."""
         return self.dim == len(self.mesh) - 1
 
 
@@ -89,13 +90,13 @@ _FACTOR: Final = re.compile(r"([a-z]+)\.([0-9]+(?:x[0-9]+)*)\.([0-9]+)")
 
 
 def factor_of(axis: str) -> Factor | None:
-    """Parse the name of an axis as a factor; None for a whole axis."""
+    """Parse the name of a factor, such as ``tp.2x4.1``; return None for the name of a whole axis."""
     match = _FACTOR.fullmatch(axis)
     return match and Factor(match[1], tuple(map(int, match[2].split("x"))), int(match[3]))
 
 
 def whole_axis(axis: str) -> str:
-    """Return the axis that a factor belongs to; return a whole axis unchanged."""
+    """Return the axis to which a named factor belongs; the name of a whole axis is returned unchanged."""
     return axis.partition(".")[0]
 
 
@@ -107,22 +108,26 @@ PARTITIONED: Final = ("tp", "dp")
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How a collective, or every collective of a kind over an axis, is cut. `ValueError` if impossible."""
+    """How to cut one collective of a layer, or all collectives of a kind over an axis.
+
+    Raises `ValueError` if the fields contradict each other.
+    """
 
     what: str
-    """A layer's collective, ``layer/mlp_gather``, or all of a kind: ``tp/all_gather``, ``dp/all_reduce``."""
+    """What is cut: a layer's collective (``layer/mlp_gather``), or all of a kind (``tp/all_gather``)."""
     mesh: tuple[int, ...] = ()
-    """Mesh of the collective's ranks; (): its ranks are not divided."""
+    """Sizes of a mesh of the collective's ranks, outermost first; (): the collective is not split into
+    stages."""
     order: tuple[int, ...] = ()
-    """Dimensions of the mesh in the order of the stages. (1, 0, 1), for a gather: first, at once, the values
-    of the own node and of the own position in all nodes, then the rest (Centauri figure 5e)."""
+    """Dimensions of the mesh in the order of the stages. (1, 0, 1), for a gather: a rank first receives, at
+    once, from its own node and from its position in all other nodes, then the rest (Centauri figure 5e)."""
     pieces: int = 1
     dim: str = ""
-    """The dimension along which adjacent operators are cut, ``tokens`` or ``width``; "": they are not cut."""
+    """Dimension along which adjacent operators are cut, ``tokens`` or ``width``; "": they are not cut."""
     operators: int = 0
-    """Greatest number of adjacent operators, nearest first, that run piece by piece."""
+    """Most adjacent operators, nearest first, that are cut into pieces too."""
     delivered: bool = False
-    """Whether adjacent operators are cut as a gather's stages deliver rows, not in equal pieces."""
+    """Whether adjacent operators are cut into the rows that each stage of a gather delivers, not equally."""
 
     def __post_init__(self) -> None:
         where = f"partition {self.what}"
@@ -165,17 +170,18 @@ class Partition:
 
     @property
     def where(self) -> str:
-        """The part whose collective is cut, or the axis whose collectives of a kind are cut."""
+        """First word of ``what``: the part whose collective is cut, or the axis of the collectives."""
         return self.what.partition("/")[0]
 
     @property
     def collective(self) -> str:
-        """The name of the collective in its part, or the kind of collective."""
+        """Second word of ``what``: the name of a collective in its part, or a kind of collective."""
         return self.what.partition("/")[2]
 
     @property
     def about_own(self) -> bool:
-        """Whether a gather first brings the values of the own node and of the own position in all nodes."""
+        """Whether the order is (1, 0, 1): a rank first receives from its node and from its position in
+        others."""
         return self.order == ABOUT_OWN
 
 
@@ -197,7 +203,7 @@ def _listed(order: Iterable[int]) -> str:
 
 
 def parse_partition(text: str) -> Partition:
-    """Parse the text of a partition, as `str` writes it; `ValueError` for any other text."""
+    """Parse the text that ``str`` returns for a partition; raise `ValueError` for any other text."""
     match = _TEXT.fullmatch(text)
     wrong = f"partition {text!r} is not WHAT [mesh 2x4 order 0,1] [pieces 4 | delivered] [of tokens with 1]"
     if match is None:
@@ -221,6 +227,9 @@ def parse_partition(text: str) -> Partition:
 
 
 def chosen(partitions: Iterable[Partition], *names: str) -> Partition | None:
-    """Return the partition of a collective; of its ``names``, the first that has a partition counts."""
+    """Return the partition that applies to a collective, or None.
+
+    ``names``: texts by which partitions may refer to it (``what``); the first that any partition has counts.
+    """
     by_what: Mapping[str, Partition] = {partition.what: partition for partition in partitions}
     return next((by_what[name] for name in names if name in by_what), None)

@@ -1,4 +1,5 @@
-"""Hosts of ranks: which groups of a mesh stay inside a node, and which go between nodes."""
+"""Determines from the hosts of ranks which groups of a mesh stay inside a node, and which span several
+nodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,27 +12,28 @@ from braid.scheduling.mesh.partition import PARTITIONED, Factor
 
 @dataclass(frozen=True)
 class Topology:
-    """The host of every rank, indexed by rank; without hosts, all ranks are on one host."""
+    """A mesh of ranks, and the host of each rank (``hosts[rank]``); if empty, all ranks are on one host."""
 
     mesh: MeshShape
     hosts: Sequence[str] = ()
 
     def between(self, ranks: Iterable[int]) -> Stream:
-        """Return the stream of transfers between ``ranks``."""
+        """Return the stream of transfers among ``ranks``: INTRA if all of them are on one host, else
+        INTER."""
         inside = not self.hosts or len({self.hosts[rank] for rank in ranks}) == 1
         return Stream.INTRA if inside else Stream.INTER
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks along an axis."""
+        """Return the lists of ranks of all groups along an axis."""
         return self.mesh.groups(self.mesh.factors_of(axis))
 
     def spread(self, axis: str) -> list[list[int]]:
-        """Return the groups along an axis that lie over several hosts."""
+        """Return those groups of ranks along an axis that span several hosts."""
         return [ranks for ranks in self.groups(axis) if self.between(ranks) is Stream.INTER]
 
     def node_mesh(self, axis: str) -> tuple[int, int] | None:
-        """Return (nodes, ranks per node) of every group along an axis; None if they differ or lack
-        several."""
+        """Return (nodes, ranks per node) of the groups along an axis; None if groups differ, or if one of the
+        two numbers is 1."""
         meshes = set()
         for group in self.groups(axis) if self.hosts else ():
             runs = [len(list(same)) for _, same in groupby(self.hosts[rank] for rank in group)]
@@ -40,19 +42,23 @@ class Topology:
         return meshes.pop() if len(meshes) == 1 else None
 
     def streams(self) -> Mapping[str, Stream]:
-        """Return the stream of every axis and factor; an axis is INTER if one of its groups is."""
+        """Return {name of an axis or factor: stream of its transfers}.
+
+        An axis has the stream INTER if any of its groups spans several hosts.
+        """
         streams = {axis: Stream.INTER if self.spread(axis) else Stream.INTRA for axis in self.mesh.axes}
         for factor in self.factors():
             streams[str(factor)] = Stream.INTRA if factor.inside else Stream.INTER
         return streams
 
     def factors(self) -> list[Factor]:
-        """Return the factors (nodes, ranks per node) over which collectives may be partitioned."""
+        """Return the factors over which partitions may split collectives: for each suitable axis, one over
+        nodes and one over the ranks of a node."""
         meshes = {axis: self.node_mesh(axis) for axis in PARTITIONED if axis in self.mesh.axes}
         return [Factor(axis, mesh, dim) for axis, mesh in meshes.items() if mesh for dim in range(2)]
 
     def factor_groups(self, factor: Factor) -> list[list[int]]:
-        """Return the groups of ranks along a factor."""
+        """Return the lists of ranks of all groups along a factor of an axis."""
         return [
             [ranks[index] for index in indices]
             for ranks in self.groups(factor.axis)
@@ -60,7 +66,8 @@ class Topology:
         ]
 
     def warnings(self) -> list[str]:
-        """Return warnings about slow layouts: tensor parallelism between nodes."""
+        """Return warning texts if the layout is slow because tensor-parallel groups span nodes; else an empty
+        list."""
         groups = self.spread("tp") if self.hosts and "tp" in self.mesh.axes else []
         if not groups:
             return []

@@ -1,4 +1,4 @@
-"""Attention in a layer's graph: one operator, or several where ranks split the tokens of a sequence."""
+"""Writes attention into a layer's graph: one operator, or several if ranks split the tokens of a sequence."""
 
 from dataclasses import replace
 
@@ -12,7 +12,8 @@ class AttentionBuilder(CollectiveBuilder):
     """Writes causal attention into a layer's graph."""
 
     def attention(self, name: str, qkv: str) -> str:
-        """Write causal attention over the whole sequence; a rank holds 1/cp of its tokens.
+        """Write causal attention over the whole sequence, of whose tokens a rank holds 1/cp; return the
+        output.
 
         The backward pass keeps rotated q, k, v and every query head's log-sum-exp. With context parallelism,
         queries are rotated apart from keys and values, and other ranks' keys and values are gathered
@@ -28,14 +29,18 @@ class AttentionBuilder(CollectiveBuilder):
         return self._attend_ring(name, q, kv, documents)
 
     def _documents(self, degree: int = 0) -> str:
-        """Return the input that describes a micro-batch's documents; ``degree``: see `documents_seen`."""
+        """Add, if it is missing, the input that describes a micro-batch's documents; return its name.
+
+        ``degree``: tensor-parallel degree of the layer if it is its own, else 0 (`documents_seen`).
+        """
         name = documents_seen(degree)
         if name not in self._values:
             self._input(name, Dims(self.sizes.tokens, 1), Precision.INDEX)
         return name
 
     def _attention_flops(self, dims: Dims, steps: int = 1) -> int:
-        """Return the FLOPs of scores and values: 2 x 2 x T x s x Q, halved for causality, over ``steps``."""
+        """Return one step's FLOPs of attention: 2 x 2 x T x s x Q for scores and values, halved by causality
+        and divided by the number of ``steps``."""
         return 2 * dims.tokens * self.shape.sequence * self.shape.query_width // dims.cut // steps
 
     def _log_sums(self, dims: Dims) -> int:
@@ -43,7 +48,7 @@ class AttentionBuilder(CollectiveBuilder):
         return dims.tokens * self.shape.heads // dims.cut
 
     def _attend(self, name: str, qkv: str) -> str:
-        """Write attention as one kernel that saves one opaque value for the backward pass."""
+        """Write attention as one operator, which saves one opaque value for the backward pass."""
         shape, dims = self.shape, self.dims(qkv)
         y = self._value(f"{name}.out", replace(dims, width=shape.query_width))
         saved_dims = replace(dims, width=shape.query_width + 2 * shape.kv_width)
@@ -54,7 +59,8 @@ class AttentionBuilder(CollectiveBuilder):
         return y
 
     def _split_heads(self, name: str, qkv: str, documents: tuple[str, ...]) -> tuple[str, str]:
-        """Write the operator that splits ``qkv`` into rotated queries, and rotated keys with values."""
+        """Write the operator that splits ``qkv``; return the names of the rotated queries, and of the rotated
+        keys with the values."""
         dims = self.dims(qkv)
         q = self._value(f"{name}.q", replace(dims, width=self.shape.query_width))
         kv = self._value(f"{name}.kv", replace(dims, width=2 * self.shape.kv_width))
@@ -63,7 +69,8 @@ class AttentionBuilder(CollectiveBuilder):
         return q, kv
 
     def _attend_gathered(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
-        """Write attention to the keys of all ranks, which stay in the order of the sequence."""
+        """Write attention of this rank's queries to the gathered keys and values of all ranks, in the order
+        of the sequence."""
         dims = self.dims(q)
         y = self._value(f"{name}.out", dims)
         saved = self._value(f"{name}.saved", self.dims(kv), statistics=self._log_sums(dims), keeps=y)
@@ -74,9 +81,11 @@ class AttentionBuilder(CollectiveBuilder):
         return y
 
     def _attend_ring(self, name: str, q: str, kv: str, documents: tuple[str, ...]) -> str:
-        """Write attention to the keys of one rank after the other while they travel around the ring.
+        """Write ring attention: this rank's queries attend to one rank's keys and values after the other,
+        while these travel around the ring.
 
-        Every step adds to a wide output and its log-sum-exp, in place. Gradients of keys travel back.
+        Every step adds, in place, to an output of wider precision and to its log-sum-exp. Gradients of keys
+        and values travel back.
         """
         steps, dims = self.sizes.cp, self.dims(q)
         flops, sums = self._attention_flops(dims, steps), self._log_sums(dims)

@@ -1,4 +1,4 @@
-"""The methods that write layers: one for each kind of operator of a transformer.
+"""`LayerBuilder`, whose methods write the operators of layers: one method for each kind of operator.
 
 A value is a number of tokens on this rank x a width, which may be cut over tensor-parallel ranks. An
 operator's FLOPs, the values it keeps for its backward pass and the bytes a collective sends follow from these
@@ -18,8 +18,8 @@ from braid.scheduling.model.operators import Kind, Phase, Precision
 class LayerBuilder(AttentionBuilder, ExpertBuilder):
     """Writes the forward graph of a part of the model; every method returns the name of its result.
 
-    Collectives over an axis of degree one are left out: their methods return the input's name. `ValueError`
-    for a graph that cannot be differentiated, or whose widths do not fit.
+    Collectives over an axis of degree one are left out: their methods return the input's name. Methods raise
+    `ValueError` if the graph cannot be differentiated, or if widths do not fit.
     """
 
     # -- operators -----------------------------------------------------------------------------------------
@@ -40,9 +40,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def head_norm(self, name: str, qkv: str) -> str:
-        """Write RMSNorm over every head of queries and of keys; values pass unchanged.
+        """Write RMSNorm over each head of queries and of keys in ``qkv``; values pass unchanged.
 
-        It saves one statistic per head. Every rank holds both weights whole and norms its heads.
+        The operator saves one statistic per head. Every rank holds both weights whole and norms its own
+        heads.
         """
         shape, dims = self.shape, self.dims(qkv)
         y = self._value(f"{name}.out", dims)
@@ -56,10 +57,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
     def columns(
         self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
     ) -> str:
-        """Write a matrix whose ``width`` outputs are cut over ``tp``; every rank has all inputs.
+        """Write a column-parallel linear layer: its ``width`` outputs are cut over ``tp``, inputs are whole.
 
-        ``bias``: whether it has a bias, also cut. ``experts``: the value with the number of rows of every
-        expert (`Routed.sizes`); each expert then has a matrix of its own.
+        ``bias``: whether it has a bias, which is also cut. ``experts``: name of the value with the number of
+        rows of every expert (`Routed.sizes`); each expert then has a matrix of its own (grouped GEMM).
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
@@ -68,9 +69,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
-        """Write a matrix whose inputs are cut over ``tp``: ranks compute partial sums; `scatter` adds them.
+        """Write a row-parallel linear layer: its inputs are cut over ``tp``, and each rank computes partial
+        sums, which `scatter` adds.
 
-        ``experts``: as for `columns`.
+        ``experts``: name of the value with the number of rows of every expert, as in `columns`.
         """
         if self.dims(x).cut != self.sizes.tensor:
             raise ValueError(f"{name}: {x} is not cut over tp; use columns")
@@ -95,7 +97,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def activation(self, name: str, x: str) -> str:
-        """Write SwiGLU, which multiplies one half of the width by the other, or GELU."""
+        """Write the MLP's activation: SwiGLU, which halves the width, or GELU, according to the family."""
         dims = self.dims(x)
         width = dims.width // 2 if self.shape.gated else dims.width
         y = self._value(f"{name}.out", replace(dims, width=width))
@@ -104,7 +106,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def residual(self, name: str, branch: str, skip: str, *, bias: bool = False) -> str:
-        """Write the sum of a branch (plus its bias) and the residual stream or another branch."""
+        """Write the sum of ``branch`` (plus a bias, with ``bias``) and ``skip``, the residual stream or
+        another branch."""
         y = self._value(f"{name}.out", self.dims(skip))
         op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
         self._holds(name, whole=self.dims(skip).width if bias else 0)
@@ -123,13 +126,13 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         splits_weight_gradient: bool = False,
         per_token: bool = False,
     ) -> str:
-        """Write a module of the user (`AutogradOperator`), with one output and one opaque saved value.
+        """Write a user's module (`AutogradOperator`), with one output and one opaque saved value.
 
-        ``per_token``: each token's output depends on that token alone. Otherwise ranks may not split a
-        sample's tokens (``parallel.cp``): `ValueError`.
+        ``per_token``: whether each token's output depends on that token alone. If not, ranks may not split a
+        sample's tokens: with ``parallel.cp`` above 1 `ValueError` is raised.
 
-        By default its output has the size of its first input (``like``: of another value), it saves its
-        inputs, has no ``parameters`` (counted on one rank), and its time is that of its memory accesses.
+        By default the output has the size of the first input (``like``: of that value), the module saves its
+        inputs, it has no ``parameters`` (counted on one rank), and its time is that of its memory accesses.
         """
         if self.sizes.cp > 1 and not per_token:
             raise ValueError(
@@ -159,7 +162,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
     # -- the model's ends ----------------------------------------------------------------------------------
 
     def embedding(self, name: str, tokens: str) -> str:
-        """Write the look-up of tokens in this rank's rows of the vocabulary; `scatter` sums over ranks."""
+        """Write the look-up of tokens in this rank's rows of the embedding table; `scatter` sums the
+        results."""
         y = self._value(f"{name}.out", Dims(self.dims(tokens).tokens, self.shape.hidden))
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
         rows = self.sizes.vocabulary_rows
@@ -168,7 +172,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def positions(self, name: str, x: str) -> str:
-        """Write the addition of learned positions."""
+        """Write the addition of learned position embeddings to ``x``."""
         documents = (self._documents(),) if self.shape.documents else ()
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
@@ -178,9 +182,10 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:
-        """Write the loss of every token over a vocabulary cut over ``tp``; ranks gather its statistics.
+        """Write the cross-entropy of every token with logits cut over ``tp``; ranks gather its statistics.
 
-        Its backward operator writes d.logits over the logits, which no later operator reads.
+        ``scale``: name of the input with the loss's scale. The backward operator overwrites the logits, which
+        no later operator reads, with their gradient.
         """
         tokens, tp, module = self.dims(logits).tokens, self.sizes.tensor, f"{name}_statistics"
         statistics = self._value(f"{module}.out", Dims(tokens, 3), Precision.STATISTIC)

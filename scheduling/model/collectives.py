@@ -1,4 +1,4 @@
-"""The collectives and the inputs of a layer's graph.
+"""Writes collectives and inputs into a layer's graph.
 
 With sequence parallelism a rank holds t = T/tp tokens of full width outside the tensor-parallel region
 (before a gather, after a scatter) and, inside it, T tokens of its part of the width.
@@ -28,20 +28,20 @@ class CollectiveBuilder(GraphBuilder):
         return self._input(name, Dims(self.sizes.local_tokens, self.shape.hidden))
 
     def token_ids(self, name: str) -> str:
-        """Add an input that holds an index for every token and has no gradient."""
+        """Add an input without gradient that holds one index per token; return its name."""
         return self._input(name, Dims(self.sizes.tokens, 1), Precision.INDEX)
 
     def factor(self, name: str) -> str:
-        """Add an input that holds one number and has no gradient."""
+        """Add an input without gradient that holds a single number; return its name."""
         return self._input(name, Dims(1, 1), Precision.STATISTIC)
 
     # -- collectives ---------------------------------------------------------------------------------------
 
     def gather(self, name: str, x: str, axis: str = "", shares: str | None = None) -> str:
-        """Write a gather of tokens over an axis; its backward pass reduce-scatters gradients.
+        """Write an all-gather of tokens over an axis; its backward pass reduce-scatters gradients.
 
-        By default the axis of the ranks that cut the part. ``shares``: the value with the tokens of each rank
-        (`Routed.shares`); by default all have equally many.
+        ``axis``: by default the axis over which the part's matrices are cut. ``shares``: name of the value
+        with each rank's number of tokens (`Routed.shares`); by default all ranks have equally many.
         """
         dims, axis = self.dims(x), axis or self.sizes.tensor_axis
         result = replace(dims, tokens=dims.tokens * self.sizes.degree(axis))
@@ -49,24 +49,28 @@ class CollectiveBuilder(GraphBuilder):
         return self._exchange(name, x, axis, result, kinds, (shares, shares) if shares else None)
 
     def scatter(self, name: str, x: str, axis: str = "", shares: str | None = None) -> str:
-        """Write a sum over all ranks along an axis; each rank keeps the sums of its own tokens."""
+        """Write a reduce-scatter over an axis: a sum over ranks, of which each keeps its own tokens.
+
+        Its backward pass gathers gradients. ``axis``, ``shares``: as in `gather`.
+        """
         dims, axis = self.dims(x), axis or self.sizes.tensor_axis
         result = replace(dims, tokens=dims.tokens // self.sizes.degree(axis))
         kinds = Kind.REDUCE_SCATTER, Kind.ALL_GATHER
         return self._exchange(name, x, axis, result, kinds, (shares, shares) if shares else None)
 
     def all_to_all(self, name: str, x: str, sent: str, returned: str, axis: str = "ep") -> str:
-        """Write an exchange of rows among all ranks along an axis; the backward pass returns their gradients.
+        """Write an all-to-all of rows over an axis; the backward pass sends their gradients back.
 
-        ``sent``, ``returned``: the values with the number of rows to and from each rank (`Routed`).
+        ``sent``, ``returned``: names of the values with the number of rows to and from each rank (`Routed`).
         """
         kinds = Kind.ALL_TO_ALL, Kind.ALL_TO_ALL
         return self._exchange(name, x, axis, self.dims(x), kinds, (sent, returned))
 
     def _shift(self, name: str, x: str, axis: str, result: Dims) -> str:
-        """Write a ring shift of values of size ``result``: send to the next rank, receive from the previous.
+        """Write a ring shift: send ``x`` to the next rank along ``axis``, receive a value of size ``result``
+        from the previous one.
 
-        Unlike a whole all-gather it holds only the values of the next step in memory.
+        Unlike an all-gather it holds only the values of the next step in memory.
         """
         op = self._collective(name, Kind.SEND_RECEIVE, x, axis, result)
         self._one_gradient(gradient_of(op, (f"d.{name}.out",)), (x,))
@@ -81,7 +85,11 @@ class CollectiveBuilder(GraphBuilder):
         kinds: tuple[Kind, Kind],
         extents: tuple[str, str] | None,
     ) -> str:
-        """Write a collective; ``kinds`` and ``extents`` (row counts) hold (forward, backward)."""
+        """Write a collective and its backward pass.
+
+        ``kinds``: kinds of collective in the forward and backward pass; ``extents``: names of the values with
+        the row counts of both, None if all ranks have equally many rows.
+        """
         if self.sizes.degree(axis) == 1:
             return x
         sent, returned = extents or ("", "")
@@ -93,9 +101,10 @@ class CollectiveBuilder(GraphBuilder):
     def _collective(
         self, name: str, kind: Kind, x: str, axis: str, result: Dims, extents: str = ""
     ) -> Operator:
-        """Write a collective whose result has size ``result``; the caller defines its backward pass.
+        """Write the forward operator of a collective; the caller defines its backward pass.
 
-        A ring or pairwise transfer sends all but one part of the whole; a shift sends its result's size.
+        ``result``: size of the result; ``extents``: name of the value with row counts. Ring and pairwise
+        algorithms send all but one rank's part of the whole; a shift sends as much as it receives.
         """
         degree, precision = self.sizes.degree(axis), self._values[x].precision
         whole = result.elements if kind is Kind.ALL_GATHER else self.dims(x).elements

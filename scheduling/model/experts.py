@@ -1,4 +1,4 @@
-"""Operators of a mixture of experts in a layer's graph."""
+"""Writes the operators of a mixture of experts into a layer's graph."""
 
 from dataclasses import dataclass, replace
 
@@ -9,28 +9,28 @@ from braid.scheduling.model.operators import Kind, Precision
 
 @dataclass(frozen=True)
 class Routed:
-    """Names of the values that route tokens to experts and rows to ranks."""
+    """Names of a router's results, which say to which experts tokens go and to which ranks their rows."""
 
     gates: str
     choice: str
     sent: str
-    """Number of rows to every rank of ep on the way to the experts."""
+    """Value with the number of rows that this rank sends to every rank of ep, on the way to the experts."""
     returned: str
     shares: str
-    """Number of rows of every rank of tp that holds the same experts."""
+    """Value with the number of rows of every tensor-parallel rank that holds the same experts."""
     sources: str
-    """Number of rows by source (rank of tp and ep) and expert of this rank."""
+    """Value with the number of rows from every source (rank of tp and ep) for every expert of this rank."""
     sizes: str
-    """Number of rows of every expert of this rank."""
+    """Value with the number of rows of every expert of this rank."""
 
 
 class ExpertBuilder(CollectiveBuilder):
-    """Writes routing, and the exchange of tokens' rows with experts."""
+    """Writes the router, and the operators that bring tokens' rows to experts and back."""
 
     def router(self, name: str, x: str) -> Routed:
         """Write the router: score the experts for every token, choose the best, and compute where rows go.
 
-        Where no token is dropped, ranks first tell each other their number of rows for every expert.
+        If no token is dropped, ranks first exchange their numbers of rows for every expert.
         """
         shape, tokens = self.shape, self.dims(x).tokens
         gates = self._value(f"{name}.out", Dims(tokens, shape.top_k), Precision.STATISTIC)
@@ -47,7 +47,8 @@ class ExpertBuilder(CollectiveBuilder):
         return self._routed(f"{name}_rows", gates, choice, counts)
 
     def _load(self, name: str, counts: str) -> str:
-        """Write every expert's share of the micro-batch's visits, over all ranks with its tokens."""
+        """Write the computation of each expert's load: its share of all routed rows of the micro-batch,
+        summed over the ranks that hold its tokens. ``counts``: name of this rank's row counts."""
         load = self._value(f"{name}.out", self.dims(counts), Precision.STATISTIC)
         self._emit(name, Kind.ROUTER, (counts,), (load,))
         for axis in ("tp", "cp"):
@@ -60,7 +61,8 @@ class ExpertBuilder(CollectiveBuilder):
         return "loss_scale" if "loss_scale" in self._values else self.factor("loss_scale")
 
     def _routed(self, name: str, gates: str, choice: str, counts: str) -> Routed:
-        """Write rows by source and expert, from all ranks' counts; static where experts have a capacity."""
+        """Write the computation of the row counts in `Routed`, from all ranks' counts; with a capacity they
+        are constant, so that ranks exchange nothing."""
         shape, sizes = self.shape, self.sizes
         if not shape.capacity_factor:
             for axis in ("ep", sizes.tensor_axis):
@@ -83,10 +85,11 @@ class ExpertBuilder(CollectiveBuilder):
         return Routed(gates, choice, *extent_names)
 
     def permute(self, name: str, x: str, choice: str) -> str:
-        """Write the copy of every token's row into the order of the experts that it visits.
+        """Write the copy of tokens' rows into the order of their experts, one row for each chosen expert.
 
-        With balanced routing a rank works on as many rows as it sends, ``top_k`` times its tokens. With a
-        capacity every expert takes a fixed number of rows from each rank, dropped or padded.
+        The size assumes balanced routing, in which a rank works on as many rows as it sends: ``top_k`` times
+        its tokens. With a capacity every expert takes a fixed number of rows from each rank; more rows are
+        dropped, fewer are padded.
         """
         dims, shape = self.dims(x), self.shape
         visits = dims.tokens * shape.top_k
@@ -98,7 +101,12 @@ class ExpertBuilder(CollectiveBuilder):
         return y
 
     def regroup(self, name: str, x: str, sources: str) -> str:
-        """Write the reordering of rows from (source, expert) to expert order, or back (`Routed.sources`)."""
+        """Write the reordering of received rows from the order (source, expert) to the order of experts, or
+        back.
+
+        ``sources``: name of the row counts `Routed.sources`. Without several sources and experts it is left
+        out.
+        """
         sizes = self.sizes
         if sizes.tensor * sizes.ep == 1 or self.shape.experts == sizes.ep:
             return x
@@ -108,7 +116,8 @@ class ExpertBuilder(CollectiveBuilder):
         return y
 
     def unpermute(self, name: str, x: str, gates: str, choice: str) -> str:
-        """Write the weighted sum of the experts' results for every token, in the tokens' order."""
+        """Write the sum of the experts' results for every token, weighted by its gates, in the tokens'
+        order."""
         y = self._value(f"{name}.out", Dims(self.dims(choice).tokens, self.dims(x).width))
         op = self._emit(name, Kind.PERMUTE, (x, gates, choice), (y,))
         self._one_gradient(gradient_of(op, (f"d.{y}", x, gates, choice)), (x, gates))

@@ -5,12 +5,12 @@ from braid.scheduling.model.shape import ModelShape, Workload
 
 
 def check_runnable(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Raise `ValueError` for a setting that can be planned and simulated, but not executed."""
+    """Check that a model and layout can be executed, and not only planned and simulated."""
     assert not layout.head_layers, "no configuration sets it"
 
 
 def check_fit(shape: ModelShape, layout: ParallelLayout, workload: Workload) -> None:
-    """Raise `ValueError` where model, layout and batch cannot be cut into equal parts."""
+    """Raise `ValueError` if model or batch cannot be cut into equal parts as the layout requires."""
     for key in ("heads", "kv_heads", "ffn", "expert_ffn"):
         if (value := getattr(shape, key)) % layout.tp:
             raise ValueError(

@@ -26,12 +26,14 @@ class Dims:
 
 
 class GraphBuilder:
-    """A part under construction: its values, its operators in order, and the backward pass of each."""
+    """A part of the model under construction: its values, its operators in order, and how to differentiate
+    each operator."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.beyond = ""
-        """The axis of ranks with copies of matrices that ``tp`` would otherwise cut; empty if none."""
+        """Axis of the ranks of ``tp`` that hold copies of the part's matrices, since its tensor-parallel
+        degree is smaller than ``tp``; empty otherwise."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []
@@ -39,7 +41,7 @@ class GraphBuilder:
         self._forward: list[Operator] = []
         self._backward: list[Operator] = []
         self._reverse: list[Callable[[], None]] = []
-        """Functions, in the order of the forward pass, each of which appends one operator's gradients."""
+        """Functions that each append the backward operators of one forward operator, in forward order."""
         self._readers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         self._modules: dict[str, Parameters] = {}
@@ -47,7 +49,7 @@ class GraphBuilder:
     # -- values --------------------------------------------------------------------------------------------
 
     def dims(self, value: str) -> Dims:
-        """Return the size of a value."""
+        """Return tokens and width of a value, given its name."""
         return self._dims[value]
 
     def _value(
@@ -60,7 +62,10 @@ class GraphBuilder:
         alias: str | None = None,
         keeps: str | None = None,
     ) -> str:
-        """Add a new value and return its name; `Value` explains the other arguments."""
+        """Add a new value of size ``dims`` and return its name.
+
+        ``statistics``, ``keeps``: as in `Value`; ``alias``: name of a value whose memory it shares.
+        """
         if name in self._values:
             raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
         owner = self._values[alias].alias_of or alias if alias else None
@@ -77,7 +82,10 @@ class GraphBuilder:
         return name
 
     def _input(self, name: str, dims: Dims, precision: Precision = Precision.ACTIVATION) -> str:
-        """Add an input: the previous part's output, or (no activation) a value without a gradient."""
+        """Add an input of the part and return its name.
+
+        An activation is the previous part's output; other inputs are constants without gradient.
+        """
         self._inputs.append(self._value(name, dims, precision))
         if precision is not Precision.ACTIVATION:
             self._constants.append(name)
@@ -88,9 +96,11 @@ class GraphBuilder:
     def _holds(
         self, module: str, *, cut: int = 0, whole: int = 0, experts: int = 0, tied: bool = False
     ) -> None:
-        """Count a module's parameters on a rank: ``cut`` over ``tp``, ``whole``, or of ``experts``.
+        """Add to a module's count of parameters on a rank.
 
-        ``tied``: the cut parameters are the table that embedding and head share.
+        ``cut``: its slice of parameters that are cut over ``tp``; ``whole``: parameters that every rank of
+        ``tp`` holds; ``experts``: parameters of its experts; ``tied``: whether the cut ones are the table
+        that embedding and head share.
         """
         tied_too = cut if tied else 0
         apart: dict[tuple[str, ...], int] = {}
@@ -121,7 +131,10 @@ class GraphBuilder:
         stream: Stream = Stream.COMPUTE,
         sent_bytes: int = 0,
     ) -> Operator:
-        """Append a forward operator; one of the next three methods must define its backward pass."""
+        """Append a forward operator and return it.
+
+        `_one_gradient`, `_both_gradients` or `_gradient_with_skip` must then define its backward pass.
+        """
         if len(set(reads)) < len(reads):
             raise ValueError(f"{self.name}: operator {name} reads the same value twice: {', '.join(reads)}")
         for x in reads:
@@ -142,7 +155,8 @@ class GraphBuilder:
         return op
 
     def _one_gradient(self, gradient: Operator, receivers: tuple[str, ...], alias: str | None = None) -> None:
-        """Define a backward pass of one operator; ``alias``: a value that it returns as the gradient."""
+        """Define a backward pass that consists of one operator, ``gradient``, which writes the gradients of
+        ``receivers``; ``alias``: value whose memory holds them."""
         self._reverse.append(lambda: self._contribute(gradient, receivers, alias))
 
     def _both_gradients(
@@ -153,9 +167,10 @@ class GraphBuilder:
         receivers: tuple[str, ...],
         constants: tuple[str, ...] = (),
     ) -> None:
-        """Define a gradient operator for values, from ``reads``, and one for weights, also from ``inputs``.
+        """Define a backward pass of two operators: input gradients (dgrad) and weight gradients (wgrad).
 
-        ``constants``: values without a gradient that both operators also read.
+        The first reads ``reads`` and writes the gradients of ``receivers``; the second reads ``reads`` and
+        ``inputs``. Both also read ``constants``, values without gradient.
         """
 
         def reverse() -> None:
@@ -166,7 +181,8 @@ class GraphBuilder:
         self._reverse.append(reverse)
 
     def _gradient_with_skip(self, gradient: Operator, x: str) -> None:
-        """Define one operator that computes the gradient of ``x`` and adds its earlier partial gradient."""
+        """Define a backward pass of one operator, which computes the gradient of ``x`` and adds the partial
+        gradient that other readers of ``x`` have contributed."""
 
         def reverse() -> None:
             skip = self._partial(x)
@@ -176,19 +192,20 @@ class GraphBuilder:
         self._reverse.append(reverse)
 
     def _partial(self, x: str) -> str | None:
-        """Return the partial gradient of ``x`` so far, or None."""
+        """Return the name of the partial sum of ``x``'s gradient so far; None if nothing was contributed."""
         return f"d.{x}~{self._arrived[x]}" if self._arrived.get(x) else None
 
     def _arrive(self, x: str, alias: str | None = None) -> str:
-        """Name the gradient of ``x`` that the next contribution writes: the whole one, or a partial sum."""
+        """Add the value that the next contribution to ``x``'s gradient writes, and return its name: ``d.x``
+        if it is the last contribution, else a partial sum."""
         count = self._arrived[x] = self._arrived.get(x, 0) + 1
         name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
         return self._value(name, self._dims[x], self._values[x].precision, alias=alias)
 
     def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
-        """Emit a backward operator that adds to the gradients of the values ``receivers``.
+        """Append a backward operator that contributes to the gradients of the values ``receivers``.
 
-        Where a partial gradient exists already, an addition follows.
+        If a value has a partial gradient already, an operator that adds both follows.
         """
         partials = {x: self._partial(x) for x in receivers}
         writes = tuple(
@@ -252,6 +269,9 @@ def gradient_of(
     phase: Phase = Phase.INPUT_GRADIENT,
     flops: int | None = None,
 ) -> Operator:
-    """Return the backward operator of ``op``, by default with the same FLOPs; the caller sets its writes."""
+    """Return a backward operator of ``op`` named ``NAME.SUFFIX``, whose ``writes`` the caller must set.
+
+    ``flops``: by default those of ``op``.
+    """
     name, flops = f"{op.name}.{suffix}", op.flops if flops is None else flops
     return replace(op, name=name, phase=phase, reads=reads, writes=(), flops=flops)

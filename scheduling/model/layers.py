@@ -1,4 +1,4 @@
-"""The operator graphs of a model's parts: embedding, Llama, GPT and expert layers, head.
+"""Builds the operator graphs of a model's parts: embedding, Llama, GPT and expert layers, head.
 
 With tensor and sequence parallelism a layer has 14 forward and 18 backward operators (DHelix section 4.2),
 and one more in each direction where queries and keys have norms. Context parallelism cuts the sequence;
@@ -19,9 +19,9 @@ LayerGraph = Callable[[LayerBuilder], str]
 
 
 def transformer_layer(g: LayerBuilder) -> str:
-    """Write a pre-norm transformer layer; families differ in modules, a mixture of experts in its MLP.
+    """Write a pre-norm transformer layer of the shape's family and return the name of its output.
 
-    In a mixture of experts, layers of the kind ``dense`` have a plain MLP.
+    In a mixture of experts, experts replace the MLP, except in layers of the kind ``dense``.
     """
     shape = g.shape
     x = g.input()
@@ -39,7 +39,11 @@ def transformer_layer(g: LayerBuilder) -> str:
 
 
 def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) -> str:
-    """Write an MLP. ``prefix``: of operator names; ``width``: of its activation, 0: no MLP."""
+    """Write an MLP and return the name of its output.
+
+    ``prefix``: what its operators' names begin with; ``width``: width of its activation, by default ``ffn``;
+    with 0 nothing is written, and "" is returned.
+    """
     width = g.shape.ffn if width is None else width
     if not width:
         return ""
@@ -51,7 +55,11 @@ def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) ->
 
 
 def _experts(g: LayerBuilder, m: str) -> str:
-    """Write routing, dispatch, two grouped GEMMs and combine; ``ep`` cuts experts, ``tp`` their width."""
+    """Write a mixture of experts (routing, dispatch, two grouped GEMMs, combine) and return its output's
+    name.
+
+    Experts are divided over ``ep``, and the width of each is cut over ``tp``.
+    """
     shared = _mlp(g, m, "shared_", g.shape.shared_experts * g.shape.expert_width)
     to = g.router("router", m)
     m = g.permute("permute", m, to.choice)
@@ -69,13 +77,13 @@ def _experts(g: LayerBuilder, m: str) -> str:
 
 
 def layer_part(sizes: PartSizes, kind: str = UNIFORM, graph: LayerGraph = transformer_layer) -> Part:
-    """Return a layer of the given kind, written by ``graph``; the default is the family's layer."""
+    """Build a layer of the given kind from the function ``graph``, by default the family's own layer."""
     g = LayerBuilder(kind, sizes.of_kind(kind))
     return g.build(graph(g))
 
 
 def embedding(sizes: PartSizes) -> Part:
-    """Return the vocabulary-parallel embedding, with learned positions for GPT."""
+    """Build the vocabulary-parallel embedding, with learned positions for GPT."""
     g = LayerBuilder(ENDS[0], sizes)
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
@@ -83,7 +91,8 @@ def embedding(sizes: PartSizes) -> Part:
 
 
 def head(sizes: PartSizes) -> Part:
-    """Return the head: final norm, vocabulary-parallel logits and loss; its output is every token's loss.
+    """Build the head: final norm, vocabulary-parallel logits, and loss; its output is the loss of every
+    token.
 
     Its backward pass needs no other part's gradient and runs at once, so that the logits, the largest value,
     are never kept between two blocks.
@@ -101,7 +110,10 @@ def head(sizes: PartSizes) -> Part:
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:
-    """Return the parts of a model by name, with recomputation applied; ``layers``: each kind's graph."""
+    """Build all parts of a model, with recomputation applied; return them by name.
+
+    ``layers``: kind of layer -> function that writes its graph.
+    """
     kinds = dict.fromkeys(sizes.kinds or sizes.shape.kinds)
     of_layers = (layer_part(sizes, kind, layers[base_kind(kind)]) for kind in kinds)
     parts = (embedding(sizes), *of_layers, head(sizes))
@@ -109,7 +121,8 @@ def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str,
 
 
 def built_in_parts(sizes: PartSizes) -> dict[str, Part]:
-    """Return the parts of a model with built-in layers only; `ValueError` for user-defined layers."""
+    """Build the parts of a model that has only built-in layers; raise `ValueError` for user-defined
+    layers."""
     shape, built_in = sizes.shape, built_in_kinds(sizes.shape.family)
     for kind in shape.kinds:
         if kind not in built_in:

@@ -1,4 +1,4 @@
-"""Operators and the graphs that the passes of a layer consist of.
+"""Operators, and the graphs of operators that make up the passes of a layer.
 
 Operators read and write named *values*; the forward pass's values that a backward operator reads are saved,
 and a value dies with its last reader. This file does not know how an operator computes.
@@ -19,14 +19,14 @@ from braid.scheduling.text.pattern import is_layer, measured_kind
 
 
 class Phase(StrEnum):
-    """The task of an operator for its module; it selects the method that the executor calls."""
+    """What an operator computes for its module; it selects the module's method that the executor calls."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     INPUT_GRADIENT = "input_gradient"
     WEIGHT_GRADIENT = "weight_gradient"
     GRADIENT = "gradient"
-    """Input and weight gradients in one operator, where two operators would not pay (norms, biases)."""
+    """Input and weight gradients in one operator, for modules where two would not pay off (norms, biases)."""
 
 
 class Kind(StrEnum):
@@ -35,7 +35,8 @@ class Kind(StrEnum):
     GEMM = "gemm"
     ATTENTION = "attention"
     ROTARY = "rotary"
-    """Split into rotated queries, and rotated keys with values (context parallelism)."""
+    """Splits queries, keys and values into rotated queries, and rotated keys with values (context
+    parallelism)."""
     NORM = "norm"
     ACTIVATION = "activation"
     RESIDUAL = "residual"
@@ -44,9 +45,9 @@ class Kind(StrEnum):
     ADD = "add"
     CUSTOM = "custom"
     ROUTER = "router"
-    """Scores of every expert for every token, the best experts, and the rows' destinations."""
+    """Scores experts for every token, chooses the best ones, and computes where rows go."""
     PERMUTE = "permute"
-    """Rows of tokens reordered by expert, or reordered back and summed with weights."""
+    """Reorders rows of tokens by expert, or reorders them back and sums them with weights."""
     GROUPED_GEMM = "grouped_gemm"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -67,7 +68,7 @@ _COLLECTIVES = frozenset(
 
 
 class Precision(StrEnum):
-    """The storage type of a value; its size in bytes follows from the run's dtype."""
+    """Storage type of a value; its bytes per element follow from the run's dtype (`bytes_each`)."""
 
     ACTIVATION = "activation"
     STATISTIC = "statistic"
@@ -86,9 +87,9 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Marks an operator as piece ``number`` of ``ways`` of a partitioned collective or adjacent operator.
+    """Marks an operator as one of the pieces into which a partition cuts a collective or adjacent operator.
 
-    (`braid.scheduling.generate.partitions`)
+    `braid.scheduling.generate.partitions` makes pieces.
     """
 
     whole: str
@@ -97,7 +98,7 @@ class Piece:
     """Number of the piece, from 1."""
     ways: int
     measured_as: str
-    """Name, inside its part, of the measured operator that is cut."""
+    """Name, inside its part, under which profiles hold the operator that is cut."""
     share: float = 1.0
     """Fraction of the whole operator's computation or payload."""
 
@@ -110,17 +111,18 @@ class Value:
     elements: int
     precision: Precision = Precision.ACTIVATION
     statistics: int = 0
-    """Further elements, in statistic precision, inside an opaque value (attention's log-sum-exp)."""
+    """Number of additional elements of statistic precision inside an opaque value (attention's
+    log-sum-exp)."""
     alias_of: str | None = None
-    """The value whose memory this value shares; None if it has memory of its own."""
+    """Name of the value whose memory this value shares; None if it has memory of its own."""
     rows: int = 1
     """Number of tokens, each with equally many elements."""
     region: Region | None = None
-    """For a piece of a value: the rows and columns that it holds."""
+    """Rows and columns that this value holds, if it is a piece of another value; else None."""
     piece_of: str | None = None
-    """For a piece of a value: the value that holds the same rows."""
+    """Name of the whole value that also holds the rows of this piece; None if there is no such value."""
     keeps: str | None = None
-    """A value held inside this opaque value: attention's saved value holds the output."""
+    """Name of another value that this opaque value keeps alive: attention's saved value holds its output."""
 
     @property
     def columns(self) -> int:
@@ -128,7 +130,7 @@ class Value:
         return self.elements // self.rows
 
     def bytes(self, activation_bytes: int) -> int:
-        """Return bytes on one rank when activations take ``activation_bytes`` each."""
+        """Return the value's bytes on one rank if an activation element takes ``activation_bytes``."""
         plain = self.elements * self.precision.bytes_each(activation_bytes)
         return plain + self.statistics * Precision.STATISTIC.bytes_each(activation_bytes)
 
@@ -152,13 +154,13 @@ class Operator:
     axis: str | None = None
     flops: int = 0
     bytes: int = 0
-    """Bytes sent by each rank, for a collective, when activations take two bytes; else 0."""
+    """Bytes that each rank sends in a collective if an activation element takes two bytes; 0 for compute."""
     part: str = ""
     place: int = 0
     own_name: str = ""
-    """Name inside the part; by default ``name``."""
+    """Name of the operator inside its part; by default ``name``."""
     measured_as: str = ""
-    """The operator of the part whose measured time applies; by default this operator."""
+    """Name of the operator in the same part whose measured time applies; by default ``own_name``."""
     piece: Piece | None = None
 
     def __post_init__(self) -> None:
@@ -169,16 +171,16 @@ class Operator:
 
     @cached_property
     def key(self) -> str:
-        """The operator's name in a profile."""
+        """Name under which a profile lists the operator: ``PART/OPERATOR``."""
         return f"{measured_kind(self.part)}/{self.measured_as}"
 
     @property
     def completes(self) -> bool:
-        """Whether this operator brings the last piece of a value, which is whole then."""
+        """Whether this operator writes the last piece of a value and so completes the whole value."""
         return self.piece is not None and len(self.writes) > 1
 
     def completed_by(self, other: "Operator") -> bool:
-        """Tell whether ``other`` brings the last piece of the value that this operator brings a piece of."""
+        """Return whether this operator writes a piece of a value of which ``other`` writes the last piece."""
         if self is other or self.piece is None or other.piece is None or not other.completes:
             return False
         return self.piece.whole == other.piece.whole and self.place == other.place
@@ -217,19 +219,19 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Counts of parameters on the fullest rank of a tensor-parallel group."""
+    """Counts of parameters on one rank: the one of a tensor-parallel group that holds most."""
 
     dense: int = 0
-    """Parameters that all data- and context-parallel ranks share."""
+    """Number of parameters that all data- and context-parallel ranks hold alike (not experts)."""
     experts: int = 0
-    """Parameters of experts that only some data-parallel ranks share (axis ``edp``)."""
+    """Number of parameters of experts, which only the ranks along the axis ``edp`` hold alike."""
     whole: int = 0
     """Number of dense parameters that every tensor-parallel rank holds whole (norms, biases, router)."""
     tied: int = 0
     """Number of dense parameters in a table that embedding and head share."""
     apart: tuple[tuple[tuple[str, ...], int], ...] = ()
-    """(axes, count) of parameters, dense or of experts, that are summed over other axes than usual: matrices
-    of layers with a tensor-parallel degree of their own."""
+    """Pairs (axes, count): number of the above parameters whose gradients are summed over these axes instead
+    of the usual ones. They are matrices of layers with a tensor-parallel degree of their own."""
 
     @property
     def total(self) -> int:
@@ -246,7 +248,8 @@ class Parameters:
         )
 
     def summed_apart(self, axis: str) -> int:
-        """Return the number of parameters in `apart` that are summed over ``axis``."""
+        """Return the number of parameters in `apart` whose gradients are summed over ``axis``, among
+        others."""
         return sum(count for axes, count in self.apart if axis in axes)
 
 
@@ -272,34 +275,37 @@ class Part:
     inputs: tuple[str, ...]
     output: str
     constants: tuple[str, ...] = ()
-    """Inputs that the executor provides instead of the previous part (tokens, targets, loss_scale)."""
+    """Names of the inputs that the executor provides, not the previous part (tokens, targets, loss_scale)."""
     modules: Mapping[str, Parameters] = field(default_factory=dict)
-    """Parameters of each module that has any; empty for a unit of several parts."""
+    """Module name -> counts of its parameters, if it has any; empty for a unit of several parts."""
     members: tuple["Part", ...] = ()
-    """The parts of a unit of several parts; otherwise empty."""
+    """Parts that were joined, if this is a unit of several parts; else empty."""
 
     @property
     def parameters(self) -> Parameters:
-        """Parameters of all modules; a head that is tied to the embedding counts the common table too."""
+        """Counts of all modules' parameters; a head that shares the embedding's table counts the table
+        too."""
         counts = [member.parameters for member in self.members] or self.modules.values()
         return sum(counts, Parameters())
 
     @property
     def has_layers(self) -> bool:
-        """False for the embedding or the head alone, which are too short to be worth a search."""
+        """Whether the part is or contains a layer. Embedding and head alone are too short to be worth a
+        search."""
         return any(is_layer(member.name) for member in self.members or (self,))
 
     @property
     def evaluation(self) -> Graph:
-        """The forward graph without gradients, for a model that does not train."""
+        """Forward graph without any gradient operators, for validation."""
         return Graph(operators=tuple(op for op in self.forward.operators if op.phase is Phase.FORWARD))
 
     def at_once(self) -> "Part":
-        """Return the part with its backward pass at the end of its forward pass.
+        """Return the part with its backward operators moved to the end of its forward graph.
 
-        Between the passes it keeps only the gradients of its inputs. Weight gradients come before the input
-        gradients of their modules, so that inputs that only weight gradients read die first. `ValueError` for
-        a part whose backward pass starts with the gradient of its output.
+        Between the passes it then keeps only the gradients of its inputs. Weight gradients come before the
+        input gradients of their modules, so that inputs that only weight gradients read die first. Raises
+        `ValueError` if the backward pass reads the gradient of the part's output, which another part would
+        compute.
         """
         gradient = f"d.{self.output}"
         if any(gradient in op.reads for op in self.backward.operators):
@@ -314,10 +320,11 @@ class Part:
         return replace(self, forward=Graph(operators=tuple(order)), backward=Graph(operators=()))
 
     def balanced(self) -> "Part":
-        """Move an `at_once` part's operators from the first gradient transfer on to its backward pass.
+        """Return an `at_once` part with the operators from the first gradient collective on in its backward
+        graph.
 
-        In a paired block the forward pass with the head is the longer chain of compute and transfers, so that
-        the other pass waits for it. The largest values are dead by then.
+        In a paired block the forward pass with the head is the longer chain of compute and transfers, for
+        which the other pass waits; this shortens it. The largest values are dead by then.
         """
         operators = self.forward.operators
         tail = next(
@@ -342,6 +349,6 @@ class Part:
         return tuple(name for name in written if name in needed and name not in recomputed)
 
     def saved_bytes(self, activation_bytes: int) -> int:
-        """Return the bytes that a micro-batch keeps between forward and backward; aliases count once."""
+        """Return the bytes of the values in `saved`, which one micro-batch keeps; aliases count once."""
         owners = {self.values[name].alias_of or name for name in self.saved()} - set(self.constants)
         return sum(self.values[name].bytes(activation_bytes) for name in owners)

@@ -20,8 +20,11 @@ def _known(policy: str) -> str:
 
 @lru_cache
 def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
-    """Return the recompute policy of every layer. ``recompute`` is one word for all, or words POLICY and
-    NUMBER*POLICY for all layers in order. `ValueError` for other words or another number of layers."""
+    """Return the recompute policy of every layer.
+
+    ``recompute``: one policy for all layers, or words POLICY and NUMBER*POLICY for all layers in order.
+    Raises `ValueError` for other words or another number of layers.
+    """
     if recompute in RECOMPUTE_POLICIES:
         return (recompute,) * layers
     policies: list[str] = []
@@ -37,7 +40,8 @@ def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
 
 
 def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
-    """Return the kind of every layer: where policies differ, a `variant` for each policy but ``none``."""
+    """Return the kind of every layer; if recompute policies differ, layers with a policy other than ``none``
+    get a `variant` of their kind."""
     if recompute in RECOMPUTE_POLICIES:
         return tuple(kinds)
     policies = policies_of(recompute, len(kinds))
@@ -48,13 +52,14 @@ def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
 
 
 def of_all(recompute: str, layers: int) -> str:
-    """Return the policy of parts that have no policy of their own."""
+    """Return the recompute policy of parts without their own: that of all layers, or ``none`` if layers
+    differ."""
     policies = set(policies_of(recompute, layers))
     return policies.pop() if len(policies) == 1 else "none"
 
 
 def with_recompute(part: Part, policy: str) -> Part:
-    """Drop forward values after the forward pass and compute them again at the start of the backward pass.
+    """Return the part with the operators of dropped values repeated at the start of its backward graph.
 
     ``none`` keeps all values; ``selective`` recomputes the outputs of norms and activations; ``fine`` keeps
     the outputs of collectives, so that none is repeated (Oases section III-B); ``full`` keeps only the part's

@@ -1,4 +1,4 @@
-"""Rotary embeddings for more tokens than the model's first training used."""
+"""Scaling of rotary embeddings, for samples longer than in the model's first training."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from braid.scheduling.text.records import require_positive
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """A change of a rotary embedding's frequencies.
+    """How to scale the frequencies of a rotary embedding.
 
     Llama 3.1's rule (`_compute_llama3_parameters` of transformers): waves longer than ``original_sequence /
     low_frequency_factor`` tokens become ``factor`` times as long, waves shorter than ``original_sequence /
@@ -25,7 +25,7 @@ class RotaryScaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_sequence: int | None = None
-    """Tokens per sample in the model's first training."""
+    """Number of tokens per sample in the model's first training."""
     factors: tuple[float, ...] = ()
     magnitude: float = 1.0
 
@@ -44,7 +44,7 @@ class RotaryScaling:
             )
 
     def frequencies(self, plain: Sequence[float]) -> list[float]:
-        """Return changed frequencies for the ``plain`` ones, in radians per token, the highest first."""
+        """Return the scaled frequencies for unscaled ones, both in radians per token, the highest first."""
         if self.factors:
             return [
                 frequency / factor / self.factor

@@ -43,43 +43,47 @@ class ModelShape:
     rotary_base: float = 10000.0
     rotary_scaling: RotaryScaling | None = None
     qkv_bias: bool = False
-    """Biases on queries, keys and values, in a family without other biases."""
+    """Whether queries, keys and values have biases, in a family without other biases."""
     projection_bias: bool = False
-    """A bias on the output projection of attention, in a family without other biases."""
+    """Whether the output projection of attention has a bias, in a family without other biases."""
     head_bias: bool = False
-    """A bias on the logits."""
+    """Whether the logits have a bias."""
     head_norm: bool = False
-    """RMSNorm over every head of queries and keys, before they are rotated."""
+    """Whether RMSNorm is applied to every head of queries and keys before they are rotated."""
     layer_norm: bool = False
-    """LayerNorms with biases in place of RMSNorms of the hidden size."""
+    """Whether norms of the hidden size are LayerNorms with biases instead of RMSNorms."""
     experts: int = 0
     top_k: int = 0
     capacity_factor: float = 0.0
-    """Number of tokens that an expert takes from each rank, relative to the average: more tokens are dropped,
-    fewer are padded. 0: no limit."""
+    """Number of tokens that an expert takes from each rank, divided by the average number. Tokens beyond it
+    are dropped; fewer are padded. 0: no limit."""
     expert_ffn: int = 0
-    """Width of an expert; 0: ``ffn``, which is also the width of layers without experts."""
+    """Width of an expert's MLP; 0: as wide as ``ffn``, which is also the width in layers without experts."""
     shared_experts: int = 0
-    """Number of experts that every token visits in addition to its chosen ones; they form one MLP."""
+    """Number of shared experts, which process every token in addition to its chosen ones; they form one
+    MLP."""
     softmax_after: bool = False
     """Whether gates are a softmax over the chosen experts' scores instead of all experts' scores."""
     normalised: bool = True
     """Whether the gates of a token are divided by their sum."""
     mixer_jitter: float = 0.0
-    """Jitter of SparseMixer gates (Liu et al. 2024): each gate is a softmax over the experts whose scores
-    lie, relatively, at most twice the jitter below the best remaining score. 0: no such gates."""
+    """Jitter of SparseMixer gates (Liu et al. 2024): each gate is a softmax over the experts whose scores are
+    at most twice the jitter, relatively, below the best remaining score. 0: gates are not SparseMixer's."""
     balance_loss: float = 0.0
     """Factor of the loss that balances experts (Fedus et al. 2021)."""
     balance_rate: float = 0.0
-    """Step of the bias on every expert's score that balances experts without a loss (Wang et al. 2024)."""
+    """Step by which each expert's bias on its scores changes to balance experts without a loss (Wang et al.
+    2024)."""
     z_loss: float = 0.0
     """Factor of the loss that keeps the router's logits small (Zoph et al. 2022)."""
     route_evenly: bool = False
-    """Whether tokens visit experts in turn, whatever their scores: for measurements, not for training."""
+    """Whether tokens are sent to experts in turn, regardless of scores; for measurements, not for
+    training."""
     documents: bool = False
     """Whether tokens attend only to tokens of their own document."""
     pattern: str = UNIFORM
-    """Kinds of layers, repeated until there are ``layers``: ``2*layer wide``; stored in its shortest form."""
+    """Kinds of layers, such as ``2*layer wide``, repeated until there are ``layers`` of them; it is stored in
+    its shortest form."""
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
@@ -166,7 +170,7 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer, which is the name of its part."""
+        """Kind of every layer, which is also the name of the part that holds its graphs."""
         return kinds_of(self.pattern, self.layers)
 
     @property
@@ -180,7 +184,8 @@ class ModelShape:
         return self.expert_ffn or self.ffn
 
     def capacity(self, tokens: int) -> int:
-        """Return the rows that an expert with a capacity takes from a rank with ``tokens`` tokens."""
+        """Return the number of rows that an expert takes from a rank of ``tokens`` tokens under
+        ``capacity_factor``."""
         return max(1, ceil(tokens * self.top_k * self.capacity_factor / self.experts))
 
     @property
@@ -219,7 +224,7 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def parameters(self) -> int:
-        """Return the number of parameters of the model; a user's layer counts as a layer of the family."""
+        """Return the number of parameters of the whole model; user-defined layers count as built-in ones."""
         norm = self.hidden * (2 if self.norms_center else 1)
         qkv = self.query_width + 2 * self.kv_width
         mlp_in = self.ffn * (2 if self.gated else 1)

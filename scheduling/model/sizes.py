@@ -1,4 +1,4 @@
-"""Sizes on one rank, from which the graphs of a model's parts are written."""
+"""Sizes on one rank, which determine the graphs of a model's parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,16 +13,16 @@ from braid.scheduling.text.pattern import own_degree
 
 @dataclass(frozen=True, kw_only=True)
 class PartSizes:
-    """Tokens and degrees of one rank; all other sizes follow from them and the model's shape."""
+    """Model shape, micro-batch and parallel degrees, from which all sizes of parts on one rank follow."""
 
     shape: ModelShape
     tp: int
     micro_batch: int
     """Number of samples that ``tp`` ranks process together."""
     kinds: tuple[str, ...] = ()
-    """Kind of every layer, with variants; empty: the kinds of the model."""
+    """Kind of every layer, including variants; empty: the kinds in the model's shape."""
     own: int = 0
-    """Tensor-parallel degree of the part's kind (`of_kind`); 0: ``tp``."""
+    """Tensor-parallel degree of the part if it differs from ``tp`` (set by `of_kind`), else 0."""
     cp: int = 1
     ep: int = 1
     recompute: str = "none"
@@ -30,44 +30,45 @@ class PartSizes:
     context: str = "all_gather"
     """How context parallelism exchanges keys and values: ``all_gather`` or ``ring``."""
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Stream of the collectives along each axis; an axis without an entry stays inside the node."""
+    """Axis -> stream of its collectives; an axis that is not listed stays inside the node."""
 
     def of_kind(self, kind: str) -> "PartSizes":
-        """Return the sizes for layers of a kind."""
+        """Return the sizes for a layer of the given kind, which may have its own tensor-parallel degree."""
         return replace(self, own=own_degree(kind))
 
     @property
     def tensor(self) -> int:
-        """Number of ranks that the part's matrices are cut over."""
+        """Number of ranks over which the part's matrices are cut."""
         return self.own or self.tp
 
     @property
     def tensor_axis(self) -> str:
-        """The axis of the ranks that the part's matrices are cut over."""
+        """Name of the axis over which the part's matrices are cut."""
         return tensor_axis(self.own) if self.own else "tp"
 
     def degree(self, axis: str) -> int:
-        """Return the degree of an axis that layers communicate over."""
+        """Return the number of ranks along an axis over which layers communicate."""
         return {"tp": self.tp, self.tensor_axis: self.tensor, "cp": self.cp, "ep": self.ep}[axis]
 
     def stream(self, axis: str) -> Stream:
-        """Return the stream of the collectives along an axis."""
+        """Return the stream on which collectives over an axis run."""
         return self.streams.get(axis, Stream.INTRA)
 
     @property
     def tokens(self) -> int:
-        """Number T of tokens of a micro-batch on a rank of context parallelism; for a part with a degree of
-        its own, of the samples of its group of ranks."""
+        """Number T of tokens of a micro-batch inside the tensor-parallel region: 1/cp of them, or for a part
+        with its own degree, 1/cp of the samples that its group of ranks processes."""
         return self.local_tokens * self.tensor
 
     @property
     def local_tokens(self) -> int:
-        """Number t of tokens of a micro-batch on a rank outside the tensor-parallel region."""
+        """Number t of a micro-batch's tokens that a rank holds outside the tensor-parallel region (sequence
+        parallelism)."""
         return self.micro_batch * self.shape.sequence // self.cp // self.tp
 
     @property
     def vocabulary_rows(self) -> int:
-        """Number of rows of the vocabulary on the fullest rank."""
+        """Number of rows of the embedding table on the rank that holds most."""
         return -(-self.shape.vocabulary // self.tensor)
 
 
@@ -79,9 +80,10 @@ def part_sizes(
     context: str = "all_gather",
     recompute: str = "none",
 ) -> PartSizes:
-    """Return the sizes on a rank of a layout.
+    """Return the sizes of a model's parts on a rank of a layout.
 
-    ``streams``: stream of each mesh axis, by default inside the node; ``recompute``: see `policies_of`.
+    ``streams``: mesh axis -> stream of its collectives, by default inside the node; ``recompute``: one
+    policy, or a policy for each layer (`policies_of`).
     """
     return PartSizes(
         shape=shape,

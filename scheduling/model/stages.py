@@ -1,4 +1,5 @@
-"""Stages of collectives that a partition divides over the dimensions of a mesh of their ranks."""
+"""Computes the stages into which a partition splits a collective over the dimensions of a mesh of its
+ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,18 +15,21 @@ ALL, OWN, OTHERS = DimRanks
 
 
 class Stage(NamedTuple):
-    """A sub-collective along a dimension; ``source``: the stage whose result it moves, None: the input."""
+    """A stage of a layer's collective: a collective along the dimension ``dim`` of the mesh.
+
+    ``source``: number of the stage whose result it moves, None for the collective's input.
+    """
 
     source: int | None
     dim: int
     spans: tuple[DimRanks, ...]
-    """For every dimension of the mesh, the ranks whose rows the result holds."""
+    """For every dimension of the mesh, the ranks whose rows the stage's result contains."""
     fresh: tuple[DimRanks, ...]
-    """For every dimension, the ranks whose rows no earlier stage has brought."""
+    """For every dimension, the ranks whose rows this stage brings and no earlier stage has brought."""
 
 
 def gather_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
-    """Return the stages of a gather that ``how`` partitions, on a mesh of its ranks."""
+    """Return the stages into which the partition ``how`` splits a gather on a mesh of its ranks."""
     if how.about_own:
         return [
             Stage(None, 1, (OWN, ALL), (OWN, ALL)),
@@ -42,7 +46,7 @@ def gather_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
 
 
 def scatter_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
-    """Return the stages of a reduce-scatter that ``how`` partitions, on a mesh of its ranks."""
+    """Return the stages into which the partition ``how`` splits a reduce-scatter on a mesh of its ranks."""
     spans, stages = [ALL] * len(mesh), []
     for number, dim in enumerate(how.order or (0,)):
         spans[dim] = OWN
@@ -55,7 +59,8 @@ def scatter_stages(mesh: tuple[int, ...], how: Partition) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Move:
-    """A stage of a collective: a collective along one dimension of a mesh of the ranks of an axis."""
+    """A stage of a gradient sum or parameter gather: a collective along one dimension of a mesh of its
+    ranks."""
 
     kind: Kind
     factor: Factor
@@ -63,21 +68,21 @@ class Move:
     """Number of the stage, from 0."""
     stages: int
     part: int = 1
-    """The stage moves 1/part of the whole."""
+    """Number of equal parts of the whole payload of which the stage moves one."""
     outer: int = 1
-    """Number of ranks, along earlier dimensions of the mesh, whose parts the stage moves together."""
+    """Number of ranks along outer dimensions of the mesh whose parts the stage moves together."""
 
     @property
     def last(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether this is the last stage of its collective."""
         return self.number == self.stages - 1
 
 
 def moves_of(kind: Kind, partitions: Iterable[Partition], axis: str) -> tuple[Move, ...]:
-    """Return the stages of a collective over an axis; empty where it is not divided.
+    """Return the stages of a collective of some kind over an axis; empty if no partition splits it.
 
-    An all-reduce is scattered over all dimensions of the order but the last, summed over the last, and
-    gathered again (Centauri table 2).
+    An all-reduce becomes reduce-scatters over all dimensions of the order but the last, an all-reduce over
+    the last, and all-gathers (Centauri table 2).
     """
     how = chosen(partitions, f"{axis}/{kind.value}")
     if how is None:

@@ -21,12 +21,12 @@ _GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive parts of a chunk that are scheduled as one graph."""
+    """A unit: consecutive parts of a chunk that are scheduled as one graph."""
 
     members: tuple[str, ...]
     """Names of the parts, in the order of the forward pass."""
     layers: tuple[int, ...]
-    """Number of each part's layer in the model; -1: embedding, the number of layers: head."""
+    """Index in the model of each part's layer; -1 for the embedding, the number of layers for the head."""
 
     @property
     def name(self) -> str:
@@ -41,9 +41,10 @@ def unit_name(members: Sequence[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, layer number) of the parts of a chunk in the order of the forward pass.
+    """Return (part name, layer index) of every part of a chunk in the order of the forward pass.
 
-    ``kinds``, here and in the next functions: the kind of every layer of the model (`ModelShape.kinds`).
+    The index is -1 for the embedding and the number of layers for the head. ``kinds``: kind of every model
+    layer.
     """
     layers = len(kinds)
     first = [(ENDS[0], -1)] if layout.is_first(chunk) else []
@@ -52,10 +53,10 @@ def chunk_parts(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int) -> t
 
 
 def chunk_units(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int, unit_layers: int) -> list[Unit]:
-    """Return the units of a chunk in the order of the forward pass.
+    """Divide a chunk into units; return them in the order of the forward pass.
 
-    ``unit_layers``: most layers of a unit; layers are spread evenly, and embedding and head join the layer
-    beside them. 0: every part is a unit.
+    ``unit_layers``: most layers of a unit; layers are spread evenly, and embedding and head join the adjacent
+    unit. 0: every part is a unit. ``kinds``: kind of every model layer.
     """
     parts = chunk_parts(layout, kinds, chunk)
     layers = [part for part in parts if is_layer(part[0])]
@@ -72,7 +73,7 @@ def chunk_units(layout: ParallelLayout, kinds: tuple[str, ...], chunk: int, unit
 def units_in_use(
     layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the parts of every unit of a model, by the unit's name."""
+    """Return {unit name: names of its parts} for all units of a model. ``kinds``: kind of every layer."""
     return {
         unit.name: unit.members
         for chunk in range(layout.chunks)
@@ -87,7 +88,10 @@ def chunk_parameters(
     chunk: int,
     unit_layers: int = 0,
 ) -> Parameters:
-    """Return the parameters of a chunk; a tied head counts, though the embedding may hold its table."""
+    """Return the parameter counts of a chunk.
+
+    The table of a tied head counts, even if the embedding on the same stage holds it.
+    """
     return sum(
         (part.parameters for part in members_of(parts, layout, kinds, chunk, unit_layers)), Parameters()
     )
@@ -100,7 +104,10 @@ def members_of(
     chunk: int,
     unit_layers: int = 0,
 ) -> list[Part]:
-    """Return the parts of a chunk in the order of the forward pass. ``parts``: the model's units by name."""
+    """Return the parts of a chunk, also those inside units, in the order of the forward pass.
+
+    ``parts``: the model's units by name.
+    """
     units = [parts[unit.name] for unit in chunk_units(layout, kinds, chunk, unit_layers)]
     return [member for unit in units for member in unit.members or (unit,)]
 
@@ -108,7 +115,10 @@ def members_of(
 def unit_parts(
     parts: Mapping[str, Part], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int
 ) -> dict[str, Part]:
-    """Return the graphs of all units of a model, by name; with 0 ``unit_layers``, ``parts`` itself."""
+    """Join a model's parts to units of at most ``unit_layers`` layers; return the units by name.
+
+    With ``unit_layers`` 0 every part is a unit.
+    """
     if not unit_layers:
         return dict(parts)
     return {
@@ -118,21 +128,21 @@ def unit_parts(
 
 
 def placed(index: int, part: str, name: str) -> str:
-    """Return the name of an operator, a module or a value of the part with an index in a unit."""
+    """Return the name that an operator, module or value of a part has in a unit: ``INDEX.PART/NAME``."""
     return f"{index}.{part}/{name}"
 
 
 def measured_key(unit: str, operator: str) -> str:
-    """Return the profile name (`Operator.key`) of an operator that a schedule's text names."""
+    """Return the key under which profiles list an operator of a unit, given its name in a schedule's text."""
     prefix, slash, rest = operator.partition("/")
     part, name = (prefix.partition(".")[2], rest) if slash else (unit, operator)
     return f"{part}/{name.removesuffix('.again')}"
 
 
 def joined(members: Sequence[Part]) -> Part:
-    """Join several parts into one: each part's output is the next part's ``x``.
+    """Join consecutive parts into one unit, in which each part's output is the input of the next part.
 
-    A head does not run all of its backward pass at once (`Part.balanced`).
+    A head in a unit does not run its whole backward pass at once (`Part.balanced`).
     """
     members = [part.balanced() for part in members]
     forward: list[Operator] = []
@@ -168,12 +178,12 @@ def joined(members: Sequence[Part]) -> Part:
 
 @dataclass(frozen=True)
 class _Names:
-    """Translates names of a part into names of its unit."""
+    """Translates names of operators and values of a part into their names in its unit."""
 
     index: int
     part: Part
     x: str
-    """Name of the part's input in the unit."""
+    """Name that the part's input has in the unit."""
 
     def operator(self, op: Operator) -> Operator:
         return replace(

@@ -1,4 +1,5 @@
-"""Beam search for orders of issue over many operators: units of several layers, with the model's ends.
+"""Beam search for the order in which a rank issues many operators: units of several layers, also with the
+embedding or the head.
 
 Orders grow operator by operator. Of all partial orders of a length, the beam keeps the orders with the
 least estimated end: clock, remaining compute, and a share of the remaining communication (several shares are
@@ -20,16 +21,17 @@ from braid.scheduling.plan.strands import PairProblem, StrandGraph, bits, leavin
 
 WIDTH = 64
 SHARES = (0.0, 0.3, 0.9)
-"""Shares of the remaining communication in the estimate; no single share suits all problems."""
+"""Fractions of the remaining communication that the estimate adds; no single one suits all problems."""
 
 BEAMS = ((96, 0.1), (192, 0.05), (64, 0.3))
-"""Widths and shares of communication (`beam_order`) for orders in which blocks overlap. Each result is
-improved by moves, which seldom lead to the best order from the best beam's result alone (docs/log.md)."""
+"""Width and share of communication (see `beam_order`) of each beam search for orders in which consecutive
+blocks overlap. Every result is improved by moves: the best beam's result seldom becomes the best order
+(docs/log.md)."""
 
 MANY = 100
-"""Number of operators above which there is time for the first beam alone."""
+"""Number of operators above which `unit_order` tries only the first of `BEAMS`, to save time."""
 MOST = 160
-"""Number of operators above which there is time for beams of one share of communication alone."""
+"""Number of operators above which `unit_order` tries only one of `SHARES`, to save time."""
 
 
 class _Partial(NamedTuple):
@@ -37,11 +39,12 @@ class _Partial(NamedTuple):
     state: State
     order: tuple[int, ...]
     unissued: tuple[float, float, float]
-    """Work that has not been issued, in ns per stream."""
+    """Solo time of the operators that have not been issued, in ns per stream (compute, two of transfers)."""
 
 
 def beam_order(problem: PairProblem, width: int = WIDTH, shares: tuple[float, ...] = SHARES) -> IssueOrder:
-    """Return the best order found by beams of ``width``, one for each share."""
+    """Return the fastest order found by beam searches of ``width``, one for each of ``shares``, the weights
+    of remaining communication in the estimate."""
     machine = Machine(problem)
     return min((_search(machine, width, share) for share in shares), key=lambda order: order.ns)
 
@@ -93,17 +96,18 @@ def _issue(machine: Machine, partial: _Partial, op: int, share: float) -> _Parti
 
 
 def gives_gradient(part: Part) -> bool:
-    """Tell whether a previous part needs the gradient of this part's input."""
+    """Return whether the part's backward pass computes the gradient of the part's input."""
     gradients = {f"d.{name}" for name in part.inputs if name not in part.constants}
     return any(gradients & set(op.writes) for op in part.backward.operators)
 
 
 @lru_cache(maxsize=1024)
 def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> tuple[int, IssueOrder]:
-    """Return the best order for two units, and the end that it leaves to the next block (a mask; else 0).
+    """Return the mask of operators left to the next block (0 for none), and the best order of two units.
 
-    ``goes_on``: an equal block follows. ``whole``: the order leaves all last operators of the backward
-    pass, whose input must need no gradient; otherwise it may leave weight gradients of the last layer.
+    ``goes_on``: whether an equal block follows. ``whole``: the order leaves the backward pass's last
+    collective and everything after it, and its input must need no gradient; otherwise it may leave weight
+    gradients of the layer visited last.
     """
     graph = problem.backward
     movable = graph.weights & graph.last_layer
@@ -130,7 +134,8 @@ def _last_collective_on(graph: StrandGraph) -> int:
 
 
 def possible_ends(problem: PairProblem) -> list[int]:
-    """Return masks of ends that may be left: none, each long weight gradient, and all of these together.
+    """Return the masks of operators that a backward pass may leave to the next block: 0, each long weight
+    gradient, and all long weight gradients together.
 
     A weight gradient is long if it takes at least a twentieth of its pass.
     """

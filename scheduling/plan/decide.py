@@ -33,12 +33,13 @@ from braid.scheduling.schedule.validate import check, linked
 from braid.scheduling.text.pattern import is_layer
 
 ALIKE = 0.02
-"""Relative difference of steps below the simulator's accuracy (docs/log.md)."""
+"""Relative difference of step times below which the simulator cannot tell them apart (docs/log.md)."""
 
 EQUAL = 0.005
-"""Relative difference of steps below which memory decides between pipelines of one schedule.
+"""Relative difference of step times below which memory decides between pipelines of one schedule.
 
-Less than `ALIKE`, since such a pair shares most of the simulator's errors, and memory that fits is free.
+It is less than `ALIKE`, since two pipelines of a schedule share most of the simulator's errors, and saving
+memory that fits gains nothing.
 """
 
 S = TypeVar("S")
@@ -50,7 +51,7 @@ Over = Callable[[Simulation], float]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A setting with all decisions, and its simulation."""
+    """A fully decided setting: its orders of operators, its linked code, and its simulation."""
 
     bench: CostedSetting
     choices: Choices
@@ -62,12 +63,12 @@ class Outcome:
 
     @property
     def step_ns(self) -> float:
-        """Nanoseconds of the simulated step. `ValueError` for a cost that the profile lacks."""
+        """Simulated step time in ns. Raises `ValueError` if the profile lacks a cost."""
         return self.simulation.step_ns
 
     @property
     def setting(self) -> Setting:
-        """The setting with everything decided."""
+        """The setting of this outcome, with every choice made (layout, schedule, pipeline, partitions)."""
         return self.bench.setting
 
     def held_bytes(self) -> int:
@@ -76,7 +77,7 @@ class Outcome:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """The step's numbers."""
+        """Metrics of the simulated step: seconds, tokens per second, MFU, exposed communication, bubble."""
         return self.simulation.numbers(self.setting.workload.micro_batch, self.bench.peak_flops_per_s)
 
 
@@ -84,9 +85,10 @@ class Outcome:
 
 
 def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
-    """Return a function that builds built-in layers on a cluster, with modelled costs unless given a profile.
+    """Return a function that gives a setting its built-in layers' graphs, and costs from ``profile``, or else
+    from a model of the cluster.
 
-    `ValueError` if the layout needs another number of GPUs than the cluster has.
+    The function raises `ValueError` if the layout needs another number of GPUs than the cluster has.
     """
 
     def bench_of(setting: Setting) -> CostedSetting:
@@ -108,7 +110,7 @@ def modelled(cluster: ClusterSpec, profile: Profile | None = None) -> BenchOf:
 
 
 def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
-    """Return a function that gives a run's graphs measured costs: of the rank that others wait for."""
+    """Return a function that gives a setting a run's graphs, with the measured costs of the slowest rank."""
     costs = of_fullest_rank(profile, graphs)
 
     def bench_of(setting: Setting) -> CostedSetting:
@@ -142,10 +144,11 @@ def attempts(tried: Iterable[S], attempt: Callable[[S], R]) -> list[R]:
 def decide(
     settings: Iterable[Setting], bench_of: BenchOf, over: Over, space: Space = EVERYTHING
 ) -> list[Outcome]:
-    """Return the best outcome of each setting; the first one is to be taken: of those that fit, the fastest.
+    """Return the best outcome of each setting; the first in the list is the one to run.
 
-    Of outcomes as fast within `ALIKE`, the one with least memory comes first. `ValueError` for a cost that
-    the profile lacks, or where no setting can be lowered.
+    The first outcome fits the memory, and needs the least of it among those within `ALIKE` of the fastest.
+    The others follow by missing memory, then time. Raises `ValueError` if the profile lacks a cost, or if no
+    setting can be lowered.
     """
 
     def decided(setting: Setting) -> Outcome:
@@ -159,9 +162,10 @@ def decide(
 
 
 def _leanest(results: Sequence[Outcome], alike: float) -> Outcome:
-    """Return the leanest of the outcomes that fit and are at most ``alike`` slower than the quickest.
+    """Return, of the outcomes that fit and are at most the fraction ``alike`` slower than the quickest, the
+    one that needs the least memory.
 
-    Where none fits, only outcomes that exceed the limit least are compared.
+    If no outcome fits, only the outcomes that exceed the limit least are compared.
     """
     least = min(outcome.missing_bytes for outcome in results)
     fitting = [outcome for outcome in results if outcome.missing_bytes == least]
@@ -172,9 +176,9 @@ def _leanest(results: Sequence[Outcome], alike: float) -> Outcome:
 
 
 def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outcome:
-    """Return the best outcome, not checked yet, of settings that leave only orders open.
+    """Decide the orders of operators in each setting and return the best outcome; its code is not validated.
 
-    `ValueError` as for `decide`.
+    Raises `ValueError` like `decide`.
     """
     full: set[Setting] = set()
 
@@ -191,9 +195,10 @@ def best_of(settings: Iterable[Setting], bench_of: BenchOf, over: Over) -> Outco
 
 
 def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
-    """Return the best outcome of the setting with collectives cut, if it is clearly faster, else ``best``.
+    """Return the best outcome of the setting with collectives cut into pieces or stages, or ``best`` itself
+    if no such outcome is clearly faster.
 
-    Collectives of layers stay whole where two passes together take hardly longer than their compute.
+    Collectives of layers stay whole if paired passes take hardly longer than their compute.
     """
     setting = best.setting
     if not setting.kind.partitions or setting.partitions:
@@ -205,7 +210,8 @@ def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
 
 
 def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
-    """Tell whether a step with cut collectives is clearly shorter, or needs less of the missing memory."""
+    """Return whether the outcome ``cut`` misses no more memory than ``whole`` and is clearly faster, or
+    misses less."""
     of_layers = any(whole_axis(partition.where) != "dp" for partition in cut.setting.partitions)
     by_host = of_layers and any(whole.bench.profile.issue_ns.values())
     gain = ON_THE_HOST if by_host else ALIKE
@@ -215,15 +221,17 @@ def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
 
 
 ON_THE_HOST = 0.2
-"""Required gain of cuts of layers' collectives where ranks move data themselves (CPUs): there pieces cost
-more than single transfers show. 7 % simulated gain was 12 % measured loss, 1 % was 18 (docs/log.md)."""
+"""Simulated gain that cutting layers' collectives must show where ranks move data themselves (CPUs), because
+pieces cost more than their profiled times: 7 % simulated gain was 12 % measured loss, 1 % was 18 % loss
+(docs/log.md)."""
 
 MOST_OPERATORS = 160
-"""Most operators of both passes through a unit with partitions; more take minutes to search."""
+"""Largest number of operators in a unit's two passes once collectives are cut; more take minutes to
+search."""
 
 
 def _bounded(bench: CostedSetting, bench_of: BenchOf) -> CostedSetting:
-    """Limit the layers of a unit so that its orders are found in seconds."""
+    """Return ``bench`` with few enough layers per unit that its orders are found in seconds."""
     sizes = [
         len(part.forward.operators) + len(part.backward.operators)
         for name, part in bench.members.items()
@@ -234,7 +242,7 @@ def _bounded(bench: CostedSetting, bench_of: BenchOf) -> CostedSetting:
 
 
 FULL = 0.05
-"""A pair of passes is full of compute if it takes at most this fraction longer than its compute."""
+"""Fraction by which paired passes may take longer than their compute and still count as full of compute."""
 
 
 def _full_of_compute(outcome: Outcome) -> bool:
@@ -257,7 +265,7 @@ def _full_of_compute(outcome: Outcome) -> bool:
 
 
 def outcomes(bench: CostedSetting, over: Over) -> list[Outcome]:
-    """Return an outcome for each decision about orders."""
+    """Return the outcome of every set of operator orders that `decisions` proposes for the setting."""
     return [outcome_of(bench, choices, note, over) for choices, note in decisions(bench)]
 
 
@@ -267,9 +275,9 @@ def rank(outcome: Outcome) -> tuple[float, float]:
 
 
 def outcome_of(bench: CostedSetting, choices: Choices, note: PairingNote | None, over: Over) -> Outcome:
-    """Lower and link decisions; the simulation runs when its step is first read.
+    """Lower a setting with the orders ``choices`` to linked code; its step is simulated when first read.
 
-    The outcome is not checked (`validate.check`).
+    The code is not validated (`validate.check`).
     """
     setting = bench.setting
     code = link(training_schedule(setting, bench.parts, choices), setting.layout, setting.kinds, bench.parts)
@@ -277,7 +285,7 @@ def outcome_of(bench: CostedSetting, choices: Choices, note: PairingNote | None,
 
 
 def outcome_of_schedule(schedule: Schedule, bench: CostedSetting, over: Over) -> Outcome:
-    """Return the outcome of a given schedule; `ScheduleError` if it must not run."""
+    """Validate and link a given schedule and return its outcome; raises `ScheduleError` if it is invalid."""
     setting = bench.setting
     code = linked(schedule, setting.layout, setting.kinds, bench.parts)
     return _outcome(bench, Choices(), None, code, over)
@@ -294,14 +302,14 @@ def _outcome(
 def evaluate(
     setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = PART_BY_PART
 ) -> Outcome:
-    """Decide and simulate one setting on a cluster, within its memory if possible."""
+    """Return the best outcome of one setting on a cluster, one that fits the GPUs' memory if there is any."""
     return decide([setting], modelled(cluster, profile), within(cluster.usable_bytes), space)[0]
 
 
 def replay(
     setting: Setting, choices: Choices, cluster: ClusterSpec, profile: Profile | None = None
 ) -> Outcome:
-    """Simulate the decisions of a plan; `ScheduleError` if they must not run."""
+    """Return the outcome of a plan's setting and orders; raises `ScheduleError` if its code is invalid."""
     bench = modelled(cluster, profile)(setting)
     outcome = outcome_of(bench, choices, None, within(cluster.usable_bytes))
     check(outcome.code)
@@ -309,10 +317,10 @@ def replay(
 
 
 def within(usable_bytes: float) -> Over:
-    """Return a function for the bytes by which a step exceeds a GPU's memory."""
+    """Return a function that tells by how many bytes a simulation's fullest rank exceeds ``usable_bytes``."""
     return lambda simulation: max(0, max(rank.total_bytes for rank in simulation.memory) - usable_bytes)
 
 
 def anything(simulation: Simulation) -> float:
-    """Return 0: memory is not limited."""
+    """Return 0 for any simulation: the check for runs without a memory limit."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Explains a plan, and what would help most: each answer is a simulation with one change."""
+"""Explains a plan, and simulates which single change (bandwidth, memory, batch) would help most."""
 
 from dataclasses import dataclass, replace
 
@@ -13,12 +13,12 @@ from braid.scheduling.plan.space import with_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """Seconds of a step with one change; tokens per second decide."""
+    """Simulated step of a plan with one change; changes are compared by tokens per second."""
 
     change: str
     step_seconds: float
     speedup: float
-    """Tokens per second relative to the plan's."""
+    """Tokens per second divided by the unchanged plan's tokens per second."""
     layout: str
 
 
@@ -29,14 +29,15 @@ class Explanation:
     plan: Plan
     outcome: Outcome
     ideal_overlap_seconds: float
-    """The step if all communication were hidden and all else equal."""
+    """Seconds of the step without its exposed communication."""
     what_if: tuple[WhatIf, ...]
 
 
 def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) -> Explanation:
-    """Simulate a plan, and again with more bandwidth, memory and batch, planned anew for each.
+    """Simulate a plan as it is, and planned anew with more bandwidth, with more memory and with a larger
+    batch.
 
-    ``tell`` is called with the name of each simulation.
+    ``tell`` is called with the name of each simulation before it starts.
     """
     tell("the plan itself")
     outcome = replay(plan.setting, plan.choices, cluster)
@@ -78,7 +79,10 @@ def _doubled(link: Link) -> Link:
 
 
 def _more_memory(plan: Plan, now: float, cluster: ClusterSpec, tell: Tell) -> WhatIf | None:
-    """Search layouts anew with half as much memory again. ``now``: tokens per second of the plan."""
+    """Search layouts for GPUs with 1.5 times the memory; return None if there is none.
+
+    ``now``: tokens per second of the plan.
+    """
     gpu = replace(cluster.gpu, memory_bytes=cluster.gpu.memory_bytes * 3 // 2)
     setting = plan.setting
     search = Search(

@@ -29,18 +29,20 @@ from braid.scheduling.plan.tensor_degrees import (
 from braid.scheduling.text.pattern import counted, is_layer
 
 ASKED: Final = 5
-"""Number of times the program runs, each with another memory limit, until its answer fits."""
+"""Most runs of the integer program, each with another memory limit."""
 
 _FULL_SCALE: Final = 2**34
-"""Number to which the largest memory is scaled; the program's memory units are coarse for small models."""
+"""Bytes to which a rank's largest memory is scaled: the integer program's units are coarse for small
+models."""
 
 Schedules = Callable[[Setting], Iterable[Setting]]
-"""Yields a setting under every schedule that is compared."""
+"""Function that returns the given setting under every schedule to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSearch:
-    """The choices for a layer, and the memory of a rank in bytes."""
+    """Tensor-parallel degrees and recompute policies to try for layers, and a rank's memory limit in
+    bytes."""
 
     degrees: tuple[int, ...]
     policies: tuple[str, ...]
@@ -48,7 +50,10 @@ class LayerSearch:
 
 
 def with_choices(setting: Setting, choices: Sequence[LayerChoice]) -> Setting:
-    """Return the setting with a degree and a policy for every layer; `ValueError` if it cannot have them."""
+    """Return the setting with one tensor-parallel degree and recompute policy per layer.
+
+    Raises `ValueError` if its layout cannot have these degrees.
+    """
     layout = replace(setting.layout, tensor_degrees=tuple(choice.degree for choice in choices))
     policies = [choice.recompute for choice in choices]
     same = len({*policies}) == 1
@@ -56,7 +61,8 @@ def with_choices(setting: Setting, choices: Sequence[LayerChoice]) -> Setting:
 
 
 def degrees_within(tp: int) -> tuple[int, ...]:
-    """Return the degrees that layers may have together: each divides the next, and the last is ``tp``."""
+    """Return ascending tensor-parallel degrees that layers of one model may mix, from 1 to ``tp``: each
+    divides the next."""
     degrees = [tp]
     while degrees[-1] > 1:
         degrees.append(next(n for n in range(degrees[-1] // 2, 0, -1) if degrees[-1] % n == 0))
@@ -66,13 +72,13 @@ def degrees_within(tp: int) -> tuple[int, ...]:
 def choose_layers(
     setting: Setting, search: LayerSearch, bench_of: BenchOf, over: Over, schedules: Schedules
 ) -> list[Outcome]:
-    """Return all simulated outcomes, the one to take first, others by time.
+    """Choose a degree and a recompute policy for every layer; return all simulated outcomes, best first.
 
-    The program runs under memory limits that approach the real limit: it adds up the layers' memory without
-    knowing when they hold it. If its answer exceeds the real limit, the next limit is lower, otherwise it is
-    higher. Each answer is tried in both orders of the layers.
+    The integer program adds up the layers' memory without knowing when they hold it, so it runs several
+    times: with a lower memory limit if the last answer exceeded the real limit, otherwise with a higher
+    limit. Each answer is also simulated with the layers in reverse order.
 
-    `ValueError` where no outcome can run, and for a cost of any degree that ``bench_of`` lacks.
+    Raises `ValueError` if no outcome can run, or if ``bench_of`` lacks a cost of some degree.
     """
     layers = setting.model.layers
 
@@ -107,9 +113,10 @@ def choose_layers(
 
 
 def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) -> DegreeProblem:
-    """Build the program's costs of a layer so that strategies of equal layers cost what the simulator says.
+    """Build the integer program, with costs of a layer that make it agree with the simulator for equal
+    layers.
 
-    Costs are nanoseconds of two micro-batches side by side, or of one where passes run one after the other.
+    Costs are in ns, for two micro-batches side by side, or for one if the schedule pairs no passes.
     """
     layers = best.setting.model.layers
     paired = any(len(sides) > 1 for sides in best.code.schedule.programs)
@@ -137,7 +144,7 @@ def _problem(alike: Mapping[LayerChoice, Outcome], best: Outcome, limit: float) 
 
 
 def _blocks(graph: Graph, profile: Profile, paired: bool) -> tuple[PassCosts, ...]:
-    """Return blocks of a pass: the compute up to each collective, and the collective."""
+    """Split a layer's pass behind every collective; return the ns of each piece's compute and collective."""
     blocks: list[PassCosts] = []
     compute = 0.0
 

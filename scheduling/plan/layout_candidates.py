@@ -1,4 +1,4 @@
-"""Layouts that a cluster allows, with estimated step and memory, without lowering a schedule."""
+"""Enumerates the layouts that a cluster allows, and estimates their step times and memory by formulas."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ from braid.scheduling.plan.decide import modelled
 from braid.scheduling.schedule.memory import DTYPE_BYTES, sent_width, state_bytes
 
 MICRO_BATCHES = (1, 2, 4, 8)
-"""Sizes of micro-batches that are tried."""
+"""Samples per micro-batch that the search tries."""
 
 MOST_STAGES = 64
 
@@ -33,7 +33,7 @@ OURS = ScheduleName("braid")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The job, and what the user has fixed; fields that are None are searched."""
+    """What a search for layouts is given: the job, and settings that the user fixed (None: searched)."""
 
     model: ModelShape
     global_batch: int
@@ -42,16 +42,16 @@ class Search:
     micro_batch: int | None = None
     recompute: str | None = None
     schedule: ScheduleName | None = None
-    """None: braid, compared with the usual schedules."""
+    """None: layouts are ranked under the schedule ``braid``; the best one also runs the usual schedules."""
     fixed: Mapping[str, int] = field(default_factory=dict)
-    """Degrees that the user has fixed, by axis."""
+    """Parallel degrees that the user fixed, by axis name (``tp``, ``pp``, ...)."""
     zero: int | None = None
     context: str = "all_gather"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with the estimated time of a step and bytes of a rank."""
+    """A setting with its estimated step time in ns and its estimated memory per rank in bytes."""
 
     setting: Setting
     step_ns: float
@@ -59,7 +59,11 @@ class Candidate:
 
 
 def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
-    """Yield all settings that divide model and batch, with estimates."""
+    """Yield, with estimates, every setting whose degrees divide the model, the batch and the cluster's GPUs.
+
+    A layout's shardings (ZeRO stage, shards) are yielded, least communication first, up to the first that
+    fits.
+    """
     priced: dict[tuple[int, int, int, int, str], _LayerPrice] = {}
     for setting in _settings(search, cluster):
         layout = setting.layout
@@ -76,7 +80,8 @@ def candidates(search: Search, cluster: ClusterSpec) -> Iterator[Candidate]:
 
 
 def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
-    """Yield every division of GPUs that model and batch allow, with every micro-batch and policy."""
+    """Yield every combination of parallel degrees, micro-batch and recompute policy that the GPUs, the model
+    and the batch allow."""
     named, model = search.schedule or OURS, search.model
     batches = [search.micro_batch] if search.micro_batch else MICRO_BATCHES
     recomputes = [search.recompute] if search.recompute else RECOMPUTE_POLICIES
@@ -115,10 +120,11 @@ def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
 
 
 def _shardings(zero: int | None, cluster: ClusterSpec, layout: ParallelLayout) -> list[tuple[int, int]]:
-    """Return (ZeRO stage, shards) to try, least communication first. ``zero``: the user's stage.
+    """Return the pairs (ZeRO stage, ranks that share a bucket; 0: all) to try, least communication first.
 
-    Cutting optimizer states costs nothing. Transfers that repeat with every micro-batch stay inside a node
-    where the node has several replicas (hybrid sharding).
+    ``zero``: the user's ZeRO stage, None to try 1 to 3; sharding optimizer states (stage 1) costs nothing.
+    Stages 2 and 3 repeat transfers for every micro-batch, so they are also tried with the shards inside a
+    node if it has several replicas (hybrid sharding).
     """
     if layout.data_ranks == 1:
         return [(0, 0)]
@@ -137,7 +143,7 @@ def _powers(limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _LayerPrice:
-    """Costs of an average layer and of the model's ends, on a rank for one micro-batch."""
+    """Times and bytes of an average layer, and of embedding and head, on a rank for one micro-batch."""
 
     parts: Mapping[str, Part]
     forward_ns: float
@@ -150,7 +156,7 @@ class _LayerPrice:
 
 
 def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
-    """Compute serial times, and an estimate of the paired time between its bounds."""
+    """Compute a layer's serial times, and estimate the time of its forward and backward pass overlapped."""
     bench, width = modelled(cluster)(setting), DTYPE_BYTES[setting.dtype]
     parts, profile = bench.members, bench.profile
     kinds, head = setting.model.kinds, parts["head"]
@@ -178,7 +184,8 @@ def _price(setting: Setting, cluster: ClusterSpec) -> _LayerPrice:
 
 
 def _paired_ns(layer: Part, profile: Profile) -> float:
-    """Estimate paired time: a third of the way from the busiest stream to the serial time."""
+    """Estimate the ns of a layer's forward pass overlapped with its backward pass: the busiest stream's time
+    plus 0.3 of the way to the serial time."""
     loads: dict[str, float] = {}
     for op in (*layer.forward.operators, *layer.backward.operators):
         loads[op.stream] = loads.get(op.stream, 0.0) + profile.solo(op.key)
@@ -187,7 +194,8 @@ def _paired_ns(layer: Part, profile: Profile) -> float:
 
 
 def _balanced(setting: Setting, layer: _LayerPrice) -> ParallelLayout:
-    """Return the layout with ``head_layers`` set to the number of layers that cost as much as the ends."""
+    """Return the layout with ``head_layers`` as large as the number of layers whose time equals that of
+    embedding and head, or the nearest smaller number with which the layers divide among the stages."""
     counts = round(layer.ends_ns / (layer.forward_ns + layer.backward_ns))
     for head_layers in range(counts, 0, -1):
         balanced = replace(setting.layout, head_layers=head_layers)
@@ -220,10 +228,10 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
 
 
 def _sharing_ns(setting: Setting, cluster: ClusterSpec, parameters: Parameters, compute_ns: float) -> float:
-    """Return the ns that sums and gathers add to a step with ``compute_ns`` of compute.
+    """Return the ns that gradient sums and parameter gathers add to a step with ``compute_ns`` of compute.
 
-    ``parameters``: of a rank. ZeRO 2 and 3 repeat transfers for every micro-batch; a quarter of the time that
-    compute can hide stays exposed.
+    ``parameters``: the counts of one rank. ZeRO 2 and 3 repeat transfers for every micro-batch; of the time
+    that compute could hide, a quarter is assumed to stay exposed.
     """
     layout, micro_batches = setting.layout, setting.micro_batches
     groups = axis_groups(layout, cluster.gpus_per_node)

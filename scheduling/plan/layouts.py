@@ -23,26 +23,28 @@ from braid.scheduling.schedule.memory import least_bytes
 from braid.scheduling.schedule.validate import check, check_memory
 
 SIMULATED = 8
-"""Most layouts that are decided and simulated in full; thrice as many are checked for memory."""
+"""Most fitting layouts that are simulated in full; at most thrice as many are tried."""
 
 REFUSED = 3
-"""Most layouts in a plan that do not fit."""
+"""Most layouts that a plan lists as too large for the memory."""
 
 LEAST = 0.85
-"""Least ratio of step and estimate: it was 0.86 to 1.16 in a hundred layouts of nine jobs (docs/log.md)."""
+"""Least expected ratio of simulated to estimated step time; in a hundred layouts of nine jobs it was 0.86 to
+1.16 (docs/log.md)."""
 
 COMPUTE_LESS = {"selective": ("none",), "fine": ("none", "selective"), "full": ("none", "selective")}
-"""Policies that compute less and move no more than a policy: if one fits, the policy need not be tried."""
+"""Recompute policy -> policies that recompute less and communicate no more. If one of these fits, the policy
+need not be tried."""
 
 USUAL_SCHEDULES = ("interleaved", "zbv", "megatron", "ddp")
-"""Schedules that the best layout is also simulated with; Braid's must be faster to be taken."""
+"""Schedules of other systems under which the best layout is simulated too; the fastest schedule is taken."""
 
 Tell = Callable[[str], None]
-"""Called with a text on the progress of a search."""
+"""Callback that is given texts on the progress of a search."""
 
 
 class DoesNotFitError(ValueError):
-    """No layout of the search fits the cluster's memory."""
+    """Error that no layout of a search fits the cluster's memory."""
 
 
 def plan_layout(
@@ -52,10 +54,10 @@ def plan_layout(
     simulated: int = SIMULATED,
     tell: Tell = lambda text: None,
 ) -> Plan:
-    """Return the best plan found, with runners-up and the times of the usual schedules.
+    """Search layouts and return the best plan found, with ``keep`` runners-up and the usual schedules' times.
 
-    `DoesNotFitError` says how much memory is missing and what would make the job fit; `ValueError` where no
-    layout divides the model and the batch.
+    Raises `DoesNotFitError`, which says how much memory is missing and what would make the job fit, or
+    `ValueError` if no layout divides the model and the batch.
     """
     tell("which layouts fit")
     priced = list(candidates(search, cluster))
@@ -103,7 +105,7 @@ def plan_of(
     runners_up: Sequence[RunnerUp] = (),
     usual: Sequence[Outcome] = (),
 ) -> Plan:
-    """Return an outcome as a plan."""
+    """Return the plan that stores an outcome's decisions and scores, with runners-up and usual schedules."""
     return Plan(
         cluster=cluster.name,
         profile=best.bench.profile.source,
@@ -119,9 +121,10 @@ def plan_of(
 def _simulate(
     ranked: Sequence[Candidate], simulated: int, bench_of: BenchOf, over: Over, tell: Tell
 ) -> tuple[list[Outcome], list[RunnerUp]]:
-    """Return outcomes that fit when memory is counted for each instruction, and some that do not.
+    """Simulate candidates in the order of ``ranked``; return those that fit, and some that do not.
 
-    The most promising come first, but at most three of the same degrees, since estimates are imprecise.
+    Memory is counted for each instruction. At most three candidates of the same layout are simulated, since
+    estimates are imprecise.
     """
     outcomes: list[Outcome] = []
     refused: list[RunnerUp] = []
@@ -153,7 +156,7 @@ def _simulate(
 
 
 def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
-    """Tell whether a lower bound of the setting's memory fits."""
+    """Return whether a lower bound of the setting's memory per rank is within ``usable_bytes``."""
     layout, parts = setting.layout, bench_of(setting).members
     members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
     order = setting.order.order(layout, setting.micro_batches, setting.hop)
@@ -161,8 +164,8 @@ def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
 
 
 def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:
-    """Return the same degrees under each of `USUAL_SCHEDULES` that suits and fits, the quickest first;
-    ``best`` itself stands for its own schedule."""
+    """Simulate the layout of ``best`` under each of `USUAL_SCHEDULES`; return the outcomes that fit, quickest
+    first. The schedule of ``best`` is not simulated again."""
     outcomes = []
     for name in USUAL_SCHEDULES:
         if name == str(best.setting.name):
@@ -179,7 +182,8 @@ def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcom
 
 
 def runner_up(outcome: Outcome, best: Outcome) -> RunnerUp:
-    """Return a plan's entry for a setting that was simulated and not taken."""
+    """Return a plan's entry for a simulated setting that lost to ``best``, with the reasons why it is
+    slower."""
     slower = outcome.step_ns / best.step_ns - 1
     ours, theirs = best.numbers, outcome.numbers
     reasons = []
@@ -208,7 +212,8 @@ def _described(outcome: Outcome, step_ns: float, reason: str) -> RunnerUp:
 
 
 def _missing_memory(search: Search, cluster: ClusterSpec, priced: Sequence[Candidate]) -> str:
-    """Return an error text: the leanest layout, and the first doubling of nodes (up to 64 times) to fit."""
+    """Return an error text that names the layout with least memory, and how many nodes would do (tried: 2, 4,
+    ... 64 times as many)."""
     leanest = min(priced, key=lambda candidate: candidate.bytes)
     setting = leanest.setting
     over = leanest.bytes - cluster.usable_bytes

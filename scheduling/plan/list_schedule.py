@@ -1,10 +1,10 @@
-"""Two strands without barriers: one static order in which a rank issues the operators of both.
+"""Searches one static order in which a rank issues the operators of two passes, without barriers.
 
-An order is a schedule by the executor's rule: compute operators run one after the other; a collective is
-issued at its position in the order, after the preceding compute operators, and runs on its stream behind the
-collectives issued there before; an operator that needs its result waits. So the search is over orders:
-several methods make one, and each is improved by moving operators until no move helps; or branch and bound
-finds the best, for small graphs.
+The executor turns an order into times: compute operators run one after the other; a collective is issued at
+its position in the order, after the preceding compute operators, and runs on its stream behind the
+collectives issued there earlier; an operator that needs the collective's result waits. Several methods
+construct an order, and each order is improved by moving operators until no move helps; for small graphs
+branch and bound finds the best order.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _FOREVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class IssueOrder:
-    """Operators of both strands, by their numbers in the problem, in the order of issue; time in ns."""
+    """Order in which a rank issues both passes' operators (numbers in the `PairProblem`), and its ns."""
 
     operators: tuple[int, ...]
     ns: float
@@ -36,11 +36,11 @@ class State(NamedTuple):
     ready: tuple[int, ...]
     """Operators that may be issued next, in the order of the graphs."""
     queues: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
-    """Per link: operators issued and not finished, with the ns each still needs; the first one runs."""
+    """For each of two links: (operator, remaining ns) of issued transfers; the first transfer runs now."""
 
 
 class Machine:
-    """The executor's rule on solo times and slowdowns."""
+    """Model of a rank that issues a problem's operators in order, with their solo times and slowdowns."""
 
     def __init__(self, problem: PairProblem) -> None:
         self.solo, self.streams, self.needs = problem.solo_ns, problem.streams, problem.before
@@ -51,10 +51,10 @@ class Machine:
             tuple((needed, self.streams[needed] - 1) for needed in operators if self.streams[needed])
             for operators in self.before
         ]
-        """Per operator, the transfers that it waits for, with their lanes."""
+        """For every operator, (number, link 0 or 1) of each transfer that it waits for."""
         self.followers = [[n for n, ops in enumerate(self.before) if op in ops] for op in range(self.count)]
         self.tail = [*self.solo]
-        """Per operator, the longest chain of solo times that begins with it."""
+        """For every operator, the ns of the longest chain of dependent operators that begins with it."""
         for op in reversed(range(self.count)):
             for needed in self.before[op]:
                 self.tail[needed] = max(self.tail[needed], self.solo[needed] + self.tail[op])
@@ -63,7 +63,7 @@ class Machine:
         return State(0.0, 0, tuple(op for op in range(self.count) if not self.needs[op]), ((), ()))
 
     def issue(self, state: State, op: int) -> State:
-        """Return the state after issuing one more operator."""
+        """Return the state after issuing the operator ``op``, which must be ready."""
         lanes = [[*state.queues[0]], [*state.queues[1]]]
         clock = self._advance(state.clock, lanes, op)
         done = state.done | 1 << op
@@ -73,7 +73,8 @@ class Machine:
         return State(clock, done, ready, (tuple(lanes[0]), tuple(lanes[1])))
 
     def _advance(self, clock: float, lanes: list[Lane], op: int) -> float:
-        """Issue an operator; return the clock when the next one may be issued."""
+        """Issue an operator, changing ``lanes``; return the clock at which the next operator may be
+        issued."""
         for needed, link in self.awaited[op]:
             lane = lanes[link]
             while any(queued == needed for queued, _ in lane):
@@ -85,7 +86,10 @@ class Machine:
         return clock + run_compute(lanes, self.slowdown, op, self.solo[op])
 
     def finish(self, state: State, order: Sequence[int] = (), limit: float = _FOREVER) -> float:
-        """Return when all operators of ``order`` and before have ended; infinity from ``limit`` on."""
+        """Issue ``order`` from a state and return the ns at which every operator has ended.
+
+        Returns infinity if the clock reaches ``limit`` before all are issued.
+        """
         clock, lanes = state.clock, [[*state.queues[0]], [*state.queues[1]]]
         for op in order:
             clock = self._advance(clock, lanes, op)
@@ -97,7 +101,8 @@ class Machine:
         return clock + passed
 
     def bound(self, state: State) -> float:
-        """Return a lower bound of any continuation's end: work per stream, and the longest chain."""
+        """Return a lower bound of the end (ns) of all orders that continue a state: the larger of the busiest
+        stream's remaining work and the longest chain."""
         work = [0.0, 0.0, 0.0]
         chain = 0.0
         for op in range(self.count):
@@ -114,7 +119,8 @@ class Machine:
 
 
 def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
-    """Return the ns of an order; `ValueError` for an operator before its inputs, or twice."""
+    """Return the ns that an order takes; raise `ValueError` if it issues an operator twice or before its
+    inputs."""
     machine = Machine(problem)
     state = machine.start()
     for op in order:
@@ -125,9 +131,9 @@ def issue_ns(problem: PairProblem, order: Sequence[int]) -> float:
 
 
 def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) -> IssueOrder:
-    """Return a good order: the best of several, each improved by moving a few operators at a time.
+    """Return a good order: construct several, improve the three fastest by local moves, take the best.
 
-    ``starts``: further orders to begin with, such as a pairing's (`pairing_order`).
+    ``starts``: additional orders to begin with, such as the one that `pairing_order` returns.
     """
     candidates = {tuple(order) for order in starts}
     candidates |= {switching_order(problem), _greedy_order(problem)}
@@ -137,7 +143,8 @@ def list_schedule(problem: PairProblem, starts: Sequence[Sequence[int]] = ()) ->
 
 
 def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
-    """Return a pairing's segments as an order without barriers: collectives first, then compute."""
+    """Return a pairing's operators as an order without barriers: each segment's collectives, then its
+    compute."""
     streams, order = problem.streams, list[int]()
     for forward, backward in pairing.segments:
         ops = [*(len(problem.forward) + op for op in bits(backward)), *bits(forward)]
@@ -146,9 +153,10 @@ def pairing_order(problem: PairProblem, pairing: Pairing) -> tuple[int, ...]:
 
 
 def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
-    """Return an order of collectives as soon as possible, else compute operators that need not wait.
+    """Return an order that issues collectives as soon as possible, and else compute operators that need not
+    wait.
 
-    Of several the operator with the longest chain behind it comes first.
+    Among several such operators the one with the longest chain of dependent operators comes first.
     """
     machine = Machine(problem)
     state, order = machine.start(), []
@@ -181,7 +189,8 @@ def improved(problem: PairProblem, order: IssueOrder) -> IssueOrder:
 
 
 def _best_move(machine: Machine, order: list[int], start: int, length: int) -> tuple[list[int], float]:
-    """Return the order with some neighbouring operators at their best position, and its ns."""
+    """Try all positions for the ``length`` operators from ``start`` on; return the fastest order and its
+    ns."""
     moved = order[start : start + length]
     rest = order[:start] + order[start + length :]
     position = {op: n for n, op in enumerate(rest)}
@@ -209,7 +218,7 @@ def _best_move(machine: Machine, order: list[int], start: int, length: int) -> t
 
 
 def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
-    """Return the best order, by branch and bound; `ValueError` beyond ``limit`` visited states."""
+    """Find the fastest order by branch and bound; raise `ValueError` after ``limit`` visited states."""
     machine = Machine(problem)
     best = list_schedule(problem)
     seen: dict[tuple[object, ...], float] = {}
@@ -226,9 +235,9 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
         visited += 1
         if visited > limit:
             raise ValueError(f"the exact search visited {limit} states without an end; use fewer operators")
-        # Dominated: the same operators were issued no later, with as much work remaining. Less work remaining
-        # is not enough: the next collective on a link then starts sooner, perhaps beside an operator that it
-        # slows down more than the wait would have cost.
+        # Skip a state if another one issued the same operators no later and has the same work remaining. Less
+        # work remaining is not enough: a link's next collective then starts sooner, perhaps beside an
+        # operator that it slows down more than the wait would have cost.
         under_way = tuple((op, round(remaining, 3)) for queue in state.queues for op, remaining in queue)
         if seen.get((state.done, under_way), _FOREVER) <= state.clock + EPSILON:
             continue
@@ -242,13 +251,13 @@ def exact_order(problem: PairProblem, limit: int = 2_000_000) -> IssueOrder:
 
 
 def turns_order(problem: PairProblem) -> tuple[int, ...]:
-    """Return an order in which strands take turns, operator by operator, the backward strand first."""
+    """Return an order in which the passes take turns, operator by operator."""
     count = len(problem.forward)
     return round_robin((range(count), range(count, len(problem))))
 
 
 def switching_order(problem: PairProblem) -> tuple[int, ...]:
-    """Return an order in which a strand runs until it starts a collective, then the other strand runs."""
+    """Return an order that switches to the other pass whenever a pass has issued a collective."""
     remaining = [[*range(len(problem.forward))], [*range(len(problem.forward), len(problem))]]
     order: list[int] = []
     turn = 1

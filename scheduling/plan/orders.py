@@ -34,19 +34,19 @@ from braid.scheduling.schedule.schedule import Side, Sides
 from braid.scheduling.text.pattern import UNIFORM
 
 LONG = 40
-"""Number of operators above which beam search finds the orders."""
+"""Number of a pass's operators above which beam search orders it, instead of the list schedule."""
 
 MANY = 64
-"""Number of operators of two passes above which there is no time for the best segments between barriers:
-layers that partitions have cut."""
+"""Number of operators of two passes above which segments between barriers are not searched, to save time;
+only layers with cut collectives have so many."""
 
 FIXED = frozenset((PairMethod.EXCHANGES, PairMethod.WITHIN_PASSES, PairMethod.ACROSS_PASSES))
-"""Methods of other systems, which need no decision."""
+"""Pairing methods of other systems, in which the order of operators is fixed."""
 
 Decision = tuple[Choices, PairingNote | None]
 
 Pair = tuple[str, str]
-"""Names of two units: of the forward pass and of the backward pass."""
+"""Names of the unit in the forward pass and of the unit in the backward pass."""
 
 PairDecision = tuple[Sides, Order, PairingNote]
 
@@ -55,7 +55,7 @@ _F, _B, _L = PassKind.FORWARD, PassKind.BACKWARD, PassKind.END
 
 @dataclass(frozen=True)
 class CostedSetting:
-    """A setting with its operators and their costs."""
+    """A setting with the operator graphs of its model and the costs of all operators."""
 
     setting: Setting
     members: Mapping[str, Part]
@@ -66,20 +66,21 @@ class CostedSetting:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The scheduled graphs: the members, or the units that they are joined to."""
+        """Graphs that programs run, by name: units of ``members`` joined, or the members themselves."""
         setting = self.setting
         return unit_parts(self.members, setting.layout, setting.kinds, setting.unit_layers)
 
 
 BenchOf = Callable[[Setting], CostedSetting]
-"""Returns graphs and costs of a setting."""
+"""Function that returns the setting with its graphs and costs."""
 
 
 def decisions(bench: CostedSetting) -> list[Decision]:
-    """Return decisions without and, if possible, with ends of backward passes left to the next paired block.
+    """Return alternative sets of operator orders, to be compared by simulation.
 
-    Ends fill consecutive blocks better. The last block's end runs by itself, or (both are tried) within the
-    lone backward pass that follows.
+    In some, a paired block leaves the end of its backward pass to the next paired block, which fills both
+    better. The last block's end runs by itself, or (both are tried) within the unpaired backward pass that
+    follows.
     """
     result = [_decide(bench, whole_ends=False)]
     if bench.setting.pairs is PairMethod.ORDER and bench.setting.unit_layers:
@@ -125,7 +126,8 @@ def _order_alone(problem: PairProblem) -> Order:
 
 
 def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
-    """Return the choices plus programs of lone backward passes that run a previous block's end."""
+    """Return the choices plus orders of unpaired backward passes that also run the end a paired block
+    left."""
     orders = dict(choices.orders)
     ends: dict[str, set[frozenset[str]]] = defaultdict(set)
     for sides, order in choices.orders.items():
@@ -143,13 +145,17 @@ def _with_ends(bench: CostedSetting, choices: Choices) -> Choices:
 
 # -- a forward pass beside a backward pass -------------------------------------------------------------------
 def layer_pair(bench: CostedSetting, names: Pair = (UNIFORM, UNIFORM)) -> PairProblem:
-    """Return the problem of a layer's forward pass beside a layer's backward pass."""
+    """Return the search problem of one layer's forward pass overlapped with one layer's backward pass.
+
+    ``names``: kinds of the two layers.
+    """
     ahead, behind = (bench.members[kind] for kind in names)
     return pair_problem(ahead.forward, behind.backward, bench.profile)
 
 
 def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecision]:
-    """Yield an order for every pair of kinds that blocks combine; for all pairs if no block is paired."""
+    """Yield a decided order for each pair of layer kinds that paired blocks combine (all pairs if there are
+    no paired blocks)."""
     kinds = tuple(dict.fromkeys(bench.setting.kinds))
     pairs: dict[Pair, bool] = {(kinds[0], kinds[0]): True}  # every next pair is equal
     if len(kinds) > 1:
@@ -163,7 +169,10 @@ def _layer_pairs(bench: CostedSetting, method: PairMethod) -> Iterator[PairDecis
 
 
 def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision]:
-    """Yield an order for every pair of units that blocks combine."""
+    """Yield a decided order for each pair of units that paired blocks combine.
+
+    Raises `ValueError` if the schedule's pairing method works layer by layer.
+    """
     setting = bench.setting
     if setting.pairs is not PairMethod.ORDER:
         raise ValueError(
@@ -178,7 +187,8 @@ def _unit_pairs(bench: CostedSetting, whole_ends: bool) -> Iterator[PairDecision
 
 
 def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
-    """Return the pairs of units in paired blocks, and whether most are followed by an equal pair."""
+    """Return each (forward unit, backward unit) that paired blocks run together, with a flag: whether an
+    equal pair follows in most cases."""
     setting = bench.setting
     stages = setting.order.order(setting.layout, setting.micro_batches, setting.hop)
     units = [name for name, part in bench.parts.items() if part.has_layers]
@@ -195,7 +205,7 @@ def _meeting_units(bench: CostedSetting) -> dict[Pair, bool]:
 
 
 def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: bool = False) -> PairDecision:
-    """Decide how two passes of many operators run together."""
+    """Decide the order of two passes with many operators by beam search (`unit_order`)."""
     end, order = unit_order(problem, goes_on=goes_on, whole=whole)
     others = {"serial": problem.serial_ns, str(PairMethod.TURNS): issue_ns(problem, turns_order(problem))}
     note = _note(problem, PairMethod.ORDER, order.ns, others)
@@ -205,10 +215,11 @@ def _decide_long(problem: PairProblem, names: Pair, *, goes_on: bool, whole: boo
 def decide_pairing(
     problem: PairProblem, method: PairMethod, names: Pair = (UNIFORM, UNIFORM), *, goes_on: bool = True
 ) -> PairDecision:
-    """Decide how two layers run together; the note has the cost of the best other method.
+    """Decide how a layer's forward and another layer's backward pass run together, by the given method.
 
-    ``ORDER`` takes the better of the list schedule and the segments between barriers. If an equal pair comes
-    next (``goes_on``), an end may be left to that pair.
+    The returned note also has the cost of the best other method. ``ORDER`` takes the faster of the list
+    schedule and segments between barriers. If an equal pair follows (``goes_on``), the order may leave the
+    backward pass's end to that pair.
     """
     segments, end, searched = _searched(problem, goes_on=goes_on)
     prices = {
@@ -247,7 +258,8 @@ def _pair_sides(names: Pair, end: int) -> Sides:
 
 @lru_cache(maxsize=1024)
 def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, int, IssueOrder]:
-    """Return segments between barriers, the end (a mask) left without barriers, and the order with it.
+    """Return the best pairing with barriers; and without barriers the mask of the end left to the next block
+    and the best order.
 
     Results are cached: layouts and schedules of a search often have layers in common.
     """
@@ -260,9 +272,9 @@ def _searched(problem: PairProblem, *, goes_on: bool) -> tuple[Pairing, int, Iss
 
 
 def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
-    """Return the best order of a layer's two passes, by branch and bound, and its ns.
+    """Return the passes of a program, the provably fastest order for a layer's two passes, and its ns.
 
-    `ValueError` for layers that would take too long.
+    Raises `ValueError` for layers on which branch and bound would take too long.
     """
     orders = [(end, exact_order(leaving(problem, end))) for end in possible_ends(problem)]
     end, best = min(orders, key=lambda choice: choice[1].ns)
@@ -270,7 +282,10 @@ def exact_pairing(problem: PairProblem) -> tuple[Sides, Order, float]:
 
 
 def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> Order:
-    """Return the steps of an order: pass 0 is forward, 1 backward, 2 an earlier block's end."""
+    """Return an order of operator numbers as steps that name the operators.
+
+    Step's pass: 0 forward, 1 backward, 2 an earlier block's end (the operators in the mask ``end``).
+    """
     backward = enumerate(problem.backward.issues)
     issues = [
         *problem.forward.issues,
@@ -280,7 +295,7 @@ def order_steps(problem: PairProblem, order: tuple[int, ...], end: int = 0) -> O
 
 
 def segment_steps(problem: PairProblem, pairing: Pairing) -> Order:
-    """Return a pairing as the steps of an order."""
+    """Return a pairing's segments, given as masks, as steps that name their operators."""
     return tuple(
         OrderSegment((problem.forward.named(f), problem.backward.named(b))) for f, b in pairing.segments
     )

@@ -22,28 +22,33 @@ from braid.scheduling.plan.strands import PairProblem, StrandGraph, bits
 IntArray = NDArray[np.int64]
 
 MOST_PREFIXES = 512
-"""Most prefixes of a graph whose pairings are all searched: beyond, seconds become minutes."""
+"""Number of a graph's prefixes above which fewer are searched, because seconds would become minutes."""
 
 
 Segment = tuple[int, int]
-"""Masks of the forward and of the backward operators that run together; one mask may be 0."""
+"""Bit masks of the forward operators and of the backward operators that run together; either may be 0."""
 
 
 class Pairing(NamedTuple):
-    """Segments in order, and the time they take in ns."""
+    """Sequence of segments in which two passes run, and the time that it takes in ns."""
 
     segments: tuple[Segment, ...]
     ns: float
 
 
 def may_join(graph: StrandGraph, op: int, others: int) -> bool:
-    """Tell whether an operator can be in flight with others: both it and its needs among them compute."""
+    """Return whether an operator can be in the segment of ``others`` (a mask) without a wait between them.
+
+    It can if it depends on none of them, or if it and all of them that it depends on are compute operators.
+    """
     needed = graph.ancestors[op] & others
     return not needed or (graph.streams[op] == 0 and all(graph.streams[o] == 0 for o in bits(needed)))
 
 
 def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
-    """Return P(i, j) of equation 2: the ns of two segments (masks) together, or of one if the other is 0.
+    """Return P(i, j) of equation 2: the ns of a forward and a backward segment (masks) run together.
+
+    If one mask is 0, the other segment runs alone.
 
     Three streams carry the segments' loads; a stream is slowed by another by the mean of their operators'
     slowdowns, weighted by the operators' times. For two single operators the result is the profiled time of
@@ -68,7 +73,7 @@ def segment_ns(problem: PairProblem, forward: int, backward: int) -> float:
 
 
 def pairing_of(problem: PairProblem, segments: Sequence[Segment]) -> Pairing:
-    """Return a sequence of paired segments with its cost."""
+    """Return the pairing that consists of these segments, with its time."""
     return Pairing(tuple(segments), sum(segment_ns(problem, f, b) for f, b in segments))
 
 
@@ -88,7 +93,7 @@ def pair(problem: PairProblem) -> Pairing:
     paired_ns: dict[int, FloatArray] = {}
 
     def together(segment: int) -> FloatArray:
-        """Return P(i, j) of one forward segment and every backward segment."""
+        """Return P(i, j), in ns, for one forward segment i and an array of all backward segments j."""
         if (mask := f.masks[segment]) not in paired_ns:
             loads, sums = f.loads[segment] + b.loads, f.sums[segment] + b.sums
             for index, (s, t) in enumerate(STREAM_PAIRS):
@@ -129,12 +134,12 @@ def pair(problem: PairProblem) -> Pairing:
 
 
 class _Segments:
-    """All segments of a graph as arrays, sorted by target.
+    """All segments of a graph as arrays with one row per segment, sorted by target.
 
-    A row leads from prefix ``source`` to prefix ``target`` by the operators of ``masks``. ``on[s]`` holds the
-    solo times of a segment's operators on stream s (segments, operators), else 0; ``loads`` their sums per
-    stream; ``sums`` the sums of time x time x slowdown within a segment, per pair of streams; ``alone_ns``
-    the time of a segment by itself.
+    Segment n leads from the prefix ``source[n]`` to the prefix ``target[n]`` by the operators in the mask
+    ``masks[n]``. ``on[s]``, of shape (segments, operators), holds the solo times of operators on stream s and
+    else 0; ``loads`` has their sums per stream; ``sums`` has the sums of time x time x slowdown per pair of
+    streams; ``alone_ns`` is the time of a segment by itself.
     """
 
     def __init__(self, graph: StrandGraph, slowdown: FloatArray) -> None:
@@ -167,22 +172,23 @@ class _Segments:
         self.alone_ns = fluid_ns(self.loads, _means(self.sums, self.loads))
 
     def by_target(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return rows, the indices at which runs of equal targets start among them, and these targets."""
+        """Return ``rows``, the indices in ``rows`` at which a new target begins, and the targets
+        themselves."""
         starts = np.flatnonzero(np.diff(self.target[rows], prepend=-1))
         return rows, starts, self.target[rows][starts]
 
 
 def _means(sums: FloatArray, loads: FloatArray) -> FloatArray:
-    """Return mean slowdowns per pair of streams, weighted by time; 0 where a stream is empty."""
+    """Return the time-weighted mean slowdown of each segment per pair of streams; 0 if a stream is empty."""
     products = np.stack([loads[:, a] * loads[:, b] for a, b in STREAM_PAIRS], axis=1)
     return np.divide(sums, products, out=np.zeros_like(sums), where=products > 0)
 
 
 def _prefixes(graph: StrandGraph) -> tuple[int, ...]:
-    """Return all masks with which some order begins (down-sets), smaller masks first.
+    """Return the masks of all operator sets with which a valid order can begin (down-sets), smallest first.
 
-    If parallel branches (shared experts) make them too many, weight gradients, for which no operator waits,
-    keep the graph's order among themselves, and so do all other operators.
+    If parallel branches (shared experts) make these too many, only sets are kept in which weight gradients,
+    for which no operator waits, keep the graph's order among themselves, and other operators do too.
     """
     prefixes = {0}
     frontier = prefixes

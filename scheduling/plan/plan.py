@@ -26,14 +26,14 @@ class PairingNote:
     ns: int
     serial_ns: int
     lower_bound_ns: int
-    """Work of the busiest stream: no schedule is faster."""
+    """Time of the busiest stream's operators in ns; no order is faster."""
     runner_up: str
     runner_up_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Results of the simulated step."""
+    """Metrics of a plan's simulated step."""
 
     step_seconds: float
     tokens_per_second: float
@@ -46,7 +46,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerUp:
-    """Another setting that was simulated, or the reason why it was not."""
+    """A setting that was tried and not taken, with its simulated or estimated step, and the reason."""
 
     layout: str
     schedule: str
@@ -59,23 +59,24 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions of a run's schedule (``setting``, ``choices``), and further results of planning."""
+    """A run's plan: all decisions that determine its schedule (``setting``, ``choices``), and their
+    scores."""
 
     cluster: str
     profile: str
-    """Source of the costs."""
+    """Text that says where the costs come from."""
     setting: Setting
     choices: Choices
     score: Score
     pairing: PairingNote | None = None
     runners_up: tuple[RunnerUp, ...] = ()
     usual: tuple[RunnerUp, ...] = ()
-    """The usual schedules with the same degrees, the quickest first: the alternatives to this plan."""
+    """Results of other systems' schedules with the same parallel degrees, quickest first."""
     braid_plan: int = VERSION
 
     @property
     def not_executed(self) -> tuple[str, ...]:
-        """Aspects of the setting that are planned and simulated, but cannot be executed."""
+        """Descriptions of what the plan's setting asks for and the executor cannot run; empty if all runs."""
         return ("fewer layers on the stage with the head",) if self.setting.layout.head_layers else ()
 
     def to_yaml(self) -> str:
@@ -86,13 +87,16 @@ class Plan:
 
 
 def score_of(numbers: Numbers) -> Score:
-    """Return the part of a simulation's numbers that a plan stores."""
+    """Return those metrics of a simulated step that a plan stores."""
     values = {field.name: getattr(numbers, field.name) for field in fields(Score)}
     return Score(**{**values, "mfu": numbers.mfu or 0.0})
 
 
 def parse_plan(text: str, where: str) -> Plan:
-    """Parse a plan from YAML; `ValueError` names the key, its value and the remedy."""
+    """Parse a plan from YAML text that comes from ``where``.
+
+    Raises `ValueError` that names the wrong key, its value and the remedy.
+    """
     content = parse_yaml(text, where)
     if not isinstance(content, dict) or "braid_plan" not in content:
         raise ValueError(f"{where} is no plan: the key braid_plan is missing; make one with `braid plan`")
@@ -108,7 +112,8 @@ def parse_plan(text: str, where: str) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read ``plan.yaml``; `ValueError` names the file and a remedy."""
+    """Read a plan from a YAML file; raise `ValueError` that names the file and a remedy if it cannot be
+    read."""
     try:
         return parse_plan(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

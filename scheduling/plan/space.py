@@ -11,30 +11,31 @@ from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import Placement
 
 AUTO = "auto"
-"""The schedule that stands for all of `searched_schedules`."""
+"""Name that a user sets as schedule so that all of `searched_schedules` are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The part of a schedule's open choices that is tried."""
+    """Limits on which of a schedule's open choices planning tries."""
 
     unit_layers: tuple[int, ...] = (0, 4)
-    """Most layers of a unit: 0 for none, and as many as a search of a second can order well."""
+    """Values to try for the most layers in a unit (0: every part is a unit). A search of about a second
+    orders units of 4 layers well."""
     every_pipeline: bool = True
-    """Whether all pipelines are tried, or the first with the usual hop and whole collectives."""
+    """Whether to try all pipelines; else only the first one, with the usual hop and whole collectives."""
 
 
 EVERYTHING = Space()
 PART_BY_PART = Space(unit_layers=(0,))
-"""For modelled clusters: searching the orders of units takes seconds each."""
+"""Space for modelled clusters, without units of several layers: ordering each takes seconds."""
 COARSE = Space(unit_layers=(0,), every_pipeline=False)
-"""For ranking many layouts."""
+"""Space for ranking many layouts quickly: one pipeline, no units of several layers."""
 
 
 def searched_schedules(setting: Setting) -> Iterator[Setting]:
-    """Yield the setting under every schedule that suits layout and batch: what ``auto`` compares.
+    """Yield the setting under every schedule that suits its layout and batch; ``auto`` compares these.
 
-    A schedule that searches no pipelines comes with every pipeline that can be named.
+    Schedules whose pipelines planning does not search are yielded once for each of their pipelines.
     """
     layout = setting.layout
     for name, kind in SCHEDULES.items():
@@ -53,8 +54,10 @@ def searched_schedules(setting: Setting) -> Iterator[Setting]:
 
 
 def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
-    """Return the layout under another schedule (or its text, `ScheduleName`), with the placement that the
-    schedule needs and nothing else decided."""
+    """Return the setting under another schedule, with the placement of chunks that the schedule needs.
+
+    Units, partitions and bucket distances are reset. ``name``: a `ScheduleName` or its text.
+    """
     schedule, pipeline, hop = named = ScheduleName.parse(str(name))
     return replace(
         setting,
@@ -69,8 +72,11 @@ def with_schedule(setting: Setting, name: ScheduleName | str) -> Setting:
 
 
 def variants(setting: Setting, space: Space) -> Iterator[Setting]:
-    """Yield a schedule's open choices: pipeline, slots of a message, pieces of collectives, layers of a unit,
-    distances at which buckets travel ahead."""
+    """Yield the setting once for each combination of its schedule's open choices.
+
+    Choices: pipeline, slots of time per message (hop), pieces of collectives, layers of a unit, and how many
+    buckets early gathers start.
+    """
     kind, layout = setting.kind, setting.layout
     partitions = [setting.partitions]
     if kind.cuts_collectives and not setting.partitions and layout.tp > 1:

@@ -20,15 +20,18 @@ STREAMS = tuple(Stream)
 
 @dataclass(frozen=True, kw_only=True)
 class StrandGraph:
-    """Operators of a pass. Sets of operators are bit masks; ``before`` holds each operator's direct needs."""
+    """Operators of one pass as parallel tuples, numbered in the order of its graph; sets are bit masks.
+
+    ``before``: for every operator, the mask of the operators that it directly depends on.
+    """
 
     issues: tuple[Issue, ...]
-    """Operators, with the number of their pass in the program."""
+    """Name of each operator, with the number of its pass in the program."""
     streams: tuple[int, ...]
     solo_ns: tuple[float, ...]
     before: tuple[int, ...]
     weights: int = 0
-    """Mask of the weight gradients."""
+    """Mask of the operators that compute weight gradients."""
     last_layer: int = 0
     """Mask of the operators of the layer that the pass visits last."""
 
@@ -53,7 +56,7 @@ class StrandGraph:
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Per operator, the mask of all operators that must come before it."""
+        """For every operator, the mask of all operators on which it depends, directly or not."""
         masks: list[int] = []
         for op, direct in enumerate(self.before):
             assert direct < 1 << op, "operators must stand after what they need"
@@ -64,7 +67,7 @@ class StrandGraph:
         return tuple(masks)
 
     def ready(self, done: int) -> Iterator[int]:
-        """Yield the operators that may come next after the operators in ``done``."""
+        """Yield the operators not in the mask ``done`` whose dependencies are all in ``done``."""
         for op, direct in enumerate(self.before):
             if not done >> op & 1 and direct & ~done == 0:
                 yield op
@@ -82,7 +85,7 @@ class PairProblem:
     backward: StrandGraph
     slowdown: FloatArray
     barrier_ns: float = 0.0
-    """Price of a barrier; every paired segment ends with one."""
+    """Time of a barrier in ns; every segment of both passes ends with a barrier."""
 
     def __post_init__(self) -> None:
         assert self.slowdown.shape == (len(self), len(self))
@@ -100,7 +103,7 @@ class PairProblem:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Per operator, the mask of its direct needs."""
+        """For every operator of both passes, the mask of the operators that it directly depends on."""
         return self.forward.before + tuple(mask << len(self.forward) for mask in self.backward.before)
 
     @cached_property
@@ -120,7 +123,7 @@ class PairProblem:
 
     @property
     def lower_bound_ns(self) -> float:
-        """Work of the busiest stream: no schedule is faster."""
+        """Time of the busiest stream's operators in ns; no order is faster."""
         loads = [0.0, 0.0, 0.0]
         for stream, ns in zip(self.streams, self.solo_ns, strict=True):
             loads[stream] += ns
@@ -128,10 +131,10 @@ class PairProblem:
 
 
 def leaving(problem: PairProblem, end: int) -> PairProblem:
-    """Return the problem with the previous backward pass's end (a mask) in place of its own end.
+    """Return the problem in which the operators in the mask ``end`` belong to the previous backward pass.
 
-    Paired programs follow each other, so an end that the previous program left needs at the next begin only
-    its own operators. No operator outside the end may need it.
+    Equal programs follow each other: each leaves its end, and runs the end of the previous program. An end's
+    operators then depend only on each other. No operator outside the end may depend on an operator in it.
     """
     graph = problem.backward
     before = tuple(mask & end if end >> n & 1 else mask for n, mask in enumerate(graph.before))
@@ -140,7 +143,7 @@ def leaving(problem: PairProblem, end: int) -> PairProblem:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the numbers of the bits that are set, ascending."""
+    """Yield the indices of the set bits of a mask, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -148,9 +151,10 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def strand_graph(graph: Graph, profile: Profile, turn: int) -> StrandGraph:
-    """Return a pass with the profile's costs; precedence is data alone, so weight gradients may move.
+    """Return a pass's graph with the profile's costs; ``turn``: number of the pass in its program.
 
-    The last piece of a value comes after its other pieces.
+    Only data dependencies order operators, so weight gradients may move; but the last piece of a value comes
+    after its other pieces.
     """
     numbered = list(enumerate(graph.operators))
     writer = {name: n for n, op in numbered for name in op.writes}
@@ -185,7 +189,7 @@ def _slowdowns(operators: Sequence[Operator], profile: Profile) -> FloatArray:
 
 
 def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProblem:
-    """Return the problem of a forward pass (number 0) beside a backward pass (number 1)."""
+    """Return the search problem of overlapping a forward pass (pass 0) with a backward pass (pass 1)."""
     return PairProblem(
         forward=strand_graph(forward, profile, 0),
         backward=strand_graph(backward, profile, 1),
@@ -195,10 +199,10 @@ def pair_problem(forward: Graph, backward: Graph, profile: Profile) -> PairProbl
 
 
 def joint_problem(graphs: Sequence[Graph], profile: Profile, first: int = 0) -> PairProblem:
-    """Return several passes as the backward side of a problem without a forward side.
+    """Return the search problem of overlapping several passes; all of them form its backward side.
 
-    A pass's compute operators come after the same operators of pass ``first`` and of earlier passes, so that
-    gradients are added up in the order of micro-batches.
+    Each compute operator runs in pass ``first``, then in the other passes in their order, so that gradients
+    are added up in the order of micro-batches.
     """
     turns = sorted(range(len(graphs)), key=lambda turn: (turn != first, turn))
     strands = [strand_graph(graphs[turn], profile, turn) for turn in turns]

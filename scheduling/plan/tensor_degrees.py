@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 MEMORY_UNIT_BYTES: Final = 2**20
-"""Memory is counted in whole units, rounded up, so that the solver's tolerance cannot exceed the limit."""
+"""Unit of memory in the integer program; memory is rounded up to whole units, so that the solver's tolerance
+cannot exceed the limit."""
 
 Numbers = NDArray[np.float64] | float
 
@@ -32,7 +33,9 @@ class LayerChoice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PassCosts:
-    """A block in one pass: ns of its computation and of its collective, for (first, second) sub-batch.
+    """Times in ns of one block of a layer in one pass: its computation and the collective at its end.
+
+    Each time is a pair, for the first and for the second sub-batch.
 
     A replica with a single sample has an empty second sub-batch, which costs 0: nothing overlaps.
     """
@@ -43,7 +46,9 @@ class PassCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class DegreeCosts:
-    """Costs of a layer under a choice. Blocks are in the order of the forward pass, in ``backward`` too.
+    """Costs of a layer with one tensor-parallel degree and recompute policy.
+
+    Blocks are in the order of the forward pass, in ``backward`` too.
 
     Recomputation is part of the backward pass's computation.
     """
@@ -53,11 +58,11 @@ class DegreeCosts:
     forward: tuple[PassCosts, ...]
     backward: tuple[PassCosts, ...]
     resident_bytes: int
-    """Bytes that each layer of this choice adds to a rank: weights, gradients, states, saved inputs."""
+    """Bytes that each such layer adds to a rank: weights, gradients, optimizer states, saved inputs."""
     runtime_bytes: int = 0
     """Bytes of temporary buffers, which all layers of a rank use by turns."""
     once_ns: int = 0
-    """Fixed ns of a layer, whatever its micro-batches: sums of gradients of replicas, the update."""
+    """Ns of a layer that do not depend on its passes: gradient sums of replicas, the optimizer's update."""
 
     @property
     def choice(self) -> LayerChoice:
@@ -82,18 +87,18 @@ class DegreeCosts:
 
     @property
     def first_ns(self) -> int:
-        """Cost of the layer at the model's begin, in ns."""
+        """Total cost in ns of this layer as the model's first layer."""
         return self.inside_ns + self.forward[0].compute_ns[0] + self.backward[0].collective_ns[1]
 
     @property
     def last_ns(self) -> int:
-        """Cost that the layer adds at the model's end, in ns."""
+        """Cost in ns that is added if this layer is the model's last layer."""
         return self.forward[-1].collective_ns[1] + self.backward[-1].compute_ns[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DegreeProblem:
-    """Equal layers, the choices for each, and the memory of a rank."""
+    """Integer program: a number of equal layers, the options for each, and a rank's memory limit in bytes."""
 
     layers: int
     options: tuple[DegreeCosts, ...]
@@ -106,7 +111,7 @@ class DegreeProblem:
         return next(option for option in self.options if option.choice == choice)
 
     def step_ns(self, earlier: DegreeCosts, later: DegreeCosts) -> int:
-        """Return the cost of a layer behind an earlier layer (equations 3 and 4), in ns.
+        """Return the ns that layer ``later`` adds if it follows layer ``earlier`` (equations 3 and 4).
 
         For two neighbours, a pass's computation and the collective before it take the longer of both times,
         or their sum where activations are gathered. The paper writes both cases of equation 4 with the
@@ -127,14 +132,14 @@ class DegreeProblem:
 
 
 def strategy_cost(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
-    """Return equation 5: the ns of both passes through layers of these choices."""
+    """Return the ns of both passes through layers with these choices, in order (equation 5)."""
     options = [problem.option(choice) for choice in choices]
     steps = sum(problem.step_ns(earlier, later) for earlier, later in pairwise(options))
     return options[0].first_ns + steps + options[-1].last_ns
 
 
 def strategy_memory_bytes(problem: DegreeProblem, choices: Sequence[LayerChoice]) -> int:
-    """Return the left side of equation 6: bytes of all layers, and of the largest buffers.
+    """Return the left side of equation 6: resident bytes of all layers plus the largest temporary buffers.
 
     The paper counts the buffers of the last layer. Buffers are reused, so the peak is the largest of any
     layer; both agree where degrees are equal.
@@ -217,7 +222,8 @@ def plan_degrees(problem: DegreeProblem) -> tuple[LayerChoice, ...]:
 
 
 def _walk(steps: list[list[int]], first: int) -> list[int]:
-    """Return a path from ``first`` that takes every step as often as counted (Hierholzer 1873)."""
+    """Return a path of choices from ``first`` that takes the step i -> j ``steps[i][j]`` times (Hierholzer
+    1873)."""
     remaining = [list(row) for row in steps]
     open_path, path = [first], []
     while open_path:

@@ -27,13 +27,15 @@ from braid.scheduling.schedule.timeline import run_in_order
 from braid.scheduling.text.pattern import is_layer
 
 MOST_BESIDE = 2
-"""A GEMM and an activation: the next operator is a collective, or couples tokens."""
+"""Most operators next to a collective that are cut with it: a GEMM and an activation. The operator behind
+them is a collective, or couples tokens."""
 
 
 def cuts(bench: CostedSetting, bench_of: BenchOf, *, layers: bool = True) -> Iterator[tuple[Partition, ...]]:
-    """Yield partitions to simulate a setting with: of layers' collectives, of sums and gathers, of both.
+    """Yield sets of partitions to simulate a setting with.
 
-    ``layers``: whether layers' collectives may be cut.
+    They cut the layers' collectives, or gradient sums and parameter gathers, or all of these. ``layers``:
+    whether layers' collectives may be cut.
     """
     of_layers = operation_tier(bench, bench_of) if layers else ()
     shared = sharing_partitions(bench)
@@ -44,7 +46,7 @@ def cuts(bench: CostedSetting, bench_of: BenchOf, *, layers: bool = True) -> Ite
 
 
 class Collecting(NamedTuple):
-    """A collective of a layer, and the adjacent operators that can be cut with it."""
+    """A layer's tensor-parallel gather or scatter, and the adjacent operators that can be cut with it."""
 
     part: str
     forward: bool
@@ -52,12 +54,13 @@ class Collecting(NamedTuple):
     beside: tuple[str, ...]
 
     def graph(self, bench: CostedSetting) -> Graph:
-        """Return the graph that holds the collective."""
+        """Return the forward or backward graph that contains the collective."""
         part = bench.members[self.part]
         return part.forward if self.forward else part.backward
 
     def span_ns(self, bench: CostedSetting) -> float:
-        """Return the ns of the collective and the operators beside it, cut or whole."""
+        """Return the ns from first start to last end of the collective and its adjacent operators, whether
+        cut or whole in ``bench``."""
         return span_ns(self.graph(bench), {self.op.name, *self.beside}, bench.profile)
 
 
@@ -75,10 +78,10 @@ def collectives(bench: CostedSetting) -> list[Collecting]:
 
 
 def operation_tier(bench: CostedSetting, bench_of: BenchOf) -> tuple[Partition, ...]:
-    """Return the best cut of every gather and scatter of the layers; without one if whole is as good.
+    """Return the best cuts of the layers' gathers and scatters; collectives that are as good whole have none.
 
-    ``bench``: a setting without partitions. No operator is beside two gathers, or beside two scatters, so
-    points of several collectives are priced at once.
+    ``bench``: a setting without partitions. No operator is adjacent to two gathers or to two scatters, so
+    cuts of several collectives are priced at once.
     """
     spans: dict[Collecting, list[tuple[float, Partition | None]]] = {}
     for kind in CUT:
@@ -99,7 +102,10 @@ def operation_tier(bench: CostedSetting, bench_of: BenchOf) -> tuple[Partition, 
 
 
 def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | None:
-    """Return the least cut among the cuts that take hardly longer than the shortest."""
+    """Return the partition with fewest pieces among those at most `HARDLY` slower than the fastest.
+
+    ``spans``: pairs of ns and partition; None stands for the whole collective.
+    """
     least = min(ns for ns, _ in spans)
     alike = [(ns, point) for ns, point in spans if ns <= least * (1 + HARDLY)]
 
@@ -111,7 +117,8 @@ def _plainest(spans: Sequence[tuple[float, Partition | None]]) -> Partition | No
 
 
 HARDLY = 0.02
-"""Relative difference below the simulator's accuracy; every piece has costs that no profile shows."""
+"""Relative time difference that is below the simulator's accuracy. Within it fewer pieces are preferred,
+since every piece has costs that no profile shows."""
 
 
 PIECE_COUNTS = (1, 2, 4, 8)
@@ -119,11 +126,12 @@ PIECE_COUNTS = (1, 2, 4, 8)
 
 
 def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator[Partition]:
-    """Yield the partition space of a gather or scatter (section 3.1), without the whole collective.
+    """Yield all ways to partition a gather or scatter (section 3.1), without the whole collective.
 
-    Stages over nodes and inside them, if the profile has such transfers: in both orders, and for a gather
-    also around its own node (figure 5e). Pieces: of the transfer alone, or with adjacent operators, along
-    tokens or along the width of a product; for a gather also as its stages deliver rows.
+    The collective is split into stages between and inside nodes, if the profile has such transfers: in both
+    orders, and for a gather also around its own node (figure 5e). It is cut into pieces alone or with
+    adjacent operators, along tokens or along the width of a product; for a gather also as its stages deliver
+    rows.
     """
     assert op.axis is not None
     name, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
@@ -141,8 +149,10 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
 
 
 def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
-    """Yield pieces of a collective, alone and with the operators beside it, as arguments of `Partition`; no
-    piece is empty."""
+    """Yield ways to cut a collective, alone or with adjacent operators, as keyword arguments of `Partition`.
+
+    No piece is empty.
+    """
     moved = part.values[op.reads[0]], part.values[op.writes[0]]
     rows, width = min(value.rows for value in moved), moved[1].columns
     yield from ({"pieces": n} for n in PIECE_COUNTS if n <= rows)
@@ -158,22 +168,24 @@ def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
 
 
 def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
-    """Return (nodes, ranks per node), where a profile has transfers along these factors of an axis."""
+    """Return (nodes, ranks per node) of an axis if the profile has transfers along these factors, else
+    None."""
     factors = (factor_of(key.partition("/")[0]) for key in profile.transfers)
     return next((f.mesh for f in factors if f is not None and f.axis == axis), None)
 
 
 def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
-    """Return the ns from the first start to the last end of some operators, or their pieces, alone on a rank.
+    """Return the ns from the first start to the last end if a rank runs only the named operators, or their
+    pieces.
 
-    Streams serve them in the order of the graph. A rank that starts a collective, or takes its result, does
-    not compute in the meantime; where nothing runs beside the collective, this time is part of it.
+    Streams run them in the order of the graph. While a rank starts a collective, or takes its result, it does
+    not compute; if nothing runs beside the collective, this time is part of the collective's time.
     """
     queues: dict[Stream, list[str]] = defaultdict(list)
     lengths: dict[str, int] = {}
     waits: dict[str, Sequence[str]] = {}
     unasked: dict[str, tuple[str, int]] = {}
-    """Transfers that no operator has waited for, by their end's name: the transfer, and ns to take it."""
+    """Name of a transfer's end -> (transfer, ns to take its result), for transfers not waited for so far."""
     writers: dict[str, tuple[str, ...]] = {}
     pieces: dict[str, list[str]] = {}
 
@@ -216,8 +228,11 @@ def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
 
 
 def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
-    """Return sums of gradients and gathers of parameters in stages, inside nodes and between them, in the
-    shorter order, where that is shorter for a bucket of a layer's size."""
+    """Return partitions that split gradient sums and parameter gathers into stages inside and between nodes.
+
+    The faster order of stages is taken, and only if it beats the whole transfer for a bucket of a layer's
+    size.
+    """
     setting, profile = bench.setting, bench.profile
     layout, mesh = setting.layout, node_mesh(profile, PARTITIONED[1])
     if mesh is None or not setting.kind.early_sums:
@@ -240,8 +255,10 @@ def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
 def stages_ns(
     profile: Profile, kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...], payload: float
 ) -> float:
-    """Return the longer of the ns inside nodes and between nodes, since the stages of one bucket run beside
-    those of another."""
+    """Return the larger of a staged transfer's ns inside nodes and ns between nodes.
+
+    The larger one decides, since the stages of one bucket overlap the stages of another.
+    """
     along: dict[Factor, float] = {}
     partition = Partition(what=f"dp/{kind.value}", mesh=mesh, order=order)
     for move in moves_of(kind, (partition,), "dp"):

@@ -15,31 +15,32 @@ from braid.scheduling.model.operators import Parameters, Part
 from braid.scheduling.model.units import chunk_units, members_of
 
 LEAST_ELEMENTS: Final = 1 << 17
-"""A bucket with fewer parameters takes further modules of its part: on most links half a MiB of fp32
+"""Number of parameters up to which a bucket takes more modules of its part: on most links half a MiB of fp32
 gradients takes longer than a collective's latency."""
 
 ALIGNED: Final = 32
-"""Number of elements that divides the length of every share: transfers from odd addresses are slower."""
+"""Number of elements to a multiple of which every shard is padded: transfers from odd addresses are
+slower."""
 
 SUMMED: Final = ("dp", "replica", "edp")
-"""Axes over which replicas sum gradients: of other samples or tokens (dp includes cp), of other shards of the
-same parameters, of the same experts."""
+"""Axes over which replicas sum gradients: ``dp`` (including cp): ranks with the same dense parameters;
+``replica``: groups that shard the same parameters (hybrid sharding); ``edp``: ranks with the same experts."""
 SHARDED: Final = ("dp", "edp")
-"""The axes of `SUMMED` whose ranks hold shards (ZeRO)."""
+"""Axes over whose ranks ZeRO shards buckets."""
 
 BucketKey = tuple[int, int]
-"""Chunk, and number of the bucket in the chunk."""
+"""Identifies a bucket: (chunk, number of the bucket in the chunk)."""
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Consecutive modules with parameters, all in one part of a chunk."""
+    """A bucket: consecutive modules of one part, whose parameters are summed and gathered together."""
 
     part: int
     """Index of the part in the chunk, in the order of the forward pass."""
     modules: tuple[str, ...]
     parameters: Parameters
-    """Parameters of the modules on the fullest rank of a tensor-parallel group."""
+    """Counts of the modules' parameters on the tensor-parallel rank that holds most."""
 
 
 class Buckets:
@@ -81,9 +82,9 @@ class Buckets:
     def axes(self, chunk: int) -> tuple[str, ...]:
         """Return the axes over which the gradients of a chunk are summed, in the order of the sums.
 
-        ``tp``: parameters that every tensor-parallel rank holds whole; axes inside tp: layers with a degree
-        of their own; ``ends``: a table on both the first and the last stage; then the axes of replicas
-        (`SUMMED`).
+        ``tp`` sums parameters that every tensor-parallel rank holds whole; axes inside tp, layers with a
+        smaller tensor-parallel degree; ``ends``, an embedding table on both the first and the last stage. The
+        axes of replicas (`SUMMED`) come last.
         """
         layout = self._layout
         flat = (flat_elements(layout, bucket.parameters) for bucket in self.of(chunk))
@@ -100,7 +101,7 @@ class Buckets:
 def buckets_of(
     parts: Mapping[str, Part], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int = 0
 ) -> Buckets:
-    """Return the buckets of all chunks whose units are in ``parts``. ``kinds``: of the model's layers."""
+    """Return the buckets of all chunks whose units are in ``parts``. ``kinds``: kind of each model layer."""
     return Buckets(
         {
             chunk: members_of(parts, layout, kinds, chunk, unit_layers)
@@ -112,7 +113,7 @@ def buckets_of(
 
 
 def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the axes over which ranks sum the squares of the gradients' norm, in order."""
+    """Return the axes over which ranks sum the squared norms of their gradients, in the order of the sums."""
     sharded = layout.share_ranks > 1
     experts = layout.ep > 1 and not sharded
     needed = {"tp": layout.tp > 1, "pp": layout.pp > 1, "dp": sharded, "ep": experts}
@@ -120,7 +121,8 @@ def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
 
 
 def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[BucketSpec]:
-    """Cut parts into buckets; with ``shares_table`` a tied head uses the embedding's table."""
+    """Cut a chunk's parts into buckets; with ``shares_table`` a tied head's table is left out, since it is in
+    the embedding's bucket."""
     for index, part in enumerate(parts):
         buckets: list[BucketSpec] = []
         modules: tuple[str, ...] = ()
@@ -141,7 +143,8 @@ def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[BucketSpec]:
 
 
 def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[str, ...], int]:
-    """Return the numbers of contiguous elements of a bucket, by the axes of their gradient sums.
+    """Return, for each combination of axes over which gradients are summed, how many of a bucket's elements
+    it applies to.
 
     Parameters with different axes lie in separate memories.
     """
@@ -158,12 +161,15 @@ def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[
 
 
 def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:
-    """Return the number of ranks over which a bucket's flat memory is cut (ZeRO)."""
+    """Return the number of ranks over which ZeRO shards the bucket elements that are summed over ``axes``."""
     if not layout.zero:
         return 1
     return layout.share_ranks // layout.ep if "edp" in axes else layout.share_ranks
 
 
 def share_elements(elements: int, ways: int) -> int:
-    """Return the length of each of ``ways`` equal shares of ``elements``, padded unless ``ways`` is 1."""
+    """Return the length of each of ``ways`` equal shards of ``elements`` elements.
+
+    The length is padded to a multiple of `ALIGNED` unless ``ways`` is 1.
+    """
     return elements if ways == 1 else -(-elements // (ways * ALIGNED)) * ALIGNED

@@ -19,22 +19,24 @@ from braid.scheduling.schedule.schedule import Instruction, Prefetch, Schedule, 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The registers of a micro-batch in a chunk: one per value of the chunk's units.
+    """Layout of the registers that one micro-batch has in a chunk: one per value of the chunk's units.
 
-    The output of a unit and the input of the next unit are one register, and so are their gradients. Progress
-    is kept as bits: one per operator, then arrival and departure for each direction.
+    A unit's output and the next unit's input are one register, and so are their gradients. Progress is kept
+    in a bit mask: one bit per operator, then bits for arrival and departure in each direction.
     """
 
     names: tuple[str, ...]
     values: tuple[Value, ...]
     owners: tuple[int, ...]
-    """For every register, the register whose memory it shares; itself if the memory is its own."""
+    """For every register, the register whose memory it uses; this is the register itself unless it is an
+    alias."""
     keeps: Mapping[int, int]
-    """Registers that hold another register's memory in addition to their own."""
+    """Register -> another register whose memory it also keeps alive (attention's saved value: its output)."""
     constants: Mapping[str, tuple[int, ...]]
-    """Registers that the executor fills (tokens, targets, loss_scale), by name; not memory of the frame."""
+    """Name (tokens, targets, loss_scale) -> registers that the executor fills; their memory does not
+    count."""
     bits: Mapping[tuple[int, bool, str], int]
-    """Bit number of an operator, by (index of its unit in the chunk, whether in the forward graph, name)."""
+    """(index of the unit in the chunk, whether the graph is the forward one, operator name) -> bit number."""
     operators: tuple[str, ...]
     """Names of operators, by bit number."""
     input: int | None
@@ -43,7 +45,8 @@ class Frame:
     input_gradient: int | None
     output_gradient: int | None
     makers: tuple[int, int]
-    """Bit masks of the operators that write the output and the gradient of the input."""
+    """Bit mask of the operator that writes the chunk's output, and of the one that writes its input
+    gradient."""
 
     def entry(self, forward: bool) -> int | None:
         """Return the register from which a pass takes its input; None for the model's first chunk."""
@@ -63,12 +66,12 @@ class Frame:
 
     @cached_property
     def complete(self) -> int:
-        """The bits of all operators."""
+        """Bit mask of all operators of the chunk."""
         return (1 << len(self.operators)) - 1
 
     @cached_property
     def memories(self) -> tuple[tuple[int, ...], ...]:
-        """For every register, the memories it holds: its owner's, and perhaps one more."""
+        """For every register, the registers whose memory it keeps alive: its owner, and perhaps one more."""
         return tuple(
             (owner, self.owners[self.keeps[register]]) if register in self.keeps else (owner,)
             for register, owner in enumerate(self.owners)
@@ -76,7 +79,7 @@ class Frame:
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """For every register, a bit mask of all registers that hold its memory."""
+        """For every register, the bit mask of all registers that keep its memory alive."""
         masks = [0] * len(self.owners)
         for register, memories in enumerate(self.memories):
             for memory in memories:
@@ -86,18 +89,19 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """Operations that equal stretches share."""
+    """List of operations; equal stretches share one object."""
 
     operations: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The linked form of one instruction."""
+    """One instruction of a stage in linked code: its operations, and the frames on which they work."""
 
     instruction: Instruction
     passes: tuple[Pass, ...]
-    """Passes of a block and the next passes on the stage; for a transfer, the pass whose register it uses."""
+    """Passes to which ``frames`` belong: a block's passes, then passes on this stage that take their outputs;
+    for a message, the pass whose register is sent or received."""
     frames: tuple[Frame, ...]
     body: Body
 
@@ -108,7 +112,7 @@ class Stretch:
 
     @property
     def paired(self) -> bool:
-        """Whether several passes run at the same time."""
+        """Whether the block runs several passes at the same time, not counting ends of backward passes."""
         return sum(pass_.kind is not PassKind.END for pass_ in self.block_passes) > 1
 
     @property
@@ -118,26 +122,28 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A schedule, linked."""
+    """A linked schedule: the operations of every stage, and what they refer to."""
 
     schedule: Schedule
     layout: ParallelLayout
     kinds: tuple[str, ...]
-    """Kinds of the model's layers."""
+    """Kind of every layer of the model."""
     parts: Mapping[str, Part]
     """The units that the schedule's programs run, by name."""
     stages: tuple[tuple[Stretch, ...], ...]
     buckets: Buckets
 
     def parameters(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Return the parameters of a chunk, or of a bucket, on a tensor-parallel group's fullest rank."""
+        """Return the parameter counts of a chunk, or of one of its buckets, on the tensor-parallel rank that
+        holds most."""
         buckets = self.buckets.of(chunk)
         counted = buckets if bucket is None else (buckets[bucket],)
         return sum((spec.parameters for spec in counted), Parameters())
 
 
 def update_begins(stretches: Sequence[Stretch]) -> int:
-    """Return the index of the first stretch of norm or update, behind all activations and messages."""
+    """Return the index of the stretch with which the optimizer's part of a step begins: the first norm or
+    update behind all passes and messages. It is the number of stretches if there is none."""
     first = len(stretches)
     for at, stretch in enumerate(stretches):
         if stretch.frames:
@@ -148,7 +154,7 @@ def update_begins(stretches: Sequence[Stretch]) -> int:
 
 
 def prefetched(stretches: Sequence[Stretch]) -> tuple[Gather, ...]:
-    """Return the gathers that a step's end starts for the next step."""
+    """Return the parameter gathers that the end of a step starts for the next step."""
     behind = len(stretches) > 1 and isinstance(stretches[-1].instruction, Prefetch)
     starts = (op.what for op in (stretches[-1].operations if behind else ()) if isinstance(op, Start))
     return tuple(what for what in starts if isinstance(what, Gather))

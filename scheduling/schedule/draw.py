@@ -5,11 +5,11 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Schedule
 from braid.scheduling.schedule.timeline import in_flight, unit_timeline
 
 Cell = tuple[str, Block | None]
-"""Text of a grid's cell, and the block that it shows; None for an idle cell."""
+"""Cell of a grid: its text, and the block that it shows (None if the stage is idle)."""
 
 
 def grid(schedule: Schedule) -> list[list[Cell]]:
-    """Return a row of cells per stage; every slot of `unit_timeline` is wide enough for all labels."""
+    """Draw a schedule: return one row of cells per stage, with equally wide time slots (`unit_timeline`)."""
     timeline = unit_timeline(schedule)
     blocks = [timed for stage in timeline.stages for timed in stage]
     width = 1 + max((-(-len(_label(b.block)) // (b.end - b.start)) for b in blocks), default=0)
@@ -55,9 +55,10 @@ def draw_around(schedule: Schedule, stage: int, position: int, reach: int = 3) -
 
 
 def _counterpart(schedule: Schedule, stage: int, position: int, other_stage: int) -> int:
-    """Return the position in another stage's list that is closest to an instruction of a stage.
+    """Return the position in another stage's list that corresponds to ``position`` in the list of ``stage``.
 
-    It is the same pass of the same micro-batch on the nearest chunk, or else the same fraction of the list.
+    That instruction runs the same micro-batch in the same direction on the nearest chunk; if there is none,
+    the same fraction of the list is taken.
     """
     instructions, counterparts = schedule.stages[stage], schedule.stages[other_stage]
     if other_stage == stage:
@@ -75,7 +76,8 @@ def _counterpart(schedule: Schedule, stage: int, position: int, other_stage: int
 
 
 def _pass_of(instruction: Instruction) -> Pass | None:
-    """Return the first pass of a block, or the pass whose input a message moves; None for others."""
+    """Return the first pass of a block, or the pass whose input a message moves; None for other
+    instructions."""
     match instruction:
         case Block(passes):
             return passes[0]
@@ -86,7 +88,7 @@ def _pass_of(instruction: Instruction) -> Pass | None:
 
 
 def summary(schedule: Schedule) -> str:
-    """Return one line: slots, idle share and micro-batches in flight per stage."""
+    """Return a one-line summary of a schedule: sizes, time slots, idle share, micro-batches in flight."""
     timeline = unit_timeline(schedule)
     stages = range(len(schedule.stages))
     idle = sum(timeline.idle(s) for s in stages) / max(1, timeline.length * len(schedule.stages))

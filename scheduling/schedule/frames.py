@@ -14,12 +14,12 @@ from braid.scheduling.schedule.schedule import Side
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The units of a chunk with their registers and operators."""
+    """The names of a chunk's units, the frame that lays out their registers, and their operators."""
 
     units: tuple[str, ...]
     frame: Frame
     nodes: Mapping[tuple[int, bool, str], Node]
-    """Nodes by (index of the unit, whether in the forward graph, name of the operator)."""
+    """(index of the unit, whether the graph is the forward one, operator name) -> node."""
 
 
 def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
@@ -111,7 +111,10 @@ def _writers(
     bits: Mapping[tuple[int, bool, str], int],
     registers: Mapping[tuple[int, str], int],
 ) -> dict[bool, dict[int, int]]:
-    """Return the bit mask of the operator that writes a register, by (whether forward) and register."""
+    """Return {whether forward: {register: bit mask of the operator that writes it}}.
+
+    ``graphs``: (index of the unit, whether forward, graph); ``bits``: bit numbers as in `Frame.bits`.
+    """
     writers: dict[bool, dict[int, int]] = {True: {}, False: {}}
     for index, forward, graph in graphs:
         for op in graph.operators:
@@ -127,7 +130,8 @@ def _nodes(
     registers: Mapping[tuple[int, str], int],
     writers: Mapping[bool, Mapping[int, int]],
 ) -> dict[tuple[int, bool, str], Node]:
-    """Return the nodes of every operator, each with the bits of the operators that must run before it."""
+    """Return the node of every operator, with its registers and the mask of operators that must run
+    before."""
     counts = [1 + max((op.place for op in part.forward.operators), default=0) for part in parts]
     offsets = [sum(counts[:index]) for index in range(len(parts))]
     arrivals = {
@@ -166,13 +170,16 @@ def _nodes(
 # -- operations ----------------------------------------------------------------------------------------------
 
 Placed = tuple[Operation, int, int]
-"""An operation of a program, the turn of its pass, and the index of its unit in the chunk."""
+"""(operation of a program, number of its pass in the block, index of its unit in the chunk)."""
 
 
 def operations_of(
     steps: list[Placed], passes: Sequence[Pass], chunks: Sequence[ChunkLayout]
 ) -> list[Operation]:
-    """Return linked operations for a program's steps. `ValueError` for operators that the graphs lack."""
+    """Replace operator names in programs' steps by nodes and registers; return the linked operations.
+
+    Raises `ValueError` for an operator that the graphs lack, or that the step cannot run.
+    """
     operations: list[Operation] = []
     for (operation, turn, index), following in zip_longest(steps, steps[1:]):
         if not isinstance(operation, Compute | Start | Wait):
@@ -206,7 +213,11 @@ def operations_of(
 def kept_after(
     pass_: Pass, chunk: ChunkLayout, ends: Collection[str], index: int, *, passes_on: bool
 ) -> set[int]:
-    """Return the registers read after a pass; ``ends``: operators of unit ``index`` that the pass leaves."""
+    """Return the registers that must live on after a pass.
+
+    ``ends``: operators of unit ``index`` that the pass leaves to a later block; ``passes_on``: whether
+    another pass takes the output.
+    """
     later = [node for (_, ahead, _), node in chunk.nodes.items() if not ahead]
     if pass_.kind is PassKind.INPUT:
         later = [node for node in later if node.operator.phase is Phase.WEIGHT_GRADIENT]
@@ -222,7 +233,10 @@ def kept_after(
 
 
 def freeing(operations: Sequence[Operation], keeps: Sequence[set[int]]) -> list[Operation]:
-    """Add to each operation the registers that it touches last; a transfer's input lives until its wait."""
+    """Return the operations with ``frees``, the registers that no later operation reads or writes.
+
+    ``keeps``: registers of each pass that must not be freed. A transfer's input is freed at its wait.
+    """
     seen = [set(registers) for registers in keeps]
     result: list[Operation] = []
     for operation in reversed(operations):

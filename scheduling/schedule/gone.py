@@ -1,4 +1,4 @@
-"""Names of schedules in earlier versions, which are refused with their present names."""
+"""Schedule names of earlier versions; they are refused with an error that gives the present name."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -19,10 +19,10 @@ GONE: Final[Mapping[str, str]] = {
     "two_beside_one": "wavelet",
     "bidirectional": "dhelix",
 }
-"""Name in earlier versions -> present schedule, with its pipeline after a colon."""
+"""Schedule name of an earlier version -> present schedule, and after a colon its pipeline."""
 
 
 def replacement(name: str) -> str:
-    """Return the end of an error message that names the present form of an earlier schedule's name."""
+    """Return the end of an error message: which present schedule replaces ``name`` of an earlier version."""
     schedule, _, pipeline = GONE[name].partition(":")
     return f"is gone; use schedule {schedule}" + (f" with pipeline {pipeline}" if pipeline else "")

@@ -56,7 +56,7 @@ from braid.scheduling.schedule.sharing import Sharing, SharingError
 
 
 class LinkError(ValueError):
-    """A schedule that names units or operators which its parts lack, at a stage and a position."""
+    """Error in linking: the instruction at ``position`` of ``stage`` cannot be turned into operations."""
 
     def __init__(self, stage: int, position: int, cause: str) -> None:
         super().__init__(cause)
@@ -66,9 +66,10 @@ class LinkError(ValueError):
 def link(
     schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
 ) -> Code:
-    """Unroll every stage. ``kinds``: kinds of the model's layers; ``parts``: from `scheduled_parts`.
+    """Turn a schedule into code: the list of operations of every stage.
 
-    `LinkError` names the instruction.
+    ``kinds``: kind of each model layer; ``parts``: the units that programs run, by name (`scheduled_parts`).
+    Raises `LinkError` that names the instruction.
     """
     linker = _Linker(schedule, layout, kinds, parts)
     buckets = buckets_of(parts, layout, kinds, schedule.unit_layers)
@@ -85,37 +86,37 @@ def link(
 
 @dataclass(frozen=True)
 class _PendingEnd:
-    """The end, not run yet, of backward pass number ``turn`` in the unit with ``index`` in its chunk."""
+    """Operators that backward pass ``turn`` of a block has left unrun in the unit ``index`` of its chunk."""
 
     turn: int
     index: int
     unit: str
     program: Program
-    """The program that left the end, and the number of the side that runs it."""
+    """The program that left these operators; its side number ``side`` lists them."""
     side: int
 
 
 @dataclass(frozen=True)
 class _Unrolled:
-    """A block's operations and the ends that its backward passes leave, by turn."""
+    """A linked block: its operations, and the ends that its backward passes leave, by pass number."""
 
     body: Body
     frames: tuple[Frame, ...]
-    """Frames of the block's passes, and of the passes that take their outputs."""
+    """Frames of the block's passes, then of the passes on this stage that take their outputs."""
     pending: Mapping[int, _PendingEnd]
 
 
 @dataclass(frozen=True, eq=False)
 class _Role:
-    """Facts common to all passes of a kind through a chunk."""
+    """Properties that all passes of one kind through one chunk have in common."""
 
     chunk: ChunkLayout
     passes_on: bool
-    """Whether another pass takes the output."""
+    """Whether the pass's output outlives its block, because another pass or the loss takes it."""
     follower: tuple[PassKind, int] | None
-    """Kind and chunk of the pass on the same stage that takes the output."""
+    """Kind and chunk of the pass that takes the output, if it runs on the same stage; else None."""
     alike: tuple[object, ...]
-    """Roles with equal keys have the same operations and registers."""
+    """Key: passes whose roles have equal keys have the same operations and registers."""
 
 
 @dataclass
@@ -126,19 +127,19 @@ class _Linker:
     parts: Mapping[str, Part]
     _chunks: dict[int, ChunkLayout] = field(default_factory=dict)
     _laid_out: dict[tuple[str, ...], ChunkLayout] = field(default_factory=dict)
-    """Layout by the names of the units: equal chunks share frame and operators."""
+    """Names of a chunk's units -> its layout; equal chunks share frame and operators."""
     _roles: dict[tuple[PassKind, int], _Role] = field(default_factory=dict)
     _blocks: dict[tuple[object, ...], _Unrolled] = field(default_factory=dict)
     _ends_of_messages: dict[tuple[object, ...], tuple[Frame, int]] = field(default_factory=dict)
-    """Frame and register that a message is sent from or received in, by (kind, chunk, whether sent)."""
+    """(pass kind, chunk, whether sent) -> frame and register that a message is sent from or received in."""
     _update: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _begun: set[Reduce] = field(default_factory=set)
-    """Sums that blocks of the stage start."""
+    """Gradient sums that the stage's blocks have started so far."""
 
     def __post_init__(self) -> None:
         kind = Kind.REDUCE_SCATTER if self.layout.zero else Kind.ALL_REDUCE
         self.moves = moves_of(kind, self.schedule.partitions, "dp")
-        """Stages of sums over replicas."""
+        """Stages into which gradient sums over ``dp`` are split; empty if they run whole."""
         self._by_movers: dict[Sides, list[Sides]] = {}
         self._combinations = combinations(self.schedule)
         for sides in self.schedule.programs:
@@ -146,7 +147,7 @@ class _Linker:
             self._by_movers.setdefault(movers, []).append(sides)
 
     def stage(self, stage: int) -> Iterator[Stretch]:
-        """Return the stretches of a stage."""
+        """Yield the linked instructions of a stage, in order."""
         instructions = self.schedule.stages[stage]
         named = {pass_.whole for pass_ in self.schedule.passes[stage] if pass_.kind is PassKind.END}
         ends: dict[Pass, _PendingEnd] = {}
@@ -240,7 +241,11 @@ class _Linker:
         leaves: Sequence[bool],
         before: Mapping[int, _PendingEnd],
     ) -> tuple[list[Placed], dict[int, _PendingEnd]]:
-        """Return the programs' steps in order, and the pending ends, by turn, that no program has run."""
+        """Return the steps of a block's programs in order, and the ends that the block leaves, by pass
+        number.
+
+        ``leaves``: per pass, whether a later block runs its end; ``before``: ends of earlier blocks to run.
+        """
         movers = [turn for turn, pass_ in enumerate(passes) if pass_.kind is not PassKind.END]
         units = [chunks[t].units if passes[t].forward else chunks[t].units[::-1] for t in movers]
         kinds = [passes[turn].kind for turn in movers]
@@ -264,7 +269,7 @@ class _Linker:
                 slots.append(None if taken is None else (taken.turn, taken.index))
                 if taken is not None:
                     pending.remove(taken)
-            for end in pending:  # ends that this program does not run
+            for end in pending:  # operators left earlier, which this program does not run
                 steps += _finish(end)
             steps += _actions(program, slots)
             pending = list(self._ends_left(sides, program, slots))
@@ -276,7 +281,10 @@ class _Linker:
     def _ends_left(
         self, sides: Sides, program: Program, slots: Sequence[tuple[int, int] | None]
     ) -> Iterator[_PendingEnd]:
-        """Yield the ends of backward passes that a program does not run."""
+        """Yield the operators of backward passes that a program leaves to a later program.
+
+        ``slots``: per side, (pass number, index of the unit), or None for a side with nothing to run.
+        """
         for number, (side, slot) in enumerate(zip(sides, slots, strict=True)):
             end = Side(PassKind.END, side.unit)
             if slot is None or side.kind is not PassKind.BACKWARD or end not in sides:
@@ -286,7 +294,7 @@ class _Linker:
                 yield _PendingEnd(*slot, side.unit, program, sides.index(end))
 
     def _program(self, movers: Sides, pending: Sequence[_PendingEnd]) -> Sides:
-        """Return the program of a combination, preferably one that runs the pending ends."""
+        """Return the key of the program for these passes and units, preferably one that runs ``pending``."""
         programs = self._by_movers.get(movers)
         if programs is None:
             raise ValueError(f"program {'|'.join(map(str, movers))} is missing")
@@ -300,14 +308,18 @@ class _Linker:
         return min(programs, key=rank)
 
     def _stages(self, reduce: Reduce) -> list[Reduce]:
-        """Return the stages of a sum that is an instruction of its own."""
+        """Return the stages into which a sum that stands outside blocks is split."""
         moves = self.moves if reduce.axis == "dp" and reduce.chunk is not None else ()
         return [replace(reduce, move=move) for move in moves] or [reduce]
 
     # -- instructions other than blocks --------------------------------------------------------------------
 
     def _standalone(self, instruction: Instruction, *, by_bucket: bool) -> Stretch:
-        """Link a transfer or the update; ``by_bucket``: gathers follow, so that buckets are updated apart."""
+        """Link an instruction other than a block.
+
+        ``by_bucket``: the stage ends with gathers for the next step, so that each bucket is updated
+        separately.
+        """
         match instruction:
             case Start(Send() | Receive() as message) | Wait(Send() | Receive() as message):
                 return self._of_message(instruction, message)
@@ -332,7 +344,10 @@ class _Linker:
         return self._update.setdefault(key, Body(operations))
 
     def _of_message(self, instruction: Start | Wait, message: Message) -> Stretch:
-        """Link a message: a sent value is freed at its wait, a received value has memory from its start."""
+        """Link the start or wait of a message.
+
+        A sent value is freed at its wait; a received value has memory from its start.
+        """
         moved, sent = message.moved, isinstance(message, Send)
         pass_ = moved.before(self.layout) if sent else moved
         key = moved.kind, moved.chunk, sent
@@ -366,7 +381,10 @@ class _Linker:
 
 
 def _actions(program: Program, slots: Sequence[tuple[int, int] | None]) -> Iterator[Placed]:
-    """Yield a program's operations with turn and unit index of their sides; a side may have no slot."""
+    """Yield a program's operations, each with its pass number in the block and the index of its unit.
+
+    ``slots``: these two numbers for every side of the program; sides with None are skipped.
+    """
     for operation in program:
         if isinstance(operation, Barrier):
             yield operation, 0, 0

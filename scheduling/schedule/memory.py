@@ -16,18 +16,22 @@ DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def sum_width(dtype: str) -> int:
-    """Return the bytes of a gradient in the buffer that adds it up: at least single precision."""
+    """Return bytes per element of the buffer in which gradients of a ``dtype`` model are summed (at least
+    4)."""
     return max(4, DTYPE_BYTES[dtype])
 
 
 def sent_width(dtype: str, reduce_dtype: str | None) -> int:
-    """Return the bytes of a gradient that ranks sum; ``reduce_dtype``: dtype it is rounded to, if any."""
+    """Return bytes per gradient element that ranks send when they sum gradients.
+
+    ``reduce_dtype``: dtype to which gradients are rounded before they are sent, None if they are not.
+    """
     return DTYPE_BYTES[reduce_dtype] if reduce_dtype else sum_width(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes that one rank of a pipeline stage needs, by content."""
+    """Memory that one rank of a pipeline stage needs, in bytes, by what it holds."""
 
     stage: int
     parameter_bytes: int
@@ -49,7 +53,8 @@ def rank_memory(
     stage: int,
     reduce_dtype: str | None = None,
 ) -> RankMemory:
-    """Return the memory of a rank of ``stage``, with AdamW, on the fullest rank of a tensor-parallel group.
+    """Return the memory that a rank of ``stage`` needs with AdamW, for the tensor-parallel rank that needs
+    most.
 
     ``reduce_dtype``: the dtype of the gradients that ranks exchange; they are summed in at least single
     precision.
@@ -116,7 +121,8 @@ def least_bytes(
 
 
 def _late_bytes(part: Part, width: int) -> int:
-    """Return the bytes that a separate weight-gradient pass reads."""
+    """Return the bytes of the part's values that its weight-gradient operators read, if they run as a later
+    pass of their own."""
     late = [op for op in part.backward.operators if op.phase is Phase.WEIGHT_GRADIENT]
     names = {name for op in late for name in op.reads} - {name for op in late for name in op.writes}
     owners = {part.values[name].alias_of or name for name in names} - set(part.constants)
@@ -129,7 +135,9 @@ def held_during(
     width: int,
     reduce_dtype: str | None = None,
 ) -> tuple[int, ...]:
-    """Return the peak bytes of activations and messages during each instruction; ``width``: bytes per number.
+    """Return a stage's peak bytes of activations and messages during each of its instructions.
+
+    ``width``: bytes per activation element.
 
     Gathered parameters, gradients before they become shares (ZeRO), copies rounded to ``reduce_dtype`` and
     values between the operators of a pass count; workspaces of kernels do not.
@@ -139,7 +147,10 @@ def held_during(
 
 
 def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer states of a rank under a ZeRO stage."""
+    """Return a rank's bytes of parameters, gradients and optimizer states under ZeRO stage ``zero``.
+
+    ``parameters``: number held without ZeRO; ``width``: bytes each; ``shares``: ranks that shard them.
+    """
     main = max(4, width)
     masters = 0 if width == main else parameters * main
     optimizer = masters + 2 * parameters * main

@@ -51,18 +51,18 @@ class PassKind(StrEnum):
 
 
 ENDING = (PassKind.BACKWARD, PassKind.WEIGHT, PassKind.END)
-"""Kinds of passes that may be the last of a micro-batch to add to a chunk's gradients."""
+"""Kinds of passes that can complete a micro-batch's contribution to a chunk's weight gradients."""
 
 
 class Strand(StrEnum):
-    """The sequences of micro-batches that may run on a rank at the same time."""
+    """One of two sequences of micro-batches whose passes may run on a rank at the same time."""
 
     ALPHA = "alpha"
     BETA = "beta"
 
 
 class Pass(NamedTuple):
-    """One pass of one micro-batch through one chunk."""
+    """Computation of one micro-batch in one chunk, forward or backward, or a separated part of it."""
 
     kind: PassKind
     micro_batch: int
@@ -109,23 +109,24 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
-    """An operator of a chunk, with the registers and bits of the chunk's frame."""
+    """An operator in a chunk, with the numbers of its registers and of its bits in the chunk's `Frame`."""
 
     operator: Operator
     unit: str
-    """Name of the unit whose graph has the operator."""
+    """Name of the unit whose graph contains the operator."""
     place: int
     """Index of the unit in the chunk, in the order of the forward pass."""
     part: int
     """Index of the part in the chunk, in the order of the forward pass."""
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    """Registers that are written; for a piece, also the register of the whole value."""
+    """Registers that the operator writes; for a piece of a value, also the register of the whole value."""
     bit: int
     needs: int
-    """Bits of the operators that must have run before."""
+    """Bit mask of the operators, and of the arrival of the input, that this operator needs done before it."""
     others: int = 0
-    """For the last piece of a value: bits of the operators that bring its other pieces."""
+    """For the operator that writes a value's last piece: bit mask of the operators that write its other
+    pieces."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,10 @@ class Receive:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A sum over the ranks of an axis: of a chunk's gradients, or (chunk None) of the norm's squares.
+    """Sum of a chunk's gradients over the ranks of an axis; with chunk None, of the gradients' squared norm.
 
-    ``bucket``: one bucket of the chunk, None: all buckets. ``move``: one stage of the sum, None: all stages.
+    ``bucket``: number of the only bucket that is summed, None for all buckets. ``move``: the only stage of
+    the sum that runs, None for the whole sum.
     """
 
     chunk: int | None
@@ -168,9 +170,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather of a chunk's parameters, of which each rank of an axis has updated a shard.
+    """All-gather of a chunk's parameters over an axis whose ranks each hold an updated shard.
 
-    ``bucket``, ``move``: as for `Reduce`.
+    ``bucket``: number of the only bucket that is gathered, None for all. ``move``: the only stage that runs.
     """
 
     chunk: int
@@ -184,7 +186,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Norm:
-    """Sum the squares of this rank's gradients."""
+    """Instruction to compute the sum of the squares of this rank's gradients."""
 
     def __str__(self) -> str:
         return "NORM"
@@ -192,7 +194,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Clip:
-    """Decide the update: whether it is skipped, the learning rate, and the factor on gradients."""
+    """Instruction to decide whether the update is skipped, its learning rate, and the clipping factor."""
 
     def __str__(self) -> str:
         return "CLIP"
@@ -200,7 +202,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Update:
-    """Update the parameters of a bucket, and clear its gradients."""
+    """Instruction to update the parameters of one bucket and clear its gradients."""
 
     chunk: int
     bucket: int
@@ -211,7 +213,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Step:
-    """Clip, update all parameters, clear all gradients."""
+    """Instruction to clip gradients, update all parameters of a rank and clear its gradients."""
 
     def __str__(self) -> str:
         return "STEP"
@@ -222,11 +224,13 @@ Shared = Reduce | Gather
 """Transfers of parameters and gradients between replicas."""
 Computed = str | Node | Norm | Clip | Update | Step
 Transfer = str | Node | Send | Receive | Reduce | Gather
-"""A text names a collective of a layer, which linked code holds as a `Node`."""
+"""What `Start` and `Wait` transfer. A string names a collective of a layer; linked code has a `Node`
+instead."""
 
 
 def name_of(what: Computed | Transfer) -> str:
-    """Return the name of an operation in traces, profiles, tables, pages and errors."""
+    """Return the name under which traces, profiles, tables, web pages and errors show an operation's
+    object."""
     match what:
         case str():
             return what
@@ -254,7 +258,8 @@ def name_of(what: Computed | Transfer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation on the registers of the pass number ``turn`` of its program or block."""
+    """Base of all operations: ``turn`` is the number of the pass, in a program or block, whose registers it
+    reads, writes and frees."""
 
     turn: int = 0
     reads: tuple[int, ...] = ()
@@ -264,7 +269,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Compute(Operation):
-    """Run on the compute stream."""
+    """Run ``what`` on the compute stream."""
 
     what: Computed
 
@@ -274,13 +279,13 @@ class Compute(Operation):
 
 @dataclass(frozen=True)
 class Start(Operation):
-    """Issue a transfer. The registers that it writes have memory from then on."""
+    """Issue a transfer; memory for the registers that it writes is allocated at this point."""
 
     what: Transfer
     stream: Stream | None = None
-    """In a program: the stream that the collective was planned on."""
+    """Stream on which the collective was planned; None outside programs."""
     lone: bool = False
-    """Whether no operation runs before its wait."""
+    """Whether the transfer's `Wait` is the very next operation, so that nothing overlaps it."""
 
     def __str__(self) -> str:
         return str(self.what)
@@ -288,7 +293,7 @@ class Start(Operation):
 
 @dataclass(frozen=True)
 class Wait(Operation):
-    """Wait for a transfer: then its result is available, and a sent value may be freed."""
+    """Wait for a transfer; after this its result is available, and a sent value may be freed."""
 
     what: Transfer
     lone: bool = False
@@ -304,21 +309,22 @@ class Barrier(Operation):
 
 @dataclass(frozen=True)
 class Allocate(Operation):
-    """Make zeroed memory for a bucket's gradients; it lives until their sum is waited for."""
+    """Allocate zeroed memory for a bucket's gradients (ZeRO 2); it lives until their sum is waited for."""
 
     what: Reduce
 
 
 @dataclass(frozen=True)
 class Release(Operation):
-    """Free a bucket's parameters, which have memory from the start of their gather."""
+    """Free a bucket's gathered parameters (ZeRO 3), whose memory was allocated when their gather started."""
 
     what: Gather
 
 
 @dataclass(frozen=True)
 class Hand(Operation):
-    """Give the output of a pass to the next chunk on this stage: register ``register`` of frame ``to``."""
+    """Hand a pass's output to the next chunk on the same stage, into register ``register`` of frame number
+    ``to`` of the stretch."""
 
     to: int
     register: int
@@ -326,4 +332,4 @@ class Hand(Operation):
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """Keep the model's output."""
+    """Keep the model's output, the loss of every token of a micro-batch."""

@@ -1,4 +1,4 @@
-"""Orders of issue, from which programs are made, and their form in plans.
+"""Orders in which operators are issued, from which programs are made, and their form in plans.
 
 An order belongs to the passes of one program (`Sides`). Its steps are operators in the order of issue, and
 barriers; or segments: operators of every pass that run together, with a barrier behind each segment of
@@ -18,20 +18,21 @@ from braid.scheduling.schedule.text import parse_sides, parse_step, write_sides,
 
 
 class Issue(NamedTuple):
-    """Issue an operator of the program's pass number ``turn``."""
+    """Step of an order: issue an operator of the program's pass number ``turn``."""
 
     turn: int
     operator: str
 
 
 class OrderSegment(NamedTuple):
-    """Operators that run between two barriers, by pass."""
+    """Step of an order: operators that run together between two barriers, one tuple of names per pass."""
 
     operators: tuple[tuple[str, ...], ...]
 
     @property
     def issues(self) -> tuple[Issue, ...]:
-        """The operators one by one, later passes first, since a backward pass frees memory."""
+        """The segment's operators one by one; those of later passes come first, since a backward pass frees
+        memory."""
         numbered = list(enumerate(self.operators))
         return tuple(Issue(turn, name) for turn, names in reversed(numbered) for name in names)
 
@@ -41,7 +42,7 @@ Orders = Mapping[Sides, Order]
 
 
 def write_orders(orders: Orders) -> dict[str, list[str]]:
-    """Return orders as lists of texts, by the text of their sides."""
+    """Return orders in the form of a plan: the text of a program's passes -> list of its steps as texts."""
     return {
         write_sides(sides): [_written(step, len(sides)) for step in order] for sides, order in orders.items()
     }
@@ -58,7 +59,7 @@ def _written(step: Issue | OrderSegment | Barrier, passes: int) -> str:
 
 
 def parse_orders(content: Any, where: str = "orders") -> dict[Sides, Order]:
-    """Parse the result of `write_orders`; `ValueError` names the wrong key below ``where``."""
+    """Parse the result of `write_orders`; raise `ValueError` that names the wrong key below ``where``."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}={content!r} must hold keys and values")
     orders = {}

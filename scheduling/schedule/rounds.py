@@ -1,4 +1,4 @@
-"""The units that run together in a block's passes, round after round.
+"""Determines which units of a block's passes run together, round after round.
 
 Units run together if the schedule has a program for their combination; a unit without a partner runs by
 itself at the begin or at the end of the block, backward passes first.
@@ -13,14 +13,18 @@ from braid.scheduling.schedule.operations import PassKind
 from braid.scheduling.schedule.schedule import Block, Schedule, Side, Sides
 
 Rounds = Callable[[Block], list[Sides]]
-"""Returns, for a block, the sides that run together in each round; ends are left out."""
+"""Function that returns, for a block, the (pass kind, unit) pairs that run together in each round, without
+ends."""
 
 _Together = Callable[[Sequence[PassKind]], set[tuple[str, ...]]]
-"""Returns the combinations of units that have a program, for passes of these kinds."""
+"""Function that returns, for passes of the given kinds, the combinations of units that have a program."""
 
 
 def rounds(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -> Rounds:
-    """Return the rounds of a schedule's blocks; ``kinds``: kinds of the model's layers."""
+    """Return a function that tells which units run together in a block of the schedule, round by round.
+
+    ``kinds``: kind of each model layer.
+    """
     programs = combinations(schedule)
     return _rounds(lambda passes: programs.get(tuple(passes), set()), layout, kinds, schedule.unit_layers)
 
@@ -28,7 +32,10 @@ def rounds(schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...]) -
 def rounds_of_all(
     units: Collection[str], layout: ParallelLayout, kinds: tuple[str, ...], unit_layers: int = 0
 ) -> Rounds:
-    """Return rounds as if every combination of ``units`` had a program, to see which units meet."""
+    """Return the same function as `rounds`, but as if every combination of ``units`` had a program.
+
+    Planning finds out with it which units meet in blocks.
+    """
     return _rounds(lambda passes: set(product(units, repeat=len(passes))), layout, kinds, unit_layers)
 
 
@@ -54,7 +61,8 @@ def _rounds(together: _Together, layout: ParallelLayout, kinds: tuple[str, ...],
 
 
 def combinations(schedule: Schedule) -> dict[tuple[PassKind, ...], set[tuple[str, ...]]]:
-    """Return the combinations of units that have a program, by the kinds of their passes; ends left out."""
+    """Return {kinds of the passes: combinations of units for which the schedule has a program}, without
+    ends."""
     units: dict[tuple[PassKind, ...], set[tuple[str, ...]]] = {}
     for sides in schedule.programs:
         movers = [side for side in sides if side.kind is not PassKind.END]
@@ -65,7 +73,10 @@ def combinations(schedule: Schedule) -> dict[tuple[PassKind, ...], set[tuple[str
 def in_rounds(
     units: Sequence[Sequence[str]], kinds: Sequence[PassKind], together: set[tuple[str, ...]]
 ) -> Iterator[list[int | None]]:
-    """Yield the units that run together in each round: an index for every pass, None for a pass at rest."""
+    """Yield, for each round, the index of the unit that each pass runs, or None for a pass that rests.
+
+    ``units``: each pass's units in running order; ``together``: combinations of units that have a program.
+    """
     count = len(units)
     positions = [0] * count
     order = sorted(range(count), key=lambda n: kinds[n] is PassKind.FORWARD)

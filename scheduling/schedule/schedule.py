@@ -55,12 +55,12 @@ from braid.scheduling.schedule.operations import (
 
 @dataclass(frozen=True)
 class Block:
-    """Passes that run at the same time, with sums of gradients and gathers of parameters.
+    """Instruction to run passes at the same time, with the gradient sums and parameter gathers they need.
 
-    ``sums`` are started bucket by bucket, behind the last operator that adds to a bucket's gradients; sums
-    over tp come first and are waited for at once, other sums continue behind the block. Missing buckets of
+    ``sums`` are started bucket by bucket, behind the last operator that adds to a bucket's gradients. Sums
+    over tp come first and are waited for at once; other sums continue behind the block. Buckets in
     ``gathers`` are waited for before the first operator that uses them; `Schedule.prefetch` says how early
-    they were started.
+    they start.
     """
 
     passes: tuple[Pass, ...]
@@ -74,7 +74,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Start to gather the parameters used first; behind STEP, the next step's, once updated."""
+    """Instruction to start gathering the parameters that a step uses first.
+
+    Behind STEP it gathers for the next step, each bucket as soon as it is updated.
+    """
 
     def __str__(self) -> str:
         return "PREFETCH"
@@ -89,7 +92,7 @@ def passes_in(instruction: Instruction) -> tuple[Pass, ...]:
 
 
 def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
-    """Return the sums of gradients that an instruction starts."""
+    """Return the gradient sums that an instruction starts; empty if none."""
     match instruction:
         case Block():
             return instruction.sums
@@ -100,12 +103,13 @@ def sums_in(instruction: Instruction) -> tuple[Reduce, ...]:
 
 
 Program = tuple[Operation, ...]
-"""The order in which operators of one pass through a unit, or of several at once, are issued, by name."""
+"""The operations, in order of issue, that run one or several passes through a unit each; they name
+operators."""
 
 
 @dataclass(frozen=True, order=True)
 class Side:
-    """One pass of a program: its kind and its unit."""
+    """One of the passes that a program runs: its kind, and the name of the unit that it passes through."""
 
     kind: PassKind
     unit: str
@@ -115,17 +119,17 @@ class Side:
 
 
 Sides = tuple[Side, ...]
-"""The passes of a program, in the order of the passes in a block's text."""
+"""The passes that a program runs, in the order in which blocks list them."""
 
 
 def on_side(program: Program, turn: int) -> Iterator[Compute | Start | Wait]:
-    """Yield the operations of one pass of a program."""
+    """Yield the operations of a program that belong to its pass number ``turn``."""
     return (op for op in program if isinstance(op, Compute | Start | Wait) and op.turn == turn)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Instructions of every stage and programs of every unit; immutable, comparable, printable."""
+    """One step's instructions for every stage, and the programs that run units; immutable and comparable."""
 
     name: str
     chunks: int
@@ -135,12 +139,13 @@ class Schedule:
     unit_layers: int = 0
     """Most layers of a unit (`braid.scheduling.model.units`); 0: every part is a unit."""
     partitions: tuple[Partition, ...] = ()
-    """The cuts of collectives; a collective without a partition runs whole."""
+    """How collectives are split into pieces or stages; a collective without a partition runs whole."""
     prefetch: int = 0
-    """ZeRO 2: most bucket sums under way at a time; 0: each is waited for at once. ZeRO 3: number of bucket
-    uses by which a gather precedes its use; 0: it starts at its use."""
+    """ZeRO 2: most bucket sums under way at a time; 0: each sum is waited for at once. ZeRO 3: number of
+    bucket uses by which a bucket's gather starts before its own use; 0: the gather starts at the use."""
     keep: int = 0
-    """ZeRO 3: a bucket that is used again within ``keep`` uses stays gathered; at least ``prefetch``."""
+    """ZeRO 3: number of bucket uses within which a bucket must be used again to stay gathered in between; at
+    least ``prefetch``."""
 
     @property
     def trains(self) -> bool:
@@ -149,11 +154,11 @@ class Schedule:
 
     @cached_property
     def passes(self) -> tuple[tuple[Pass, ...], ...]:
-        """The passes of every stage, in order."""
+        """For every stage, the passes that it runs, in order."""
         return tuple(tuple(pass_ for i in stage for pass_ in passes_in(i)) for stage in self.stages)
 
     @cached_property
     def strands(self) -> tuple[Strand, ...]:
-        """The strands in use."""
+        """The strands to which the schedule's passes belong."""
         used = {pass_.strand for stage in self.passes for pass_ in stage}
         return tuple(strand for strand in Strand if strand in used)

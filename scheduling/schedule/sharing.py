@@ -1,4 +1,4 @@
-"""Inserts the traffic of replicas between the operators of a stage: the second half of the linker.
+"""Second half of the linker: inserts transfers between replicas among the operations of a stage.
 
 Sums of gradients, gathers of parameters, and the allocation and release of their memory are inserted bucket
 by bucket. A *use* of a bucket is a run of operators that read its parameters; gathers and releases are
@@ -34,7 +34,8 @@ from braid.scheduling.schedule.schedule import Block, Prefetch, Schedule
 
 
 class _Touch(NamedTuple):
-    """Consecutive operators of a body that read a bucket's parameters, or all that add to its gradients."""
+    """Range of operations, ``first`` to ``last``, in a body that uses a bucket: consecutive operators that
+    read its parameters, or all operators that add to its gradients."""
 
     key: BucketKey
     first: int
@@ -48,7 +49,7 @@ class _Touches:
 
 
 class _PlacedTouch(NamedTuple):
-    """A touch in the stretch at ``position`` of the stage."""
+    """A use of a bucket in the stretch that has ``position`` in the stage's list."""
 
     position: int
     touch: _Touch
@@ -56,26 +57,29 @@ class _PlacedTouch(NamedTuple):
 
 _Insertion = tuple[Callable[..., Operation], Gather | Reduce | Update]
 _Insertions = dict[int, list[_Insertion]]
-"""Insertions, keyed by the index of the operation that they precede."""
+"""Index of an operation in a body -> operations to insert before it."""
 
 
 @dataclass
 class Sharing:
-    """Adds sums, gathers and releases to the stretches of stages. Equal results share their bodies."""
+    """Inserts gradient sums, parameter gathers and releases into the code of stages; equal code is shared."""
 
     schedule: Schedule
     layout: ParallelLayout
     buckets: Buckets
     moves: tuple[Move, ...]
-    """Stages of sums over replicas."""
+    """Stages into which gradient sums over ``dp`` are split; empty if they run whole."""
     _touches: dict[tuple[object, ...], _Touches] = field(default_factory=dict)
     _bodies: dict[tuple[object, ...], Body] = field(default_factory=dict)
     _operations: dict[_Insertion, Operation] = field(default_factory=dict)
     _bases: list[Body] = field(default_factory=list)
-    """Keeps bodies alive, so that their ids stay valid as keys."""
+    """Bodies whose ids are keys of the caches; the list keeps them alive, so that ids stay valid."""
 
     def stage(self, stage: int, stretches: Sequence[Stretch]) -> Iterator[Stretch]:
-        """Return the stretches of a stage; `SharingError` for a block that lacks parameters."""
+        """Yield a stage's stretches with the transfers inserted.
+
+        Raises `SharingError` if the schedule does not gather parameters that a block needs.
+        """
         inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
         if self.layout.zero:
             self._gathers(stage, stretches, inserted)
@@ -86,7 +90,10 @@ class Sharing:
     # -- parameters ----------------------------------------------------------------------------------------
 
     def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
-        """Insert start, wait and, with ZeRO 3, release for every use of a bucket that is not gathered."""
+        """Insert a gather's start and wait before each use of a bucket that is not gathered at that time.
+
+        With ZeRO 3 also insert the bucket's release behind its last use.
+        """
         begin = next((n for n, s in enumerate(stretches) if isinstance(s.instruction, Prefetch)), None)
         uses = list(self._uses(stretches))
         following: dict[int, int] = {}
@@ -99,7 +106,7 @@ class Sharing:
         ahead = self.schedule.prefetch if self.layout.zero > 2 else len(uses)
         keep = max(self.schedule.keep, ahead, 1)
         behind = begin is not None and begin > 0
-        """Whether the stage's list ends with the gathers for the next step's begin."""
+        """Whether the stage's list ends with gathers for the beginning of the next step."""
         moves = self._gather_moves
         gathered: set[BucketKey] = set()
         for number, (position, touch) in enumerate(uses):
@@ -140,7 +147,8 @@ class Sharing:
             inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in gathered]
 
     def _uses(self, stretches: Sequence[Stretch]) -> Iterator[_PlacedTouch]:
-        """Yield all uses of buckets; only the first use of each where buckets stay gathered."""
+        """Yield the uses of buckets in the order of the stage's list; without ZeRO 3, where buckets stay
+        gathered, only the first use of each bucket."""
         again = self.layout.zero > 2
         seen: set[BucketKey] = set()
         for position, stretch in enumerate(stretches):
@@ -155,7 +163,7 @@ class Sharing:
         return moves_of(Kind.ALL_GATHER, self.schedule.partitions, "dp")
 
     def _ends(self, gather: Gather) -> tuple[Gather, Gather]:
-        """Return the first and the last stage of a gather."""
+        """Return the first and the last stage of a gather; the gather itself twice if it is not split."""
         moves = self._gather_moves if gather.axis == "dp" else ()
         return (
             (replace(gather, move=moves[0]), replace(gather, move=moves[-1])) if moves else (gather, gather)
@@ -164,7 +172,8 @@ class Sharing:
     # -- gradients -----------------------------------------------------------------------------------------
 
     def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
-        """Start a bucket's sums behind the last operator that adds to it; wait for single sums."""
+        """Insert the start of each bucket's gradient sums behind the last operator that adds to its
+        gradients, and the waits for sums that end inside the stage's list."""
         sums = _BucketSums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
         for stretch, into in zip(stretches, inserted, strict=True):
             block = stretch.instruction
@@ -193,7 +202,7 @@ class Sharing:
         return [Reduce(chunk, axis, number) for axis in axes]
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:
-        """Yield a block's sums, bucket by bucket in the order of a backward pass."""
+        """Yield a block's gradient sums separately for each bucket, in the order of a backward pass."""
         for chunk in dict.fromkeys(reduce.chunk for reduce in block.sums):
             sums = [reduce for reduce in block.sums if reduce.chunk == chunk]
             for number in reversed(self._numbers(chunk)):
@@ -256,24 +265,26 @@ def _key(reduce: Reduce) -> BucketKey:
 
 @dataclass
 class _BucketSums:
-    """The sums of buckets that are under way in a stage.
+    """State of a stage's bucket sums: which are under way, and which buckets have gradients not summed so
+    far.
 
-    Where gradients are in shares (``shared``), they have memory from the first operator that adds to them
-    until their sum is waited for, and at most ``most`` sums are under way.
+    If gradients are sharded (``shared``, ZeRO 2), whole gradients have memory from the first operator that
+    adds to them until their sum is waited for, and at most ``most`` sums are under way.
     """
 
     shared: bool
     most: int
     moves: tuple[Move, ...]
-    """Stages of sums over replicas."""
+    """Stages into which gradient sums over ``dp`` are split; empty if they run whole."""
     _unsummed: set[BucketKey] = field(default_factory=set)
-    """Buckets whose gradients have been added to since their last sum."""
+    """Buckets to whose gradients operators have added since their last sum."""
     _under_way: list[Reduce] = field(default_factory=list)
     _next: dict[Reduce, Reduce] = field(default_factory=dict)
-    """The sum that starts when another is complete: its next stage, or the sum of its shares (hybrid)."""
+    """Sum -> sum that starts when the first is complete: its next stage, or (hybrid sharding) the sum of the
+    shards over ``replica``."""
 
     def start(self, into: list[_Insertion], reduce: Reduce) -> None:
-        """Start a block's sum, behind the last operator that adds to it."""
+        """Insert the start of a bucket's sum into ``into``, after waits that must come first."""
         if reduce.axis == "replica":
             before = next((r for r in self._under_way if _key(r) == _key(reduce)), None)
             if before is not None:
@@ -304,7 +315,7 @@ class _BucketSums:
             self._finish(into, [stages[0]])
 
     def _wait(self, into: list[_Insertion], reduce: Reduce) -> None:
-        """Wait for a sum, and start the sum that follows."""
+        """Insert the wait for a sum, and the start of the sum that follows it (`_next`)."""
         self._under_way.remove(reduce)
         into.append((Wait, reduce))
         if (following := self._next.pop(reduce, None)) is not None:
@@ -312,7 +323,7 @@ class _BucketSums:
             self._under_way.append(following)
 
     def _finish(self, into: list[_Insertion], sums: list[Reduce]) -> None:
-        """Wait for sums and all their stages; stages of different sums alternate."""
+        """Insert the waits for sums and all their further stages; stages of different sums alternate."""
         while sums:
             reduce, *sums = sums
             last = reduce.move is None or reduce.move.last
@@ -321,16 +332,19 @@ class _BucketSums:
                 sums.append(self._under_way[-1])
 
     def end(self, summed: Iterable[BucketKey]) -> None:
-        """Note that a block has started the sums of these buckets."""
+        """Record that a block has started the sums of these buckets."""
         self._unsummed.difference_update(summed)
 
     def wait(self, into: list[_Insertion], whole: Reduce) -> None:
-        """Wait for the sums under way of a chunk over an axis."""
+        """Insert the waits for all sums under way that belong to the chunk and axis of ``whole``."""
         along = [r for r in self._under_way if (r.chunk, r.axis) == (whole.chunk, whole.axis)]
         self._finish(into, along)
 
     def allocate(self, into: list[_Insertion], key: BucketKey, sums: list[Reduce]) -> None:
-        """Allocate a bucket's gradients before an operator adds; ``sums``: over the axes of shares."""
+        """Insert the allocation of a bucket's gradients, unless they have memory already.
+
+        ``sums``: the bucket's sums over axes that shard it, one allocation for each.
+        """
         if key in self._unsummed:
             return
         self._unsummed.add(key)
@@ -339,7 +353,10 @@ class _BucketSums:
 
 
 def _turn(insertion: _Insertion) -> int:
-    """Return the rank among insertions at one index: releases, starts of gathers, sums, stages, waits."""
+    """Return the sort key of an insertion among all insertions at one index.
+
+    The order is: releases, updates and starts of gathers, sums, stages of gathers, waits.
+    """
     kind, what = insertion
     if isinstance(what, Reduce):
         return 2
@@ -353,7 +370,8 @@ def _turn(insertion: _Insertion) -> int:
 
 
 class SharingError(ValueError):
-    """An instruction that lacks parameters; ``position``: its position in the stage's list."""
+    """Error that a block's parameters are not gathered; ``position``: the block's index in the stage's
+    list."""
 
     def __init__(self, position: int, cause: str) -> None:
         super().__init__(cause)

@@ -1,4 +1,4 @@
-"""One sweep over linked code: registers that are alive and operators that have run, after each operation.
+"""Sweeps over linked code and tracks which registers are alive and which operators have run.
 
 Memory reads bytes from it, validation the first operation that cannot run. A body is swept once for each
 state of its frames.
@@ -34,11 +34,12 @@ from braid.scheduling.schedule.operations import (
 from braid.scheduling.schedule.schedule import Side
 
 FrameKey = tuple[int, int]
-"""Micro-batch and chunk."""
+"""Identifies a frame: (micro-batch, chunk)."""
 
 
 class FrameState(NamedTuple):
-    """Bit masks: registers that hold a value, operators that have run, transfers that were started."""
+    """Bit masks of a frame: registers that hold a value, operators that have run, transfers that have
+    started."""
 
     live: int = 0
     done: int = 0
@@ -47,18 +48,18 @@ class FrameState(NamedTuple):
 
 @dataclass(frozen=True)
 class Swept:
-    """Bytes of a stretch's frames, relative to their bytes before it: at most during it, and after it."""
+    """Change of memory by a stretch, in bytes relative to the memory before it: the peak, and at its end."""
 
     most: int
     change: int
 
 
 class CodeError(ValueError):
-    """An operation that cannot run at its position."""
+    """Error that an operation cannot run at its position in the code."""
 
 
 class AbsentInputError(CodeError):
-    """A pass whose input is missing."""
+    """Error that a pass runs before its input has arrived."""
 
     def __init__(self, pass_: Pass) -> None:
         super().__init__(f"{pass_}: its input is not there")
@@ -67,8 +68,11 @@ class AbsentInputError(CodeError):
 
 @dataclass
 class Sweep:
-    """Sweeps over the stretches of a stage. ``width``: bytes of an activation; ``rounded_width``: bytes of a
-    gradient in a rounded copy that is sent; 0: no such copies."""
+    """Sweep over the stretches of a stage, with the states of all frames and the bytes held so far.
+
+    ``width``: bytes per activation element; ``rounded_width``: bytes per element of the rounded copies in
+    which gradients are sent, 0 if gradients are not rounded.
+    """
 
     code: Code
     width: int = 2
@@ -79,7 +83,8 @@ class Sweep:
     _sizes: dict[Frame, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, stretch: Stretch) -> Swept:
-        """Sweep the next stretch; `CodeError` where an operation cannot run."""
+        """Advance over the next stretch and return its change of memory; raise `CodeError` if an operation
+        cannot run."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         before = tuple(self.states.get(key, _NEW) for key in keys)
         start = (_course(stretch.body), stretch.frames, before)
@@ -91,7 +96,8 @@ class Sweep:
         return swept
 
     def step_by_step(self, stretch: Stretch) -> Iterator[tuple[Operation, int]]:
-        """Sweep the next stretch by operation, each with all frames' bytes before it frees registers."""
+        """Advance over the next stretch; yield each operation with the bytes held just before it frees
+        registers."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
         run = _Run(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
         for operation in stretch.operations:
@@ -109,7 +115,7 @@ class Sweep:
         return Swept(run.most, run.bytes), run.after()
 
     def whole_bytes(self, what: Gather | Reduce) -> int:
-        """Return the bytes of a bucket's whole parameters or gradients where ranks hold shares; else 0."""
+        """Return the bytes of a bucket's whole parameters or gradients if ranks keep only shards, else 0."""
         layout = self.code.layout
         if (
             what.bucket is None
@@ -127,7 +133,7 @@ class Sweep:
         return elements * (self.width if isinstance(what, Gather) else max(4, self.width))
 
     def rounded_bytes(self, what: Gather | Reduce) -> int:
-        """Return the bytes of rounded copies of gradients, which a sum sends and overwrites."""
+        """Return the bytes of the rounded copies of gradients that a sum sends; 0 if nothing is rounded."""
         if not isinstance(what, Reduce) or what.chunk is None or not self.rounded_width:
             return 0
         buckets = self.code.buckets.of(what.chunk)
@@ -135,7 +141,10 @@ class Sweep:
         return self.rounded_width * sum(self._summed_elements(what.axis, spec.parameters) for spec in summed)
 
     def _summed_elements(self, axis: str, parameters: Parameters) -> int:
-        """Return the number of a bucket's gradients, on each rank, that a sum over an axis covers."""
+        """Return the number of gradient elements per rank that a bucket's sum over ``axis`` covers.
+
+        ``parameters``: counts of the bucket.
+        """
         layout, total = self.code.layout, 0
         shares = axis == "replica" or (layout.zero > 1 and axis == "ends")
         for axes, count in flat_elements(layout, parameters).items():
@@ -145,7 +154,7 @@ class Sweep:
         return total
 
     def sizes(self, frame: Frame) -> tuple[int, ...]:
-        """Return the bytes of every register's memory; 0 for registers that the executor fills."""
+        """Return the bytes of memory of each register of a frame; 0 for registers that the executor fills."""
         if frame not in self._sizes:
             provided = {register for all_ in frame.constants.values() for register in all_}
             self._sizes[frame] = tuple(
@@ -171,18 +180,19 @@ def _course(body: Body) -> object:
 
 
 def _begins(what: Gather | Reduce) -> bool:
-    """Tell whether a transfer is whole or the first stage."""
+    """Return whether a transfer is unsplit or the first stage of a split one."""
     return what.move is None or what.move.number == 0
 
 
 def _ends(what: Gather | Reduce) -> bool:
-    """Tell whether a transfer is whole or the last stage."""
+    """Return whether a transfer is unsplit or the last stage of a split one."""
     return what.move is None or what.move.last
 
 
 @dataclass(frozen=True)
 class History:
-    """A stage's step: peak bytes during each instruction, first fault, and final states of the frames."""
+    """Result of a sweep over one stage: peak bytes during each instruction, the first operation that cannot
+    run (position and error, or None), and the final states of the frames."""
 
     during: tuple[int, ...]
     fault: tuple[int, CodeError] | None
@@ -191,7 +201,10 @@ class History:
 
 @lru_cache(maxsize=1)
 def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, ...]:
-    """Sweep over every stage; ``width`` and ``rounded_width`` are the bytes that `Sweep` explains."""
+    """Sweep over all stages of the code and return their histories.
+
+    ``width``, ``rounded_width``: bytes per activation element and per rounded gradient (`Sweep`).
+    """
     sweep, result = Sweep(code, width, rounded_width), []
     for stretches in code.stages:
         sweep.states, sweep.held_bytes = {}, 0
@@ -208,7 +221,7 @@ def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, 
 
 
 class _Run:
-    """A sweep of one stretch. Passes of one micro-batch in one chunk share their frame."""
+    """State of a sweep within one stretch. Passes of one micro-batch in one chunk share their frame."""
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:
         self._stretch, self._passes, self._frames = stretch, stretch.passes, stretch.frames
@@ -222,11 +235,11 @@ class _Run:
         self.bytes = self.most = self.before_free = 0
 
     def after(self) -> tuple[FrameState, ...]:
-        """Return the states of the frames, by turn."""
+        """Return the current state of each pass's frame, in the order of the stretch's passes."""
         return tuple(FrameState(self._live[n], self._done[n], self._started[n]) for n in self._frame_of)
 
     def operation(self, operation: Operation) -> None:
-        """Run one operation; `CodeError` if it cannot run."""
+        """Apply one operation to the states and the memory; raise `CodeError` if it cannot run."""
         turn = operation.turn
         match operation:
             case Compute(Node() as node):
@@ -284,7 +297,7 @@ class _Run:
             raise CodeError(_reason(frame, pass_, node, missing))
 
     def _arrival(self, turn: int, message: Message) -> int:
-        """Return the bit of a message's departure or arrival."""
+        """Return the bit that a message sets: departure if the stage sends it, arrival if it receives it."""
         frame, forward = self._frames[turn], message.moved.forward
         return frame.departure(forward) if isinstance(message, Send) else frame.arrival(forward)
 
@@ -325,7 +338,7 @@ class _Run:
 
 
 def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:
-    """Return the reason why an operator cannot run yet."""
+    """Return an error text: which operator in the mask ``missing`` must run before ``node`` of pass ``p``."""
     ahead, name = _first(frame, missing)
     if ahead and not p.forward:
         return f"{p}: {name} of its forward pass has not run"
@@ -335,13 +348,14 @@ def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:
 
 
 def _first(frame: Frame, bits: int) -> tuple[bool, str]:
-    """Return, for the operator of the lowest bit: whether it is in the forward graph, and its name."""
+    """Return, for the operator of the lowest set bit, whether it is in the forward graph, and its name."""
     lowest = (bits & -bits).bit_length() - 1
     return next((ahead, name) for (_, ahead, name), bit in frame.bits.items() if bit == lowest)
 
 
 def unfinished(micro_batch: int, chunk: int, frame: Frame, state: FrameState) -> str | None:
-    """Return what a frame has not finished at the end of a step; None if nothing."""
+    """Return an error text that names what a frame has left undone at the end of a step; None if it is
+    complete."""
     passes = {
         True: Pass(PassKind.FORWARD, micro_batch, chunk),
         False: Pass(PassKind.BACKWARD, micro_batch, chunk),

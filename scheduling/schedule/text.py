@@ -33,7 +33,7 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Pro
 
 VERSION: Final = 6
 COLUMNS: Final = 120
-"""Greatest length of lines with more than one instruction."""
+"""Most columns of a line in a schedule's text that holds more than one instruction."""
 
 _Result = TypeVar("_Result")
 _NUMBER = r"(0|[1-9][0-9]*)"
@@ -73,12 +73,14 @@ def write_sides(sides: Iterable[Side]) -> str:
 
 
 def write_step(turn: int, operator: str, *, several: bool = True) -> str:
-    """Return an operator's name in a program, with the number of its pass where there are several."""
+    """Return the text of an operator in a program, with the number of its pass if the program has
+    ``several``."""
     return f"{turn}:{operator}" if several else operator
 
 
 def _operation_text(operation: Operation, several: bool) -> str:
-    """Return a line of a program."""
+    """Return an operation as a line of a program's text; ``several``: whether the program has several
+    passes."""
     if not isinstance(operation, Compute | Start | Wait):
         return "barrier"
     verb = type(operation).__name__.lower()
@@ -88,7 +90,8 @@ def _operation_text(operation: Operation, several: bool) -> str:
 
 
 def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
-    """Return a stage's lines. A block shares its line with the transfers it needs and its sends."""
+    """Return a stage's instructions as lines. A block shares its line with the messages that it waits for and
+    sends."""
     lines: list[str] = []
     behind = False
     for position, instruction in enumerate(stage):
@@ -103,7 +106,10 @@ def _stage_lines(stage: tuple[Instruction, ...]) -> list[str]:
 
 
 def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> bool:
-    """Tell whether an instruction continues the line; ``behind``: the line has its block already."""
+    """Return whether the instruction at ``position`` continues the line of the instruction before it.
+
+    ``behind``: whether that line already contains a block.
+    """
     instruction, before = stage[position], stage[position - 1] if position else None
     arrives = _is(before, Start, Receive) or isinstance(before, Wait)
     match instruction:
@@ -127,7 +133,8 @@ def _same_line(stage: tuple[Instruction, ...], position: int, behind: bool) -> b
 
 
 def _is(instruction: Instruction | None, kind: type, transfer: type) -> bool:
-    """Tell whether an instruction starts (or waits for, by ``kind``) a transfer of a type."""
+    """Return whether an instruction is a ``kind`` (`Start` or `Wait`) of a transfer of the type
+    ``transfer``."""
     return (
         isinstance(instruction, Start | Wait)
         and isinstance(instruction, kind)
@@ -139,7 +146,7 @@ def _is(instruction: Instruction | None, kind: type, transfer: type) -> bool:
 
 
 def parse_pass(token: str) -> Pass:
-    """Parse ``F3.1b``; `ValueError` for anything that is not exactly one pass."""
+    """Parse a pass such as ``F3.1b``; raise `ValueError` if the text is not exactly one pass."""
     if not (match := _PASS.fullmatch(token)):
         raise ValueError(f"{token!r} is not a pass (F3.1, B3.1, I3.1, W3.1, L3.1, with b for strand beta)")
     kind, micro_batch, chunk, mark = match.groups()
@@ -147,7 +154,7 @@ def parse_pass(token: str) -> Pass:
 
 
 def parse_instruction(token: str) -> Instruction:
-    """Parse one instruction; `ValueError` for anything that is not exactly one."""
+    """Parse the text of one instruction; raise `ValueError` if it is not exactly one instruction."""
     if token == "STEP":
         return Compute(Step())
     if token == "NORM":
@@ -189,7 +196,10 @@ def _block(token: str) -> Block:
 
 
 def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
-    """Parse the transfer in ``text``, which is ``token`` or its content."""
+    """Parse a message or gradient sum, such as ``SEND(F3.2>1)``.
+
+    ``token``: the whole instruction, for errors; ``opening``: the character behind the transfer's name.
+    """
     match = _TRANSFER.fullmatch(text)
     if match is None or match[2] != opening:
         raise ValueError(f"{token!r} waits for no transfer (WAIT(SEND F3.2>1), WAIT(REDUCE 1 dp), ...)")
@@ -207,7 +217,7 @@ def _transfer(token: str, text: str, opening: str) -> Message | Reduce:
 
 
 def parse_sides(text: str) -> Sides:
-    """Parse ``F:layer|B:layer``; `ValueError` for anything else."""
+    """Parse the passes of a program, such as ``F:layer|B:layer``; raise `ValueError` for any other text."""
     sides = []
     for side in text.split("|"):
         kind, colon, unit = side.partition(":")
@@ -228,7 +238,7 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
 
 
 def parse_operation(line: str, count: int) -> Operation:
-    """Parse one line of a program of ``count`` passes; `ValueError` for anything else."""
+    """Parse one line of a program of ``count`` passes; raise `ValueError` if it is not an operation."""
     match line.split():
         case ["compute", name]:
             turn, operator = parse_step(name, count)
@@ -247,15 +257,15 @@ def parse_operation(line: str, count: int) -> Operation:
 
 
 Line = tuple[int, str]
-"""A line's number and its text, without comment and outer white space."""
+"""A line of a schedule's text: its number, and its text without comment and outer white space."""
 
 _HEADER: Final = ("name", "stages", "chunks", "micro_batches", "unit")
 _OPTIONAL: Final = ("prefetch", "keep")
-"""Keys that follow the header where they are not 0."""
+"""Keys that are written behind the header, each only if its value is not 0."""
 
 
 def parse(text: str) -> Schedule:
-    """Parse a schedule; `ValueError` names the wrong line."""
+    """Parse the text of a schedule; raise `ValueError` that names the wrong line."""
     lines: list[Line] = [
         (number, stripped)
         for number, line in enumerate(text.splitlines(), start=1)

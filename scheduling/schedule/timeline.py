@@ -1,6 +1,6 @@
-"""Times of a schedule's blocks if forward and backward passes take fixed times and links take none.
+"""Times a schedule's blocks as if passes took fixed times and messages none.
 
-They serve to draw schedules and to find deadlocks; the simulator knows costs of operators and links.
+These times serve to draw schedules and to find deadlocks; the simulator uses costs of operators and links.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Schedule, pas
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """A block with the slots it occupies on its stage."""
+    """A block with the time slots that it occupies on its stage: ``start`` to ``end``, without ``end``."""
 
     block: Block
     start: int
@@ -22,7 +22,7 @@ class TimedBlock:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All blocks of all stages; ``stuck`` holds, per stage, the position it could not pass, if any."""
+    """Timed blocks of all stages. ``stuck``: stage -> position of the instruction that waits for ever."""
 
     stages: tuple[tuple[TimedBlock, ...], ...]
     stuck: Mapping[int, int]
@@ -38,10 +38,10 @@ class Timeline:
 
 
 def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Timeline:
-    """Run every stage's instructions as soon as their inputs are there.
+    """Time all blocks, if each stage runs its instructions in order, as soon as their inputs are there.
 
-    A message arrives when it is sent. The wait for a send lasts until its receive has started: an earlier end
-    would be buffering, on which no schedule may count.
+    ``forward``, ``backward``: slots of a pass. A message arrives when it is sent. The wait for a send lasts
+    until the receive has started, since no schedule may count on buffering.
     """
     inputs = (backward + 1) // 2
     slots = {
@@ -88,21 +88,21 @@ def unit_timeline(schedule: Schedule, forward: int = 1, backward: int = 2) -> Ti
 
 
 def _waits(instruction: Instruction) -> bool:
-    """Tell whether an instruction is a block or a message; sums and updates never delay these."""
+    """Return whether an instruction is a block or a message; sums and updates delay neither of them."""
     return isinstance(instruction, Block) or (
         isinstance(instruction, Start | Wait) and isinstance(instruction.what, Message)
     )
 
 
 _Task = tuple[int, int]
-"""Stage, and position in its list."""
+"""Identifies an instruction: (stage, position in the stage's list)."""
 _NEVER: _Task = (-1, -1)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the largest number of forward passes of a stage whose backward pass has not run yet.
+    """Return the peak number of a stage's forward passes whose backward pass has not run.
 
-    Within a block backward passes count first: the forward passes beside them take the freed memory.
+    Within a block backward passes count first, since its forward passes use the memory that they free.
     """
     peak = alive = 0
     for instruction in schedule.stages[stage]:
@@ -122,10 +122,10 @@ def run_in_order(
     after: Callable[[Task], Iterable[Task]],
     ns: Callable[[Task], int],
 ) -> tuple[dict[Task, tuple[int, int]], dict[Queue, int]]:
-    """Time tasks if each queue runs its tasks in order, and each task waits for the tasks ``after(task)``.
+    """Time tasks, if each queue runs its tasks in order and each task starts after the tasks ``after(task)``.
 
-    Returns begin and end of each task in the unit of ``ns``, and for every queue that cannot finish, the
-    index of the task that waits for ever.
+    ``ns``: duration of a task, in any unit. Returns (begin, end) of each task in that unit, and for every
+    queue that cannot finish, the index of the task that waits for ever.
     """
     times: dict[Task, tuple[int, int]] = {}
     positions = dict.fromkeys(queues, 0)

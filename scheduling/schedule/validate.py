@@ -37,17 +37,22 @@ from braid.scheduling.schedule.timeline import unit_timeline
 from braid.scheduling.schedule.validate_update import update_faults
 
 Faults = Iterator[tuple[int, str]]
-"""Positions in a stage's list (its length: the end) and causes."""
+"""Errors of one stage: (position in its list of instructions, cause); the list's length stands for its
+end."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that must not run."""
+    """Error that a schedule is incomplete or unsafe, so that it must not run."""
 
 
 def linked(
     schedule: Schedule, layout: ParallelLayout, kinds: tuple[str, ...], parts: Mapping[str, Part]
 ) -> Code:
-    """Link a schedule; `ScheduleError` unless it is complete and safe for layout and parts."""
+    """Link and check a schedule; raise `ScheduleError` if it is incomplete or unsafe for the layout and
+    parts.
+
+    ``kinds``: kind of each model layer; ``parts``: the units that programs run, by name.
+    """
     if len(schedule.stages) != layout.pp or schedule.chunks != layout.chunks:
         raise ScheduleError(
             f"schedule {schedule.name} has {len(schedule.stages)} stages and {schedule.chunks} chunks, "
@@ -69,7 +74,8 @@ def linked(
 
 
 def check(code: Code) -> None:
-    """Raise `ScheduleError` for linked code that must not run."""
+    """Raise `ScheduleError` if linked code computes a step incompletely or wrongly, or runs into a
+    deadlock."""
     schedule, layout = code.schedule, code.layout
     for stage, stretches in enumerate(code.stages):
         for faults in (
@@ -90,7 +96,8 @@ def check(code: Code) -> None:
 def check_memory(
     code: Code, shape: ModelShape, dtype: str, limit_bytes: int, reduce_dtype: str | None = None
 ) -> None:
-    """Raise `ScheduleError` where a rank would need more than ``limit_bytes``; it names the instruction."""
+    """Raise `ScheduleError` if a rank would need more than ``limit_bytes``; it names the instruction with the
+    peak."""
     for stage in range(code.layout.pp):
         needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype).total_bytes
         if needed > limit_bytes:
@@ -113,7 +120,7 @@ def _fail(schedule: Schedule, stage: int, position: int, cause: str) -> NoReturn
 
 
 def _check_programs(schedule: Schedule, parts: Mapping[str, Part]) -> None:
-    """Raise `ScheduleError` for programs of unknown units, or programs that no block can use."""
+    """Raise `ScheduleError` if a program is for unknown units, or if no block can use it."""
     blocks = {_movers(i.passes) for stage in schedule.stages for i in stage if isinstance(i, Block)}
     kinds = {*blocks, *((kind,) for together in blocks for kind in together)}
     for sides, program in schedule.programs.items():
@@ -139,7 +146,7 @@ def _movers(passes: Iterable[Pass | Side]) -> tuple[PassKind, ...]:
 # -- misplaced passes and messages -----------------------------------------------------------------------
 
 Homes = Mapping[int, Strand]
-"""The strand of every micro-batch: the strand of most of its passes."""
+"""Micro-batch -> strand on which most of its passes run."""
 
 
 def _homes(schedule: Schedule) -> Homes:
@@ -151,7 +158,8 @@ def _homes(schedule: Schedule) -> Homes:
 
 
 def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Homes) -> Faults:
-    """Find passes and messages on a wrong stage, or on another strand than their micro-batch."""
+    """Yield errors for passes and messages that are on a wrong stage, or on another strand than most passes
+    of their micro-batch, and for passes that cannot form a block."""
     on_stage, last = layout.chunks_of(stage), schedule.micro_batches - 1
     together = {_movers(sides) for sides in schedule.programs}
     for position, instruction in enumerate(schedule.stages[stage]):
@@ -219,7 +227,7 @@ def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: boo
 
 
 def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
-    """Find passes that a stage has to run, and does not."""
+    """Yield an error if a stage's list lacks passes that the stage has to run."""
     run = {(p.whole.kind, p.micro_batch, p.chunk) for p in schedule.passes[stage]}
     kinds = (PassKind.FORWARD, PassKind.BACKWARD) if schedule.trains else (PassKind.FORWARD,)
     missing = [
@@ -236,8 +244,9 @@ def _never(schedule: Schedule, stage: int, layout: ParallelLayout) -> Faults:
 
 
 def _data(code: Code, stage: int) -> Faults:
-    """Find operators that cannot run at their position, and unfinished work at the end."""
-    # The width of bf16, with which memory asks for the same cached sweep.
+    """Yield an error for the first operator that cannot run at its position, or else for each frame that the
+    stage leaves unfinished."""
+    # Any width would do; with that of bf16 the memory check can reuse the cached sweep.
     swept, stretches = histories(code, DTYPE_BYTES["bf16"])[stage], code.stages[stage]
     if swept.fault is not None:
         position, error = swept.fault
@@ -253,7 +262,7 @@ def _data(code: Code, stage: int) -> Faults:
 
 
 def _absent(pass_: Pass, stage: int, layout: ParallelLayout) -> str:
-    """Return the reason why a pass has no input."""
+    """Return an error text that says why a pass lacks its input."""
     before = pass_.before(layout)
     assert before is not None
     source = layout.stage_of(before.chunk)
@@ -263,9 +272,9 @@ def _absent(pass_: Pass, stage: int, layout: ParallelLayout) -> str:
 
 
 def _summation(stretches: tuple[Stretch, ...]) -> Faults:
-    """Check that a block adds up a parameter's gradients in the order of micro-batches.
+    """Yield an error if a block does not add up a parameter's gradients in the order of micro-batches.
 
-    Then a block of several passes gives the same bits as these passes one after the other.
+    This order makes a block of several passes give the same bits as the passes one after the other.
     """
     checked: set[tuple[object, ...]] = set()
     for position, stretch in enumerate(stretches):
@@ -296,9 +305,9 @@ def _summation(stretches: tuple[Stretch, ...]) -> Faults:
 
 
 def _channels(schedule: Schedule) -> Iterator[tuple[int, int, str]]:
-    """Check that every message is received at its target, in the order of sending, for each channel.
+    """Yield errors (stage, position, cause) for messages that are not received in the order of sending.
 
-    A channel is a pair of stages and a direction. Yields stages, positions and causes.
+    Order matters within a channel: a sending stage, a receiving stage and a direction of passes.
     """
     sent: dict[tuple[int, int, Direction], deque[Pass]] = defaultdict(deque)
     for source, instructions in enumerate(schedule.stages):

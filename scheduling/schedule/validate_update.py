@@ -25,10 +25,11 @@ from braid.scheduling.schedule.schedule import Block, Instruction, Prefetch, Sch
 def update_faults(
     schedule: Schedule, layout: ParallelLayout, buckets: Buckets
 ) -> Iterator[tuple[int, int, str]]:
-    """Check sums of gradients after a chunk's last pass (ZeRO 2: after every pass), gathers before its first
-    pass (ZeRO 3: before every pass), and one step at the end.
+    """Yield errors (stage, position, cause) in gradient sums, parameter gathers and the update.
 
-    Yields stages, positions in their lists (the length: the end) and causes.
+    Gradients must be summed after a chunk's last pass (ZeRO 2: after every pass), parameters gathered before
+    its first pass (ZeRO 3: before every pass), and one update must come at the end. A position equal to the
+    length of the stage's list stands for its end.
     """
     for stage in range(len(schedule.stages)):
         for position, cause in _of_stage(schedule, stage, layout, buckets):
@@ -53,7 +54,7 @@ def _transfer(instruction: Instruction) -> object:
 
 
 class _Walk:
-    """Goes through a stage's list and records its progress."""
+    """Walk over a stage's instructions that records which sums, gathers and updates have been seen."""
 
     def __init__(self, schedule: Schedule, stage: int, layout: ParallelLayout, buckets: Buckets) -> None:
         self._layout = layout
@@ -67,7 +68,7 @@ class _Walk:
         self._normed = self._stepped = False
 
     def fault(self, position: int, instruction: Instruction) -> str | None:
-        """Return what is wrong with the next instruction; None: nothing, and it is recorded."""
+        """Check the next instruction: return the text of its error, or record it and return None."""
         match instruction:
             case Prefetch():
                 behind = self._stepped and self._layout.zero < 3 and position == len(self._instructions) - 1
@@ -109,7 +110,8 @@ class _Walk:
         return next(filter(None, (self._start(position, reduce) for reduce in block.sums)), None)
 
     def _gathers(self, block: Block) -> str | None:
-        """Check that parameters are gathered before their passes, and with ZeRO 1 and 2 only once."""
+        """Return an error text if a block's parameters are not gathered, or with ZeRO 1 and 2 gathered twice;
+        else None."""
         reading = dict.fromkeys(p.chunk for p in block.passes if p.kind is not PassKind.WEIGHT)
         for gather in block.gathers:
             if gather.chunk not in reading:
@@ -132,7 +134,8 @@ class _Walk:
         return None
 
     def at_end(self) -> str | None:
-        """Return the instruction that is missing at the end; None if the step is complete."""
+        """Return an error text that names what is missing at the end of the list; None if the step is
+        complete."""
         if not self._stepped:
             return "the STEP is missing"
         return f"{self._under_way[0]} is never waited for" if self._under_way else None
@@ -194,5 +197,6 @@ class _Walk:
         return None
 
     def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of a chunk's sums along which states are cut; empty without ZeRO."""
+        """Return those of a chunk's axes of gradient sums over which ZeRO shards states; empty without
+        ZeRO."""
         return tuple(axis for axis in axes if axis in SHARDED) if self._layout.zero else ()

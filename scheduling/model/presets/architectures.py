@@ -1,4 +1,4 @@
-"""Architectures of `transformers` that compute what Braid computes, and their keys in ``config.json``.
+"""Lists the architectures of `transformers` that Braid can compute, and their keys in ``config.json``.
 
 Llama, Mistral, Qwen2 (and 2.5) and Qwen3 are of family ``llama``, GPT-2 of ``gpt``, Mixtral, Qwen3-MoE and
 Phi-3.5-MoE of ``moe``. Keys are those of `transformers`, old and new.
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 TRAITS: Final = ("qkv_bias", "projection_bias", "head_bias", "head_norm", "layer_norm", "mixer_jitter")
-"""Fields of `ModelShape` that some architectures always have, some never, and some where a key says so."""
+"""Boolean-like fields of `ModelShape` that tell architectures apart: an architecture has a trait always,
+never, or if a key of ``config.json`` sets it."""
 OTHER_NAMES: Final = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Keys that `transformers` reads as synonyms: version 5 writes both as ``num_local_experts``."""
+"""Key of ``config.json`` -> synonym that `transformers` reads too; version 5 always writes
+``num_local_experts``."""
 REFUSED: Final = {
     "deepseek_v2": "its attention is over compressed keys and values (multi-head latent attention)",
     "deepseek_v3": "its attention is over compressed keys and values (multi-head latent attention)",
@@ -23,29 +25,31 @@ REFUSED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The form of a model family in ``config.json``."""
+    """An architecture of `transformers`, and how its ``config.json`` maps to a `ModelShape`."""
 
     family: str
     model_type: str
     name: str
     """Name of the model class in `transformers`."""
     other_names: tuple[str, ...] = ()
-    """Other class names in published files."""
+    """Other names that published files use for the model class."""
     keys: Mapping[str, str]
     """Field of `ModelShape` -> key of ``config.json``."""
     defaults: Mapping[str, Any]
-    """Key -> default of `transformers` for a missing or null key: a value, or a function of all keys. Keys
-    without a default are required."""
+    """Key -> default of `transformers` if the key is missing or null: a value, or a function of the file's
+    content. Keys without a default are required."""
     fixed: Mapping[str, tuple[Any, ...]]
-    """Key -> values that mean what Braid computes; the first is the default and is written."""
+    """Key -> values of the key that Braid can compute; the first is the default, and the value that is
+    written."""
     traits: frozenset[str] = frozenset()
-    """The members of `TRAITS` that all models of the architecture have."""
+    """Those of `TRAITS` that every model of the architecture has."""
     rotary: tuple[str, ...] = ("default", "linear", "llama3")
-    """Kinds of rotary embeddings that the architecture and Braid compute alike."""
+    """Kinds of rotary embeddings of the architecture that Braid can compute."""
     window: int | None = 0
-    """Default of `transformers` for a missing ``sliding_window``; 0: the architecture ignores the key."""
+    """Default of `transformers` if ``sliding_window`` is missing; 0 if the architecture ignores this key."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> value that is written but not read: training settings that Braid lacks."""
+    """Key -> value that is written to ``config.json`` but ignored in reading: training settings Braid
+    lacks."""
 
 
 _LLAMA_KEYS: Final = {
@@ -112,7 +116,8 @@ MISTRAL: Final = replace(
 
 _EXPERT_KEYS: Final = {**_LLAMA_KEYS, "top_k": "num_experts_per_tok"}
 _EXPERT_WRITTEN: Final = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
-"""No loss that balances experts: Braid's sums over one layer, `transformers`' over all layers."""
+"""Keys that switch off the loss that balances experts: Braid's is a loss per layer, that of `transformers`
+one over all layers."""
 
 MIXTRAL: Final = Architecture(
     family="moe",
@@ -197,4 +202,4 @@ GPT2: Final = Architecture(
 )
 
 ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, PHI_MOE, GPT2)
-"""The known architectures; a shape is written as the first one that computes it."""
+"""All known architectures; a shape is written as the first of them that can compute it."""

@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face directory as a `ModelShape`, and back.
+"""Converts the ``config.json`` of a Hugging Face directory to a `ModelShape`, and back.
 
 The known `architectures` compute exactly what Braid's families compute; a model that differs in any way is
 refused, never approximated. Settings of training alone are not read: dropout and ``router_jitter_noise`` of
@@ -49,15 +49,16 @@ _ROTARY: Final = {
     "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_sequence"),
     "longrope": ("factors", "magnitude", "original_sequence"),
 }
-"""Known kind of rotary embedding -> its fields of `RotaryScaling`."""
+"""Kind of rotary embedding in `transformers` -> fields of `RotaryScaling` that it sets."""
 _OF_TRAINING: Final = ("capacity_factor", "balance_loss", "z_loss")
-"""Fields of a mixture of experts that the run sets, whatever the origin of its weights."""
+"""Fields of a mixture of experts that come from the run's configuration, never from ``config.json``."""
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """Return the architecture that computes models of this shape; `ValueError` if there is none.
+    """Return the architecture of `transformers` that computes models of this shape.
 
-    Losses of routers and capacities of experts, which concern training, are ignored.
+    Router losses and expert capacities, which concern only training, are ignored. Raises `ValueError` if no
+    architecture fits.
     """
     traits = {name: value for name in TRAITS if (value := getattr(shape, name))}
     same = (
@@ -118,16 +119,19 @@ def architecture_of(shape: ModelShape) -> Architecture:
 
 
 def _normalised(shape: ModelShape) -> bool:
-    """Tell whether a token's gates sum to 1, as a softmax over the chosen experts does."""
+    """Return whether the gates of each token sum to 1: they are divided by their sum, or a softmax over the
+    chosen experts."""
     return shape.normalised or shape.softmax_after
 
 
 def hugging_face_config(
     shape: ModelShape, dtype: str, tokens: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the content of ``config.json`` for a model with weights of ``dtype`` (``float32``, ...).
+    """Return the content of ``config.json`` for a model whose weights have the dtype ``dtype`` (``float32``,
+    ...).
 
-    ``tokens``: ids of special tokens, by their keys in the file. Dropout is left out: Braid has none.
+    ``tokens``: key in the file (``eos_token_id``, ...) -> id of a special token. Dropout is left out: Braid
+    has none.
     """
     architecture = architecture_of(shape)
     further: dict[str, Any] = {}
@@ -159,11 +163,12 @@ def hugging_face_config(
 
 
 def initial_shape(directory: Path, configured: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of the model in a directory; the ``configured`` fields must agree with it.
+    """Return the shape of the model in a Hugging Face directory; the ``configured`` fields must agree with
+    it.
 
-    Where positions are rotary, ``sequence`` may be shorter than the longest that the model supports; losses
-    and capacity of a mixture of experts are taken from ``configured``. `ValueError` names the configuration's
-    key, its value, the directory's value and the remedy.
+    If positions are rotary, ``sequence`` may be shorter than the longest that the model supports; losses and
+    capacity of a mixture of experts are taken from ``configured``. If a field disagrees, the `ValueError`
+    names the configuration's key, its value, the directory's value and the remedy.
     """
     content = _content(directory / CONFIG)
     shape = _shape(content, directory / CONFIG)
@@ -229,7 +234,8 @@ def _shape(content: Mapping[str, Any], path: Path) -> ModelShape:
 
 
 def _pattern(content: Mapping[str, Any], layers: int, path: Path) -> str:
-    """Return the pattern: each ``decoder_sparse_step``-th layer has experts, but for ``mlp_only_layers``."""
+    """Return the pattern of layer kinds of a Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts,
+    except those in ``mlp_only_layers``."""
     step, dense = content.get("decoder_sparse_step", 1), content.get("mlp_only_layers") or []
     if type(step) is not int or step < 1:
         raise ValueError(f"{path}: decoder_sparse_step={step!r} must be a whole number of at least 1")
@@ -240,7 +246,7 @@ def _pattern(content: Mapping[str, Any], layers: int, path: Path) -> str:
 
 
 def _check_window(content: Mapping[str, Any], sequence: int, path: Path) -> None:
-    """Raise `ValueError` unless every token attends to all earlier tokens, as in Braid."""
+    """Raise `ValueError` unless every token of a sample attends to all earlier tokens, as in Braid."""
     kinds = content.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or set(map(str, kinds)) - {"full_attention"}):
         raise ValueError(
@@ -273,7 +279,10 @@ def _architecture(content: Mapping[str, Any], path: Path) -> Architecture:
 
 
 def _rotary(content: Mapping[str, Any], arch: Architecture, path: Path) -> Mapping[str, Any]:
-    """Return the settings of the rotary embedding; newer files keep them in ``rope_parameters``."""
+    """Return the file's settings of rotary scaling, which newer files have under ``rope_parameters``.
+
+    Raises `ValueError` for a kind of rotary embedding that Braid cannot compute.
+    """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rotary = content.get(key) or {}
     if not isinstance(rotary, Mapping):
@@ -290,7 +299,7 @@ def _rotary(content: Mapping[str, Any], arch: Architecture, path: Path) -> Mappi
 
 
 def _kind_of(scaling: RotaryScaling | None) -> str:
-    """Return the `transformers` name of a kind of rotary embedding."""
+    """Return the name that `transformers` gives to the kind of rotary embedding with this scaling."""
     if scaling is None:
         return "default"
     if scaling.factors:

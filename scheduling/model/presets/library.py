@@ -32,15 +32,19 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def model_preset(name: str) -> ModelShape:
-    """Return the shape of a preset; `ValueError` names the nearest preset."""
+    """Return the shape of a model preset; for an unknown name the `ValueError` suggests a similar preset."""
     content = dict(_known("model.preset", name, _content("models.yaml")))
     content.pop("source")
     return from_mapping(ModelShape, content, f"preset {name}")
 
 
 def known_shape(preset: str | None, initial: Path | None, configured: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a preset, changed by the ``configured`` fields, or of a Hugging Face directory,
-    which must agree with both. `ValueError` names key, value and remedy."""
+    """Return the shape of a preset with the ``configured`` fields changed, or of the Hugging Face directory
+    ``initial``.
+
+    A directory must agree with the preset, if any, and the fields; else the `ValueError` names key, value and
+    remedy.
+    """
     if preset is None:
         assert initial is not None
         return initial_shape(initial, configured)
@@ -49,12 +53,15 @@ def known_shape(preset: str | None, initial: Path | None, configured: Mapping[st
 
 
 def model_source(name: str) -> str:
-    """Return the source of a model preset's figures."""
+    """Return the text that says where a model preset's figures come from."""
     return str(_content("models.yaml")[name]["source"])
 
 
 def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
-    """Return a cluster preset, with ``nodes`` nodes if given; `ValueError` names the nearest preset."""
+    """Return a cluster preset, with ``nodes`` nodes if given.
+
+    For an unknown name the `ValueError` suggests a similar preset.
+    """
     entry = _known("--cluster", name, _content("clusters.yaml")["clusters"])
     spec = from_mapping(ClusterSpec, _whole_cluster(name, entry), f"preset {name}")
     if nodes is None:
@@ -63,7 +70,12 @@ def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
 
 
 def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
-    """Return a preset, or read a YAML file: a whole ``ClusterSpec``, or ``base: PRESET`` and changes."""
+    """Return the cluster preset named ``reference``, or read the YAML file of that name (``.yaml``,
+    ``.yml``).
+
+    A file holds a whole `ClusterSpec`, or ``base: PRESET`` and changes. ``nodes``: replaces the number of
+    nodes.
+    """
     if not reference.endswith((".yaml", ".yml")):
         return cluster_preset(reference, nodes)
     try:
@@ -76,7 +88,10 @@ def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
 
 
 def parse_cluster(content: Any, where: str) -> ClusterSpec:
-    """Return a cluster from a file's content, in which GPU, link and contention may be names of presets."""
+    """Return the cluster that a file's content describes; GPU, link and contention may be names of presets.
+
+    ``where``: source of the content, for errors.
+    """
     if not isinstance(content, Mapping):
         raise ValueError(f"{where} must hold keys and values, found {content!r}")
     entry = dict(content)
@@ -102,7 +117,7 @@ def _known(key: str, name: Any, presets: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _whole_cluster(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cluster's entry with names of parts replaced by the parts."""
+    """Return a cluster's entry with preset names of GPU, link and contention replaced by the presets."""
     presets = _content("clusters.yaml")
     whole = {"name": name, **entry}
     for key, section in (("gpu", "gpus"), ("intra", "links"), ("contention", "contention")):
@@ -117,7 +132,10 @@ def _whole_cluster(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _network(network: Any, gpus: Any, common: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the link of one GPU: its share of the node's printed network bandwidth."""
+    """Return the network link of one GPU, whose bandwidth is its share of the node's (``gbps_per_node``).
+
+    ``gpus``: GPUs per node; ``common``: the presets' other constants of networks.
+    """
     if not isinstance(network, Mapping) or "gbps_per_node" not in network:
         raise ValueError(f"{where}.network.gbps_per_node is missing; give the node's bandwidth in Gbit/s")
     gbps = number(network["gbps_per_node"])
