@@ -153,7 +153,7 @@ class Profile:
         return max(0.0, 1.0 - self.effect(first, second))
 
     def _names(self, first: str, second: str) -> Iterator[tuple[str, str]]:
-        """Yield the names under which a pair may be listed, the most specific first.
+        """Yield the pairs of names under which two operators may be listed, the most specific pair first.
 
         A name without a class is its own class: links and the optimizer are looked up by class name.
         """
@@ -164,7 +164,8 @@ class Profile:
         yield classes
 
     def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
-        """Return the time in ns of a transfer outside layers (messages between stages, gradients)."""
+        """Return the time in ns of a transfer outside layers: a message along ``pp``, a gradient sum, a
+        gather."""
         return self.transfer(axis, kind).ns(payload_bytes)
 
     def transfer(self, axis: str, kind: Kind) -> TransferFit:
