@@ -1,4 +1,4 @@
-"""Modelled profiles: costs of a job's operators and transfers on a `ClusterSpec` that is not at hand.
+"""Models profiles: computes the costs of a job's operators and transfers on a cluster from its `ClusterSpec`.
 
 GEMMs and attention run at their share of the peak rate (a function of their size), other operators at their
 share of the memory bandwidth; collectives follow `braid.scheduling.cost.collectives`.
@@ -23,21 +23,21 @@ from braid.scheduling.mesh.partition import PARTITIONED, Factor, factor_of
 from braid.scheduling.model.operators import Kind, Operator, Part
 
 OPTIMIZER_BYTES_PER_PARAMETER = 34
-"""AdamW in mixed precision reads gradient, moments and master weight (4 x 4) and writes moments, master
-weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
+"""Bytes per parameter that AdamW accesses in mixed precision: it reads gradient, moments and master weight
+(4 x 4) and writes moments, master weight, parameter and zeroed gradient (3 x 4 + 2 + 4)."""
 
 NORM_BYTES_PER_PARAMETER = 4
-"""The norm reads the gradients, in single precision."""
+"""Bytes per parameter that the gradients' norm accesses: it reads gradients in single precision."""
 
 _FIT_SIZES = (1e5, 1e9)
-"""The two payloads in bytes through whose times a line is drawn."""
+"""Payloads in bytes of the two transfers through whose times `_transfers` draws a line."""
 
 
 def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
-    """Return the rank group of every mesh axis, with ranks filling nodes in order (tp innermost).
+    """Return {axis: size and position of its groups}, if ranks fill nodes in order with tp innermost.
 
-    ``edp`` holds the ranks with the same experts: ranks of ``dp`` at one position along ``ep``. ``dp``
-    includes ``cp``, since its ranks hold the same parameters.
+    Groups of ``edp`` consist of the ranks with the same experts: ranks of ``dp`` at one position along
+    ``ep``. ``dp`` includes ``cp``, since its ranks hold the same parameters.
     """
     tp, data = layout.tp, layout.data_ranks
     inner = data // layout.replicas
@@ -57,14 +57,17 @@ def axis_groups(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGro
 
 
 def axis_streams(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Stream]:
-    """Return the stream of the collectives along every mesh axis."""
+    """Return {axis: stream of its collectives} for a layout on nodes of ``gpus_per_node`` GPUs."""
     return {axis: group.stream for axis, group in axis_groups(layout, gpus_per_node).items()}
 
 
 def analytic_profile(
     cluster: ClusterSpec, layout: ParallelLayout, parts: Mapping[str, Part], activation_bytes: int = 2
 ) -> Profile:
-    """Return modelled costs of the parts' operators and of all transfers of a layout."""
+    """Return a profile with modelled costs of the parts' operators and of all transfers of a layout.
+
+    ``activation_bytes``: bytes per activation element.
+    """
     groups = axis_groups(layout, cluster.gpus_per_node)
     solo, classes = {}, {}
     for part in parts.values():
@@ -95,17 +98,17 @@ def analytic_profile(
 
 
 SHARING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
-"""Kinds of collectives among ranks that share parameters."""
+"""Kinds of collectives that sum gradients or gather parameters among ranks with the same parameters."""
 
 
 def _group_along(groups: Mapping[str, RankGroup], axis: str) -> RankGroup:
-    """Return the group of an axis, or of a factor of an axis."""
+    """Return size and position of the groups of an axis, or of a factor of an axis such as ``tp.2x4.1``."""
     factor = factor_of(axis)
     return groups[axis] if factor is None else dim_group(groups[factor.axis], factor.mesh, factor.dim)
 
 
 def operator_class(op: Operator) -> str:
-    """Return the class by which contention is modelled: gemm, attention, memory, intra or inter."""
+    """Return the operator's class in the model of contention: gemm, attention, memory, intra or inter."""
     if op.kind.communicates:
         return op.stream.value
     match op.kind:
@@ -118,7 +121,7 @@ def operator_class(op: Operator) -> str:
 
 
 def contention_oef(contention: Contention) -> dict[str, float]:
-    """Return the overlap effectiveness of every pair of classes, with the names of profiles."""
+    """Return {pair of classes, such as ``gemm|intra``: its overlap effectiveness}, as profiles list them."""
     return {
         "gemm|intra": contention.gemm_intra,
         "gemm|inter": contention.gemm_inter,
@@ -158,7 +161,7 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
 
 
 def _transfers(cluster: ClusterSpec, groups: Mapping[str, RankGroup]) -> dict[str, TransferFit]:
-    """Fit lines through a small and a large payload for every transfer outside layers."""
+    """Return {``AXIS/KIND``: fitted line of time over payload} for every kind of transfer outside layers."""
     fits = {}
     wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
     wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]

@@ -1,4 +1,4 @@
-"""Costs of collectives on a cluster: volumes of ring and pairwise algorithms over two levels of links.
+"""Computes costs of collectives on a cluster: ring and pairwise algorithms over two levels of links.
 
 ``payload`` is always the bytes of the whole: all ranks' parts together for an all-gather or a reduce-scatter,
 the reduced tensor for an all-reduce, one rank's send buffer for an all-to-all.
@@ -9,7 +9,8 @@ from braid.scheduling.model.operators import Kind
 
 
 def sent_bytes(kind: Kind, payload: float, size: int) -> float:
-    """Return the bytes that each rank of a group of ``size`` sends (ring, or pairwise all-to-all)."""
+    """Return the bytes that each rank of a group of ``size`` ranks sends in a ring, or a pairwise
+    all-to-all."""
     if size == 1:
         return 0.0
     match kind:
@@ -24,7 +25,8 @@ def sent_bytes(kind: Kind, payload: float, size: int) -> float:
 
 
 def hops(kind: Kind, size: int) -> int:
-    """Return the number of messages that each rank sends one after the other."""
+    """Return the number of messages whose latencies add up: those that each rank sends one after the
+    other."""
     match kind:
         case _ if size == 1:
             return 0
@@ -40,10 +42,10 @@ def hops(kind: Kind, size: int) -> int:
 
 
 def bytes_by_level(kind: Kind, payload: float, group: RankGroup) -> dict[Stream, float]:
-    """Return the bytes that one rank sends over the links of each level.
+    """Return the bytes that one rank sends over links inside nodes, and over links between nodes.
 
-    A ring over k ranks on each node leaves the node once for k ranks: each rank's share of that traffic is
-    1/k of what it sends. An all-to-all sends between nodes the share of partners on other nodes.
+    A ring with k ranks on each node leaves the node only once, so that between nodes go 1/k of the bytes that
+    a rank sends on average. In an all-to-all it is the fraction for partners on other nodes.
     """
     sent = sent_bytes(kind, payload, group.size)
     if group.stream is Stream.INTRA:
@@ -56,10 +58,10 @@ def bytes_by_level(kind: Kind, payload: float, group: RankGroup) -> dict[Stream,
 
 
 def collective_ns(cluster: ClusterSpec, kind: Kind, payload: float, group: RankGroup) -> int:
-    """Return the time in ns of a collective that all ranks of its nodes run at once, each in its group.
+    """Return the time in ns of a collective, if all ranks of the nodes run one at once, each in its group.
 
-    Both levels work at the same time, and the slower one determines the time. Latency counts a hop between
-    nodes for every node boundary, and the other hops inside nodes.
+    Links inside and between nodes work at the same time, and the slower ones determine the time. Latency
+    counts hops between nodes for the boundaries of nodes, and hops inside nodes for all messages.
     """
     if group.size == 1 or payload == 0:
         return 0

@@ -1,4 +1,4 @@
-"""Overlap effectiveness (DHelix equation 1) of layers' compute operators with communication, as a table."""
+"""Tabulates the overlap effectiveness (DHelix equation 1) of layers' compute operators with communication."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,10 @@ from braid.scheduling.cost.profile import Profile
 
 @dataclass(frozen=True)
 class Measured:
-    """An operator and its solo time in ns; ``alike``: further collectives with equal effects."""
+    """Row or column of the table: an operator's name and solo time in ns.
+
+    ``alike``: names of other collectives with the same values, which share the column.
+    """
 
     name: str
     ns: int
@@ -16,7 +19,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Effectiveness:
-    """A table of compute operators (rows) and communication (columns); values from 1 (hidden) to -1."""
+    """Table of overlap effectiveness: compute operators (rows) by collectives (columns).
+
+    ``values``: one tuple per row; 1 means hidden entirely, 0 no gain, below 0 a loss. ``source``: the
+    profile's.
+    """
 
     source: str
     rows: tuple[Measured, ...]
@@ -25,11 +32,11 @@ class Effectiveness:
 
 
 def effectiveness(profile: Profile) -> Effectiveness:
-    """Return the table of layers' operators; pairs that were not measured have their classes' value.
+    """Return the table for the layers' operators in a profile.
 
-    `ValueError` where the profile has neither.
+    Pairs that were not measured have the value of their classes. Raises `ValueError` if that is missing too.
     """
-    # Pieces of operators are timed alone and have no class, and so no row.
+    # Pieces of operators are timed only alone and have no class, so they get no row.
     names = {key: name for key, name in profile.layer_operators.items() if key in profile.classes}
     links = [key for key in names if profile.classes.get(key) in ("intra", "inter")]
     compute = [key for key in names if key not in links and profile.solo_ns[key] > 0]

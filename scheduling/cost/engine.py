@@ -1,8 +1,8 @@
-"""Runs the ranks of linked code with prices.
+"""Simulates the ranks that run linked code, given the prices of its operations.
 
 A rank runs its operations in order. A compute operator occupies it; a transfer starts when it is issued or
 when its lane is free, never before the compute operators issued earlier have finished. `physics` computes
-their progress together. The ranks of a node share links in equal parts, which the profile's times contain.
+how they slow each other down. Ranks of a node share links in equal parts, which the profile's times contain.
 
 Ranks meet in messages alone, so each runs on its own until it needs a message that is still under way. When
 all ranks wait, the transfer that ends first, over all ranks, is certain to end undisturbed.
@@ -35,12 +35,12 @@ from braid.scheduling.schedule.operations import (
 from braid.scheduling.schedule.schedule import Block, Prefetch
 
 _OF_LAYERS = 2
-"""Number of lanes, the first ones, whose transfers a barrier waits for."""
+"""Number of the first lanes, which hold collectives of layers: a barrier waits for their transfers alone."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """An operation with its begin and end in nanoseconds."""
+    """A simulated operation with its price, its begin and its end in nanoseconds."""
 
     operation: Operation
     price: Price
@@ -50,7 +50,7 @@ class Executed:
 
 @dataclass
 class _Flight:
-    """A transfer that was issued, with its begin and end in nanoseconds."""
+    """A transfer that was issued, with its begin and end in nanoseconds (None if unknown so far)."""
 
     operation: Operation | None
     price: Price
@@ -60,19 +60,20 @@ class _Flight:
 
 
 def _token(operation: Start | Wait) -> object:
-    """Return the key of a transfer between its start and its wait."""
+    """Return the key that identifies a transfer from its start to its wait."""
     what = operation.what
     return (operation.turn, id(what)) if isinstance(what, Node) else what
 
 
 def _shared(token: object) -> Shared | None:
-    """Return the gather or sum that a body may wait for although another body began it; else None."""
+    """Return ``token`` if it is a gather or sum, which one body may start and another wait for; else None."""
     return token if isinstance(token, Shared) else None
 
 
 @dataclass(frozen=True)
 class _Fate:
-    """The progress of an earlier transfer during a body; times are relative to the body's begin."""
+    """What becomes, during a body, of a transfer that was under way at its begin: ns of work that remain, and
+    begin and end relative to the body's begin, None if they are not in the body."""
 
     remaining: float
     start: float | None
@@ -81,23 +82,24 @@ class _Fate:
 
 @dataclass(frozen=True)
 class Course:
-    """The execution of a body; times in nanoseconds relative to its begin."""
+    """Simulated execution of a body; all times are in nanoseconds relative to the body's begin."""
 
     duration: float
     executed: tuple[Executed, ...]
     fates: tuple[_Fate, ...]
-    """Progress of every transfer under way at the begin."""
+    """Outcome for each transfer that was under way at the body's begin."""
     begun: tuple[tuple[int, _Flight, float], ...] = ()
-    """Transfers under way at the end: lane, flight with its begin, remaining time."""
+    """(lane, transfer, remaining ns) for each transfer that the body began and that is under way at its
+    end."""
     finished: tuple[object, ...] = ()
-    """Gathers and sums that have ended and are waited for later."""
+    """Gathers and sums that have ended during the body, but for which a later body waits."""
     taken: tuple[object, ...] = ()
-    """Gathers and sums that other bodies began and this body has waited for."""
+    """Gathers and sums that earlier bodies began and for which this body has waited."""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """One execution of a block, from ``start`` in nanoseconds."""
+    """One execution of a block on a rank, which begins at ``start`` nanoseconds."""
 
     start: float
     course: Course
@@ -106,7 +108,7 @@ class BlockRun:
 
 @dataclass
 class RankRun:
-    """One rank of the simulation: its clock in nanoseconds, its lanes and its executed operations."""
+    """A simulated rank: its clock in nanoseconds, its lanes of transfers, and its executed operations."""
 
     number: int
     stretches: Sequence[Stretch]
@@ -115,22 +117,27 @@ class RankRun:
     courses: dict[tuple[object, ...], Course]
     clock: float = 0.0
     executed: list[Executed] = field(default_factory=list)
-    """Transfers between ranks and the update; operations of blocks are in their courses."""
+    """Executed operations outside blocks, and transfers that end outside the block that began them."""
     blocks: list[BlockRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._next = 0
         self._links = 0.0
-        """The time up to which the lanes have advanced; it equals the clock except while stalled."""
+        """Time in ns up to which the lanes have advanced; it equals the clock except while the rank is
+        stalled."""
         self._lanes: list[Lane] = [[] for _ in LANES]
         self._flights: list[list[_Flight]] = [[] for _ in LANES]
         self._finished: set[object] = set()
         self._waits: dict[int, frozenset[object]] = {}
         self._completion: float | None = None
-        """Result of `next_completion` while stalled."""
+        """Cached result of `next_completion` while the rank is stalled."""
 
     def run(self) -> Pass | None:
-        """Run to the end, or to a message with unknown arrival, whose pass is returned."""
+        """Run until the rank needs a message whose arrival is unknown; return the pass that the message is
+        for.
+
+        Returns None if the rank has run to its end.
+        """
         self._completion = None
         while self._next < len(self.stretches):
             stretch = self.stretches[self._next]
@@ -218,7 +225,7 @@ class RankRun:
         self.clock = self._links = begin + course.duration
 
     def _awaited(self, body: Body) -> frozenset[object]:
-        """Return the gathers and sums for which a body waits, whether or not it began them."""
+        """Return the gathers and sums for which a body waits, including those that it began itself."""
         if id(body) not in self._waits:
             waited = (op.what for op in body.operations if isinstance(op, Wait))
             self._waits[id(body)] = frozenset(what for what in waited if _shared(what) is not None)
@@ -230,7 +237,11 @@ class RankRun:
         under_way: Sequence[tuple[int, _Flight, float]],
         landed: frozenset[object],
     ) -> Course:
-        """Run a block on a copy of this rank, whose clock begins at zero."""
+        """Simulate a block on a copy of this rank, whose clock begins at zero, and return its course.
+
+        ``under_way``: (lane, transfer, remaining ns) at the begin; ``landed``: gathers and sums that have
+        ended.
+        """
         rank = RankRun(self.number, (), self.prices, {}, {})
         rank._finished.update(landed)
         copies = []
@@ -267,7 +278,7 @@ class RankRun:
     # -- time ------------------------------------------------------------------------------------------------
 
     def _drain(self, unfinished: Callable[[], bool]) -> None:
-        """Let the lanes run until ``unfinished`` is false."""
+        """Advance clock and lanes, transfer by transfer, until ``unfinished`` returns False."""
         while unfinished():
             assert any(self._lanes), "what is waited for was never started"
             self._advance(float("inf"))
@@ -287,7 +298,8 @@ class RankRun:
         self.clock += run_lanes(self._lanes, self.prices.slow, limit, ended=ended)
 
     def next_completion(self) -> float:
-        """Return, while stalled, when the next transfer ends if no other starts; infinity if none runs."""
+        """Return when the next transfer of this stalled rank ends (ns) if no other one starts; infinity if no
+        transfer is under way."""
         if self._completion is None:
             self._completion = float("inf")
             if any(self._lanes):
@@ -296,7 +308,7 @@ class RankRun:
         return self._completion
 
     def complete_next(self) -> None:
-        """While stalled, let the transfers run until the next one has ended."""
+        """Advance the lanes of this stalled rank until the next transfer has ended; the clock stays."""
         self._completion = None
         stalled_at, self.clock = self.clock, self._links
         self._advance(float("inf"))
@@ -314,7 +326,8 @@ class RankRun:
         return token not in self._finished
 
     def _ended(self, since: float, lane: int, passed: float) -> None:
-        """Note that the first transfer of a lane has ended, ``passed`` nanoseconds after ``since``."""
+        """Record that the first transfer of a lane has ended, ``passed`` nanoseconds after the time
+        ``since``."""
         time = since + passed
         flight = self._flights[lane].pop(0)
         if self._flights[lane] and self._flights[lane][0].start is None:
@@ -332,7 +345,8 @@ class RankRun:
 
 
 def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
-    """Rotate a step that ends with gathers for the next step to begin at its update, where all ranks meet."""
+    """Return a stage's stretches; if they end with gathers for the next step, rotate them to begin with the
+    update, at which all ranks meet."""
     if not stretches or not isinstance(stretches[-1].instruction, Prefetch):
         return stretches
     at = next((n for n, stretch in enumerate(stretches) if stretch.instruction == Compute(Step())), 0)
@@ -340,7 +354,10 @@ def _from_update(stretches: Sequence[Stretch]) -> Sequence[Stretch]:
 
 
 def run_ranks(stages: Sequence[Sequence[Stretch]], prices: Prices) -> list[RankRun]:
-    """Run all ranks to their ends; `ValueError` on a deadlock, which a validated schedule does not have."""
+    """Simulate one rank of each stage to the end of the step and return the ranks.
+
+    Raises `ValueError` on a deadlock, which a validated schedule does not have.
+    """
     arrivals: dict[Pass, float] = {}
     courses: dict[tuple[object, ...], Course] = {}
     ranks = [RankRun(n, _from_update(stage), prices, arrivals, courses) for n, stage in enumerate(stages)]

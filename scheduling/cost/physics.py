@@ -1,4 +1,4 @@
-"""The progress of tasks that run together on a rank; no other file defines it.
+"""Computes the progress of tasks that run at the same time on a rank; no other file defines it.
 
 A rank has a compute stream and lanes of transfers. The first transfer of each lane runs. While several tasks
 run, each advances at 1 / (1 + sum of its slowdowns by the others); two transfers on one link share it, which
@@ -12,35 +12,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 EPSILON: Final = 1e-6
-"""Nanoseconds of work that count as none."""
+"""Nanoseconds of remaining work up to which a task counts as finished."""
 
 FloatArray = NDArray[np.float64]
 Lane = list[tuple[int, float]]
-"""Tasks that were issued and have not finished, with the remaining time of each if it ran alone."""
+"""Queue of transfers: (task, its remaining ns if it ran alone) of each that was issued and has not
+finished."""
 
 
 class Slowdowns(Protocol):
-    """``slow[a]``: the slowdowns of task a."""
+    """Table of slowdowns: ``slow[a]`` is the row of task a."""
 
     def __getitem__(self, task: int, /) -> "Sequence[float] | TaskSlowdowns": ...
 
 
 class TaskSlowdowns(Protocol):
-    """Slowdowns of one task by others: ``slow[a][b]``."""
+    """Row of slowdowns of one task: ``slow[a][b]`` is the fraction by which a takes longer while b runs."""
 
     def __getitem__(self, task: int, /) -> float: ...
 
 
 Ended = Callable[[int, float], None]
-"""Called for every transfer that ends, with the number of its lane and the time since the call's begin."""
+"""Callback for every transfer that ends: it gets the lane's number and the ns since the begin of the call."""
 
 
 def run_lanes(
     lanes: Sequence[Lane], slow: Slowdowns, limit: float, compute: int = -1, ended: Ended | None = None
 ) -> float:
-    """Advance the first task of each lane until one ends or ``limit`` ns passed; return the time passed.
+    """Advance the first task of each lane, in place, until one ends or ``limit`` ns have passed.
 
-    ``compute``: the task on the compute stream in the meantime; -1: none.
+    Returns the ns that have passed. ``compute``: task that runs on the compute stream meanwhile, -1 for none.
     """
     busy = [number for number, lane in enumerate(lanes) if lane]
     paces = []
@@ -72,7 +73,10 @@ def run_lanes(
 def run_compute(
     lanes: Sequence[Lane], slow: Slowdowns, task: int, ns: float, ended: Ended | None = None
 ) -> float:
-    """Run a compute task beside the transfers under way; return the time that it takes in ns."""
+    """Run a compute task of ``ns`` solo time while transfers are under way; return the ns that it takes.
+
+    The lanes advance in place.
+    """
     remaining, total = ns, 0.0
     row = slow[task]
     while remaining > EPSILON:
@@ -96,13 +100,14 @@ def _later(ended: Ended, by: float) -> Ended:
 
 
 STREAM_PAIRS: Final = ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1))
-"""(a, b): a stream, and the stream that slows it down."""
+"""Pairs (stream, another stream that slows it down), by number: 0 computes, 1 and 2 communicate."""
 
 
 def fluid_ns(loads: FloatArray, slowdowns: FloatArray) -> FloatArray:
-    """Return the times in which three streams that start together finish their loads, for many cases.
+    """Return the ns in which three streams that start together have all finished their loads, for n cases.
 
-    ``loads``: (n, 3) in ns. ``slowdowns``: (n, 6), of a stream by another as in `STREAM_PAIRS`. Result: (n,).
+    ``loads``: ns per stream, shape (n, 3). ``slowdowns``: of one stream by another in the order of
+    `STREAM_PAIRS`, shape (n, 6). The result has the shape (n,).
     """
     remaining = loads.astype(float, copy=True)
     total = np.zeros(len(loads))

@@ -1,4 +1,4 @@
-"""Prices of the operations of linked code: times alone, lanes, and tasks for contention."""
+"""Looks up the prices of operations in linked code: solo times, lanes, and tasks for contention."""
 
 from dataclasses import dataclass, replace
 
@@ -25,31 +25,32 @@ from braid.scheduling.schedule.operations import (
 )
 
 LANES = ("intra", "inter", "tp sums", "data", "data inside", "send")
-"""Queues of transfers on a rank: collectives of layers, one queue per stream; sums over tp; sums and gathers
-over other axes, between nodes and inside; messages."""
+"""Names of a rank's queues of transfers: collectives of layers inside and between nodes; sums over tp; sums
+and gathers over other axes, between nodes and inside; messages."""
 
 NORM_BYTES = 8 << 10
-"""Bytes of the squares that are summed for the norm, one number per parameter tensor: mainly latency."""
+"""Payload in bytes of the sum of squared norms, one number per parameter tensor; its time is mainly
+latency."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Cost of an operation; times in nanoseconds."""
+    """Cost of an operation in the simulation; times are in nanoseconds."""
 
     task: int
-    """Number by which contention is looked up."""
+    """Number of the task by which slowdowns are looked up; -1: the operation runs nothing."""
     ns: float
-    """Time of the operation alone."""
+    """Solo time of the operation."""
     stream: Stream
     lane: int = -1
     busy_ns: float = 0.0
-    """Time for which a start, or the end of a wait, occupies the rank."""
+    """Time for which issuing a transfer, or taking its result at the end of a wait, occupies the rank."""
     bytes: int = 0
     flops: int = 0
 
 
 class Prices:
-    """Prices of operations, each computed once. `ValueError` for a cost that the profile lacks."""
+    """Computes and caches the prices of operations; raises `ValueError` if the profile lacks a cost."""
 
     def __init__(
         self,
@@ -58,18 +59,19 @@ class Prices:
         dtype: str,
         reduce_dtype: str | None = None,
     ) -> None:
-        """``reduce_dtype``: dtype to which gradients are rounded where ranks sum them."""
+        """Prepare prices for linked code. ``dtype``: of parameters and activations; ``reduce_dtype``: dtype
+        to which gradients are rounded when ranks sum them."""
         self._code = code
         self._profile, self._dtype = profile, dtype
         self._summed, self._sent = sum_width(dtype), sent_width(dtype, reduce_dtype)
         self._prices: dict[int, Price] = {}
-        """Prices by the identity of the code's operations."""
+        """id of an operation of the code -> its price."""
         self._tasks: dict[tuple[str, Stream], int] = {}
         self.slow = _ProfileSlowdowns(profile)
         self.barrier_ns = float(profile.barrier_ns)
 
     def of(self, operation: Operation) -> Price:
-        """Return the price of a compute operator, a start or a wait."""
+        """Return the price of an operation that computes, starts a transfer or waits for one."""
         price = self._prices.get(id(operation))
         if price is None:
             price = self._prices[id(operation)] = self._find(operation)
@@ -115,7 +117,8 @@ class Prices:
         return Price(-1, 0.0, Stream.COMPUTE)
 
     def _copies(self, what: Reduce | Gather, move: Move) -> float:
-        """Return the ns for reordering blocks of ranks for one stage (`kernels.collectives.stages`)."""
+        """Return the ns in which a rank reorders blocks of data for one stage of a split sum or gather
+        (`kernels.collectives.stages`)."""
         if move.outer == 1 or what.chunk is None:
             return 0.0
         width = self._sent if isinstance(what, Reduce) else DTYPE_BYTES[self._dtype]
@@ -123,12 +126,12 @@ class Prices:
         return self._profile.copy_ns_per_byte * count * width
 
     def _scatters(self, axis: str) -> bool:
-        """Tell whether ranks along an axis each keep a share of the sums."""
+        """Return whether ranks along an axis each keep only a shard of the gradient sums (ZeRO)."""
         return self._code.layout.zero > 0 and axis in ("dp", "edp")
 
     def _rounding(self, chunk: int, reduce: Reduce, *, back: bool = False) -> float:
-        """Return the ns that a rank spends on rounding gradients before a sum's first stage or, with
-        ``back``, on copying the last stage's result: it reads numbers of one width and writes the other."""
+        """Return the ns in which a rank rounds gradients before a sum's first stage or, with ``back``, copies
+        the last stage's result back: it reads numbers of one width and writes numbers of the other."""
         move = reduce.move
         if self._sent == self._summed or (move and (not move.last if back else move.number)):
             return 0.0
@@ -152,7 +155,10 @@ class Prices:
     def _sharing(
         self, chunk: int, axis: str, kind: Kind, width: int, bucket: int | None, move: Move | None = None
     ) -> Price:
-        """Return the price of a transfer over the ranks that share parameters of a chunk or bucket."""
+        """Return the price of a gradient sum or parameter gather of a chunk, or of one of its buckets.
+
+        ``width``: bytes per element; ``move``: the only stage that runs, None for the whole transfer.
+        """
         count, ranks = self._shared(chunk, axis, bucket)
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
@@ -162,7 +168,8 @@ class Prices:
         return self._transfer(axis, kind, count * width, round(count * width * share))
 
     def _shared(self, chunk: int, axis: str, bucket: int | None) -> tuple[int, int]:
-        """Return the count of parameters that ranks along an axis share, and the number of ranks."""
+        """Return (number of a chunk's or bucket's parameters that are summed or gathered over an axis, number
+        of ranks along the axis)."""
         layout = self._code.layout
         parameters = self._code.parameters(chunk, bucket)
         match axis:
@@ -188,7 +195,10 @@ class Prices:
         return Price(task, float(fit.ns(payload)), stream, LANES.index(lane), 0.0, sent_bytes)
 
     def _update(self, key: str, ns_each: float) -> Price:
-        """Return the price of norm or optimizer over a rank's share of parameters, for the longest stage."""
+        """Return the price of the norm or the optimizer on a rank of the stage with most parameters.
+
+        ``ns_each``: time per parameter; with ZeRO a rank has only its shard.
+        """
         layout = self._code.layout
         shares = layout.share_ranks
         count = max(
@@ -198,14 +208,15 @@ class Prices:
         return Price(self._task(key, Stream.COMPUTE), ns_each * count / shares, Stream.COMPUTE)
 
     def _task(self, key: str, stream: Stream) -> int:
-        """Return a task's number; the class stands for transfers outside layers and the optimizer."""
+        """Return the number of the task for an operator's key; transfers outside layers are represented by
+        the class of their stream."""
         if key not in self._profile.solo_ns:
             key = key if stream is Stream.COMPUTE else stream.value
         return self.slow.task(key, stream)
 
 
 class _ProfileSlowdowns:
-    """Slowdowns between tasks, looked up in the profile when two tasks first run together."""
+    """Table of slowdowns between tasks, filled from the profile when two tasks first run together."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -214,7 +225,7 @@ class _ProfileSlowdowns:
         self._rows: list[_SlowdownRow] = []
 
     def task(self, key: str, stream: Stream) -> int:
-        """Return the number of a task."""
+        """Return the number of the task for an operator's key on a stream; new tasks get the next number."""
         if (key, stream) not in self._numbers:
             self._numbers[key, stream] = len(self._tasks)
             self._tasks.append((key, stream))
@@ -225,7 +236,8 @@ class _ProfileSlowdowns:
         return self._rows[task]
 
     def between(self, key: str, stream: Stream, other: int) -> float:
-        """Return the slowdown of an operator by task ``other``; two transfers on one link share it."""
+        """Return the fraction by which an operator is slowed by task ``other``; it is 1 for two transfers on
+        one link, which they share."""
         name, other_stream = self._tasks[other]
         if stream is other_stream and stream is not Stream.COMPUTE:
             return 1.0

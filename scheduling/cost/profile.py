@@ -1,4 +1,4 @@
-"""Profile: the costs of every operator, every pair of operators and every transfer of a job.
+"""Defines a profile: the costs of every operator, every pair of operators and every transfer of a job.
 
 Measured and modelled costs have one format. A missing cost is a `ValueError`, never zero.
 
@@ -24,12 +24,15 @@ VERSION: Final = 6
 
 
 class UnknownCostError(ValueError):
-    """A cost that a profile lacks."""
+    """Error that a profile lacks a cost that is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFit:
-    """Time of a transfer as a function of its payload (`cost.collectives`): latency + bytes / rate."""
+    """Time of a transfer as a linear function of its payload: latency + bytes / rate.
+
+    `braid.scheduling.cost.collectives` defines payloads.
+    """
 
     latency_ns: float
     ns_per_byte: float
@@ -38,45 +41,48 @@ class TransferFit:
         require_positive(self, ("latency_ns", "ns_per_byte"), zero=True)
 
     def ns(self, payload_bytes: float) -> int:
-        """Return the time in ns for a payload; 0 for an empty payload."""
+        """Return the time in ns of a transfer with this payload; 0 if it is empty."""
         return round(self.latency_ns + payload_bytes * self.ns_per_byte) if payload_bytes else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Costs of one job on one kind of hardware; times are of operators alone, in nanoseconds."""
+    """Costs of one job on one kind of hardware; all times are in nanoseconds.
+
+    ``solo_ns``: key of an operator (`Operator.key`) -> its time when nothing else runs.
+    """
 
     source: str
     """Origin of the numbers: ``modelled: CLUSTER`` or ``measured: HARDWARE``."""
     solo_ns: Mapping[str, int]
     classes: Mapping[str, str] = field(default_factory=dict)
-    """Class of an operator (gemm, attention, memory, intra, inter), for pairs that are not listed."""
+    """Operator key -> class (gemm, attention, memory, intra, inter), used for pairs that are not listed."""
     oef: Mapping[str, float] = field(default_factory=dict)
-    """Overlap effectiveness of pairs of operators or of classes (DHelix equation 1)."""
+    """Pair of operators or of classes (``gemm|intra``) -> overlap effectiveness (OEF, DHelix equation 1)."""
     slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """Fraction by which an operator or class takes longer while another runs: 0.2 is a fifth. A measured
-    slowdown takes precedence over the OEF, which is one number for both sides."""
+    """``SUFFERS<CAUSE`` -> fraction by which an operator or class takes longer while another one runs. A
+    measured slowdown takes precedence over the OEF, which is one number for both sides."""
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
-    """Stream of the transfers along every axis and every factor of an axis."""
+    """Axis, or factor of an axis -> stream of its transfers."""
     issue_ns: Mapping[str, int] = field(default_factory=dict)
-    """Time for which the start of a collective that overlaps occupies the rank, by key. A collective that is
-    not listed takes no time: modelled GPUs, whose host runs ahead."""
+    """Operator key -> time for which issuing an overlapped collective occupies the rank. If a collective is
+    not listed it takes no time, as on modelled GPUs, whose host runs ahead."""
     take_ns: Mapping[str, int] = field(default_factory=dict)
-    """Time from the end of such a collective until the rank can continue (wake-up, putting parts together),
-    by key. It is part of the solo time, during which the rank does nothing else."""
+    """Operator key -> time from the end of an overlapped collective until the rank can continue (wake-up,
+    putting parts together). It is part of the solo time, during which the rank does nothing else."""
     barrier_ns: int = 0
     optimizer_ns_per_parameter: float = 0.0
     norm_ns_per_parameter: float = 0.0
     copy_ns_per_byte: float = 0.0
-    """Time per byte of copying pieces of values to their positions in the whole value."""
+    """Time per byte for copies on a rank, such as pieces of values to their positions in the whole value."""
     expert_imbalance: float = 0.0
-    """Rows of the rank of ep with most rows over the average, as a mean over the measured passes. 0: there
-    are no experts, or all ranks have equally many rows."""
+    """Rows on the expert-parallel rank with most rows, divided by the average over ranks; mean of the
+    measured passes. 0: there are no experts, or all ranks have equally many rows."""
     transfers_alone: bool = False
-    """Whether solo times of collectives exclude waiting for the rank that comes last."""
+    """Whether solo times of collectives exclude the time in which ranks wait for the last rank to start."""
     spread_ns: Mapping[str, int] = field(default_factory=dict)
-    """Interquartile range of measured solo times."""
+    """Operator key -> interquartile range of its measured solo times."""
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -99,19 +105,24 @@ class Profile:
 
     @property
     def told(self) -> str:
-        """The profile's source and its assumption about routing, for people."""
+        """Text for people: the profile's source, and how unequally it assumes experts to be loaded."""
         uneven = f", fullest rank of experts {self.expert_imbalance:.2f} x the average"
         return self.source + (uneven if self.expert_imbalance else "")
 
     @property
     def layer_operators(self) -> dict[str, str]:
-        """Names of layers' operators by key, for people: with the kind of layer if there are several."""
+        """Key -> name for people, for all operators of layers; the name has the kind of layer if there are
+        several kinds."""
         keys = [key for key in self.solo_ns if is_layer(key.partition("/")[0])]
         several = len({key.partition("/")[0] for key in keys}) > 1
         return {key: key if several else key.partition("/")[2] for key in keys}
 
     def solo(self, key: str) -> int:
-        """Return the solo time of an operator by its key (`Operator.key`), also for its recomputation."""
+        """Return the solo time in ns of the operator with a key (`Operator.key`); its recomputation takes as
+        long.
+
+        Raises `UnknownCostError` if there is none.
+        """
         if key not in self.solo_ns:
             raise UnknownCostError(
                 f"profile ({self.source}): no cost of operator {key!r}, which the plan needs; "
@@ -120,7 +131,7 @@ class Profile:
         return self.solo_ns[key]
 
     def effect(self, first: str, second: str) -> float:
-        """Return the OEF of two operators (by key): of the pair, or of their classes."""
+        """Return the overlap effectiveness of two operators (by key), or else that of their classes."""
         for pair in self._names(first, second):
             if (effect := self.oef.get("|".join(sorted(pair)))) is not None:
                 return effect
@@ -142,7 +153,7 @@ class Profile:
         return max(0.0, 1.0 - self.effect(first, second))
 
     def _names(self, first: str, second: str) -> Iterator[tuple[str, str]]:
-        """Yield the names under which a pair may be listed, the most specific first.
+        """Yield the pairs of names under which two operators may be listed, the most specific pair first.
 
         A name without a class is its own class: links and the optimizer are looked up by class name.
         """
@@ -153,11 +164,13 @@ class Profile:
         yield classes
 
     def transfer_ns(self, axis: str, kind: Kind, payload_bytes: float) -> int:
-        """Return the time in ns of a transfer outside layers (messages between stages, gradients)."""
+        """Return the time in ns of a transfer outside layers: a message along ``pp``, a gradient sum, a
+        gather."""
         return self.transfer(axis, kind).ns(payload_bytes)
 
     def transfer(self, axis: str, kind: Kind) -> TransferFit:
-        """Return the fit of a transfer; `ValueError` if there is none."""
+        """Return the time function of a kind of transfer over an axis; raise `UnknownCostError` if there is
+        none."""
         key = f"{axis}/{kind.value}"
         if key not in self.transfers:
             raise UnknownCostError(
@@ -171,13 +184,14 @@ class Profile:
 
 
 def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) -> Profile:
-    """Add costs of the pieces of partitions to a profile (`braid.scheduling.generate.partitions`).
+    """Return the profile plus costs of all pieces in the parts (`braid.scheduling.generate.partitions`).
 
     If the first of equal pieces of a GEMM was measured (``NAME.1of4``), every piece costs the same, including
-    the copies that position its rows. Stages over or inside nodes cost as a transfer along their factor, with
-    ``width`` bytes per activation. Other costs follow from the whole operator: pieces of a GEMM share its
-    time, pieces of a collective share its time beyond the latency of its kind of transfer. Starting a piece,
-    and continuing behind it, takes as long as for the whole, plus the rank's copies (`copied_bytes`).
+    the copies that position its rows. Stages between or inside nodes cost as much as a transfer along their
+    factor, with ``width`` bytes per activation. Other costs follow from the whole operator: pieces of a GEMM
+    share its time, pieces of a collective share its time beyond the latency of its kind of transfer. Issuing
+    a piece takes as long as for the whole, taking its result as long as its share; the rank's copies
+    (`copied_bytes`) are added to both.
     """
     solo, classes = dict(profile.solo_ns), dict(profile.classes)
     issue, take = dict(profile.issue_ns), dict(profile.take_ns)
@@ -211,10 +225,10 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
 
 
 def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
-    """Return the bytes that a rank copies for a piece of a collective before its begin and after its end.
+    """Return the bytes that a rank copies (before the transfer of a collective's piece, after it).
 
-    Before: rows or columns that are not contiguous, and blocks to be reordered for a stage of a scatter.
-    After: blocks of a stage of a gather, and a piece that is copied to its position in the whole value.
+    Before it, rows or columns that are not contiguous are copied, and blocks that a scatter's stage needs in
+    another order. After it, blocks of a gather's stage are, and the piece to its position in the whole value.
     """
     read, written = part.values[op.reads[0]], part.values[op.writes[0]]
     region, factor = written.region, factor_of(op.axis or "")
@@ -239,7 +253,10 @@ def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
 
 
 def parse_profile(text: str, where: str) -> Profile:
-    """Parse a profile from JSON; `ValueError` names source, key, value and remedy."""
+    """Parse a profile from JSON text that comes from ``where``.
+
+    Raises `ValueError` that names the source, the wrong key, its value and the remedy.
+    """
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -248,7 +265,8 @@ def parse_profile(text: str, where: str) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read ``profile.json``; `ValueError` names the file and a remedy."""
+    """Read a profile from a JSON file; raise `ValueError` that names the file and a remedy if it is
+    unusable."""
     try:
         return parse_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

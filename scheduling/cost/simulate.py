@@ -29,7 +29,7 @@ from braid.scheduling.trace.spans import OverlapNumbers, Span
 
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:
-    """Communication over the links of one level: mean over the ranks."""
+    """Communication inside nodes, or between nodes, as a mean over ranks: bytes sent, seconds of activity."""
 
     bytes_per_gpu: int
     seconds: float
@@ -37,12 +37,12 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Results of a simulated step (docs/design.md, Numbers of overlap); means over the ranks."""
+    """Metrics of a simulated step, as means over ranks (docs/design.md, Numbers of overlap)."""
 
     step_seconds: float
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs per second over the peak of all GPUs; None if the peak rate is unknown."""
+    """Model FLOPs per second divided by the peak rate of all GPUs; None if the peak rate is unknown."""
     hidden_fraction: float
     communication_seconds: float
     exposed_seconds: float
@@ -63,28 +63,29 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step of validated code. It runs when its times are first read; memory needs no run."""
+    """Simulation of a step of validated code, which runs when its times are first read; memory needs no
+    run."""
 
     code: Code
     shape: ModelShape
     profile: Profile
     dtype: str = "bf16"
     reduce_dtype: str | None = None
-    """Dtype to which gradients are rounded where ranks sum them."""
+    """Dtype to which gradients are rounded when ranks sum them; None if they are not."""
 
     @cached_property
     def ranks(self) -> tuple[RankRun, ...]:
-        """One rank of every stage. `ValueError` for a cost that the profile lacks."""
+        """Simulated ranks, one for every stage. Raises `ValueError` if the profile lacks a cost."""
         prices = Prices(self.code, self.profile, self.dtype, self.reduce_dtype)
         return tuple(run_ranks(self.code.stages, prices))
 
     @cached_property
     def step_ns(self) -> float:
-        """Time from the first operation's begin to the last operation's end, over all ranks."""
+        """Time in ns from the begin of the first operation to the end of the last, over all ranks."""
         return max(rank.clock for rank in self.ranks)
 
     def spans(self) -> Iterator[Span]:
-        """Yield every operation that takes time; ``rank`` is the first rank of a simulated stage."""
+        """Yield a span for every simulated operation; its ``rank`` is the first rank of the stage."""
         first = dict.fromkeys(self.code.layout.mesh.sizes, 0)
         for rank in self.ranks:
             number = self.code.layout.rank_at({**first, "pp": rank.number})
@@ -120,7 +121,7 @@ class Simulation:
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """Memory of a rank of every stage."""
+        """For every stage, the memory that one of its ranks needs."""
         stages = range(self.code.layout.pp)
         return [
             rank_memory(self.code, self.shape, self.dtype, stage, reduce_dtype=self.reduce_dtype)
@@ -128,7 +129,10 @@ class Simulation:
         ]
 
     def numbers(self, micro_batch: int, peak_flops_per_s: float | None = None) -> Numbers:
-        """Return the step's numbers; ``micro_batch``: samples per micro-batch, as for the parts."""
+        """Return the metrics of the step.
+
+        ``micro_batch``: samples per micro-batch; ``peak_flops_per_s``: peak rate of a GPU, None for no MFU.
+        """
         code, step = self.code, self.step_ns / 1e9
         samples = code.schedule.micro_batches * micro_batch * code.layout.sample_ranks
         tokens = samples * self.shape.sequence
@@ -171,7 +175,7 @@ def simulate(
     dtype: str = "bf16",
     reduce_dtype: str | None = None,
 ) -> Simulation:
-    """Run validated linked code. `ValueError` for a cost that the profile lacks."""
+    """Simulate a step of validated linked code; raise `ValueError` if the profile lacks a cost."""
     simulation = Simulation(code, shape, profile, dtype, reduce_dtype)
     _ = simulation.ranks
     return simulation
@@ -179,7 +183,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Intervals:
-    """Times of a rank's operations, as arrays (n, 2) of begins and ends in nanoseconds."""
+    """Begins and ends of a rank's operations and blocks in nanoseconds, as arrays of shape (n, 2)."""
 
     compute: FloatArray
     solo_ns: FloatArray
@@ -190,7 +194,8 @@ class _Intervals:
 
     @classmethod
     def of(cls, rank: RankRun) -> "_Intervals":
-        """Collect the intervals of a rank; each course is unpacked once."""
+        """Collect the intervals of a simulated rank; repeated executions of a block are unpacked only
+        once."""
         unpacked: dict[int, tuple[dict[Stream, FloatArray], FloatArray, dict[Stream, int]]] = {}
         rows: dict[Stream, list[FloatArray]] = {stream: [] for stream in Stream}
         solo: list[FloatArray] = []
@@ -218,16 +223,16 @@ class _Intervals:
 
     @property
     def in_blocks(self) -> float:
-        """Time inside blocks, in nanoseconds."""
+        """Total time of the rank inside blocks, in nanoseconds."""
         return float((self.blocks[:, 1] - self.blocks[:, 0]).sum())
 
     def numbers(self) -> OverlapNumbers:
-        """Return the numbers of overlap."""
+        """Return the rank's hidden and exposed communication, slowdown and launch gaps."""
         links = [*self.transfers.values()]
         return overlap_numbers(self.compute, self.solo_ns, links, self.blocks, self.paired)
 
     def in_flight_ns(self, stream: Stream) -> float:
-        """Return the time in nanoseconds in which a transfer of a link is in flight."""
+        """Return the time in nanoseconds during which at least one transfer of a stream is in flight."""
         busy = union(self.transfers[stream])
         return float((busy[:, 1] - busy[:, 0]).sum())
 

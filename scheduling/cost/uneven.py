@@ -1,4 +1,4 @@
-"""Costs of the rank that other ranks wait for, where experts have unequal numbers of rows.
+"""Adapts a profile to the rank that other ranks wait for, if experts have unequal numbers of rows.
 
 Profiles hold means over ranks. On a CPU a collective's time includes the ranks' wait for the fullest rank. A
 simulation would treat this wait as time of a link, which other work could hide; but the fullest rank computes
@@ -13,11 +13,12 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 
 
 def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
-    """Return the profile with operators on experts' rows as long as on the rank with most rows.
+    """Return the profile of the rank whose experts have most rows.
 
-    They take `Profile.expert_imbalance` times their mean. The added time is subtracted from the next
-    collective in the serial order, where the other ranks waited, so that the serial step takes as long as
-    before; nothing is subtracted where collectives' times exclude waiting (`Profile.transfers_alone`).
+    Operators on rows of experts take `Profile.expert_imbalance` times their mean. The added time is
+    subtracted from the next collective in the serial order, where other ranks waited, so that the serial step
+    takes as long as before; nothing is subtracted if collectives' times exclude waiting
+    (`Profile.transfers_alone`).
     """
     ratio = profile.expert_imbalance
     if ratio <= 1:
@@ -33,7 +34,10 @@ def of_fullest_rank(profile: Profile, parts: Mapping[str, Part]) -> Profile:
 
 
 def _on_rows(graph: Graph, rows: set[str]) -> set[str]:
-    """Return the operators that compute on rows of this rank's experts; add their values to ``rows``."""
+    """Return the names of the operators that compute on rows of a rank's experts.
+
+    ``rows``: names of the values that hold such rows; the function adds those that the operators write.
+    """
     names = set[str]()
     for op in graph.operators:
         reads = any(name in rows for name in op.reads)
@@ -55,9 +59,10 @@ def _added(
     before: float,
     into: dict[str, int] | None = None,
 ) -> float:
-    """Return the fullest rank's added time in ns for which no collective has waited yet.
+    """Walk over a pass and return the ns that the fullest rank takes longer and no collective has waited for.
 
-    ``before``: the result for the previous pass. ``into``: receives the costs of the fullest rank.
+    ``uneven``: operators that take ``ratio`` times as long; ``before``: the result for the previous pass;
+    ``into``: solo times that are changed to those of the fullest rank, if given.
     """
     added = before
     for op in graph.operators:

@@ -42,7 +42,7 @@ class _DualPipeStage:
         self._order: list[Block] = []
 
     def order(self) -> list[Block]:
-        """Return the stage's blocks, in the eight phases of the schedule."""
+        """Return the stage's blocks in order, built in the eight phases of DualPipeV."""
         p, r, m = self._p, self._r, self._m
         behind = p - r - 1
         for _ in range(2 * behind):
@@ -126,7 +126,7 @@ class _ZeroBubble:
         self._next = {(chunk, direction): 0 for chunk in range(layout.chunks) for direction in Direction}
 
     def order(self) -> BlockOrder:
-        """Return the blocks of every stage."""
+        """Return the blocks of every stage, after choosing passes until all have run."""
         remaining = 3 * self._m * self._layout.chunks
         slot = 0
         while remaining:

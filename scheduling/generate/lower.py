@@ -114,7 +114,7 @@ def _travelling(pipeline: Pipeline, layout: ParallelLayout, micro_batches: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Decisions about a schedule beyond its setting; the defaults need no profile."""
+    """Decisions of planning that a `Setting` does not contain: the orders of operators. By default none."""
 
     orders: Orders = field(default_factory=dict)
     """Passes of a program -> order in which it issues operators. An unpaired pass without an order is

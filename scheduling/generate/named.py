@@ -73,7 +73,8 @@ class Pipeline:
     """Whether blocks combine the same pass of two micro-batches."""
 
     def order(self, layout: ParallelLayout, micro_batches: int, hop: int = 0) -> BlockOrder:
-        """Return the blocks of every stage; ``hop``: a member of `hops`."""
+        """Return the blocks of every stage; ``hop``: slots for a message, one of `hops`, 0 for the
+        default."""
         return _generated(self.generator, layout, micro_batches, hop)
 
     def placement_on(self, stages: int) -> Placement:
@@ -115,7 +116,8 @@ PIPELINES: Final[Mapping[str, Pipeline]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKind:
-    """A named schedule: its pipelines, and how blocks of several passes run."""
+    """Properties of a named schedule: its pipelines, how passes in a block are interleaved, what is
+    searched."""
 
     pipelines: tuple[str, ...]
     """The schedule's pipeline, or several pipelines of which planning takes the best."""

@@ -25,7 +25,7 @@ def backward_pass(micro_batch: int, chunk: int, kind: PassKind = PassKind.BACKWA
 
 
 def alone(*passes: Pass) -> list[Block]:
-    """Return one block for each pass."""
+    """Return a list of blocks that each run one of the passes."""
     return [Block((pass_,)) for pass_ in passes]
 
 

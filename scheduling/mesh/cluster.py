@@ -52,7 +52,7 @@ class Gpu:
     """Time of a device-wide synchronisation and the launches after it, which each barrier between segments
     costs."""
     reserved_bytes: int = 2 * 2**30
-    """Memory for context, communication buffers and fragmentation, which the planner does not hand out."""
+    """Bytes that plans must leave free for CUDA context, communication buffers and fragmentation."""
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class ParallelLayout:
     ep: int = 1
     placement: Placement = Placement.LINEAR
     head_layers: int = 0
-    """Number of layers that the head counts as when layers are divided among chunks."""
+    """Number of layers as which the head counts when layers are divided evenly among chunks."""
     zero: int = 0
     """ZeRO stage, which says what data-parallel ranks shard. 1: optimizer states; 2: gradients too; 3:
     parameters too. Parameters are gathered once a step, at stage 3 before each use. It is 0 if dp x cp is

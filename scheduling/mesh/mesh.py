@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 Position = Mapping[str, int]
-"""A rank's coordinate along every factor."""
+"""Factor name -> coordinate of a rank along that factor."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeshShape:
         return {axis: factors for axis, factors in named.items() if self.size(factors) > 1}
 
     def factors_of(self, axis: str) -> tuple[str, ...]:
-        """Return the factors that an axis consists of."""
+        """Return the names of the mesh factors that make up an axis."""
         return dict(self.joined).get(axis, (axis,))
 
     def axes_over(self, factors: Collection[str]) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class MeshShape:
         return prod(self.sizes[name] for name in group)
 
     def position(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate along every factor."""
+        """Return {factor name: coordinate of the rank along it}."""
         coordinates = {}
         for name, size in reversed(self.factors):
             rank, coordinates[name] = divmod(rank, size)

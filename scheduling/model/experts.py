@@ -104,8 +104,8 @@ class ExpertBuilder(CollectiveBuilder):
         """Write the reordering of received rows from the order (source, expert) to the order of experts, or
         back.
 
-        ``sources``: name of the row counts `Routed.sources`. Without several sources and experts it is left
-        out.
+        ``sources``: name of the row counts `Routed.sources`. Nothing is written if rows have a single source,
+        or if a rank has a single expert.
         """
         sizes = self.sizes
         if sizes.tensor * sizes.ep == 1 or self.shape.experts == sizes.ep:

@@ -13,7 +13,8 @@ from braid.scheduling.model.operators import Graph, Kind, Operator, Parameters, 
 
 @dataclass(frozen=True)
 class Dims:
-    """Size of a value: tokens on this rank, and width over all ranks, of which one rank holds 1/``cut``."""
+    """Size of a value: number of tokens on a rank, and full width, of which the rank holds a 1/``cut``
+    slice."""
 
     tokens: int
     width: int
@@ -230,7 +231,7 @@ class GraphBuilder:
     # -- the whole part ------------------------------------------------------------------------------------
 
     def build(self, output: str) -> Part:
-        """Finish the part, whose result is ``output``, and derive its backward graph."""
+        """Return the finished part, whose result is the value ``output``, with its derived backward graph."""
         if output in self._readers:
             raise ValueError(f"{self.name}: the output {output} must not be read inside the part")
         if self._values[output].precision is Precision.ACTIVATION:

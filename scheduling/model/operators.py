@@ -75,7 +75,8 @@ class Precision(StrEnum):
     INDEX = "index"
 
     def bytes_each(self, activation_bytes: int) -> int:
-        """Return bytes per element when activations take ``activation_bytes``; statistics take at least 4."""
+        """Return bytes per element if activations take ``activation_bytes``; statistics take at least 4
+        bytes."""
         match self:
             case Precision.ACTIVATION:
                 return activation_bytes
@@ -105,7 +106,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor that operators pass on; ``elements`` counts the elements on one rank."""
+    """A named tensor that operators read and write; ``elements`` is its number of elements on one rank."""
 
     name: str
     elements: int
@@ -262,7 +263,7 @@ def _added(*several: tuple[tuple[tuple[str, ...], int], ...]) -> tuple[tuple[tup
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A layer, the embedding or the head: forward and backward graphs over common values.
+    """A layer, the embedding or the head: its forward and its backward graph, which share values.
 
     A part that ends the model may run its backward pass `at_once`: its forward graph then holds all operators
     of both passes, and its empty backward graph only passes on the gradients of the inputs.

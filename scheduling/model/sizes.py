@@ -18,7 +18,7 @@ class PartSizes:
     shape: ModelShape
     tp: int
     micro_batch: int
-    """Number of samples that ``tp`` ranks process together."""
+    """Number of samples in a micro-batch, which a group of ``tp`` ranks processes together."""
     kinds: tuple[str, ...] = ()
     """Kind of every layer, including variants; empty: the kinds in the model's shape."""
     own: int = 0

@@ -35,7 +35,7 @@ class Unit:
 
 
 def unit_name(members: Sequence[str]) -> str:
-    """Return the name of a unit with these parts."""
+    """Return the name of the unit that consists of these parts, such as ``embedding+3*layer``."""
     return "+".join(counted(members))
 
 

@@ -127,7 +127,8 @@ def unit_order(problem: PairProblem, *, goes_on: bool, whole: bool = False) -> t
 
 
 def _last_collective_on(graph: StrandGraph) -> int:
-    """Return the mask of the last layer's last collective and all operators after it."""
+    """Return the mask of all operators from the last collective of the layer visited last to the pass's
+    end."""
     layer = list(bits(graph.last_layer))
     first = next((op for op in reversed(layer) if graph.streams[op]), layer[-1])
     return graph.all & ~((1 << first) - 1)

@@ -46,7 +46,7 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 Over = Callable[[Simulation], float]
-"""Returns the bytes by which a simulated step exceeds the limit; 0 within the limit."""
+"""Function that returns the bytes by which a simulated step exceeds the memory limit, 0 if it does not."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Outcome:
         return self.bench.setting
 
     def held_bytes(self) -> int:
-        """Return the memory of the fullest rank, in bytes."""
+        """Return the bytes of memory that the rank with most memory needs in the step."""
         return max(rank.total_bytes for rank in self.simulation.memory)
 
     @cached_property
@@ -123,9 +123,10 @@ def measured(graphs: Mapping[str, Part], profile: Profile) -> BenchOf:
 
 
 def attempts(tried: Iterable[S], attempt: Callable[[S], R]) -> list[R]:
-    """Return the results of all attempts that raise no `ValueError`; if all raise, raise the last error.
+    """Call ``attempt`` with each of ``tried``; return the results of the calls that raise no `ValueError`.
 
-    A cost that the profile lacks (`UnknownCostError`) is raised at once.
+    If all calls raise, the last error is raised. `UnknownCostError` (the profile lacks a cost) is raised at
+    once.
     """
     results: list[R] = []
     refused = ValueError("no schedule suits this layout and number of micro-batches")
@@ -270,7 +271,7 @@ def outcomes(bench: CostedSetting, over: Over) -> list[Outcome]:
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:
-    """Return the sort key of outcomes, less is better: missing memory, then time."""
+    """Return the key by which outcomes are sorted, best first: missing memory, then step time."""
     return outcome.missing_bytes, outcome.step_ns
 
 

@@ -28,7 +28,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 MOST_STAGES = 64
 
 OURS = ScheduleName("braid")
-"""The default schedule for comparing layouts."""
+"""Schedule under which layouts are compared if the user names none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,13 +28,13 @@ class IssueOrder:
 
 
 class State(NamedTuple):
-    """A rank after issuing some operators: its clock in ns, and the transfers under way on two links."""
+    """State of a rank that has issued some operators: its clock in ns, and the transfers under way."""
 
     clock: float
     done: int
-    """Mask of the operators that were issued."""
+    """Bit mask of the operators that have been issued."""
     ready: tuple[int, ...]
-    """Operators that may be issued next, in the order of the graphs."""
+    """Numbers of the operators that may be issued next, ascending."""
     queues: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
     """For each of two links: (operator, remaining ns) of issued transfers; the first transfer runs now."""
 
@@ -174,7 +174,8 @@ def _greedy_order(problem: PairProblem) -> tuple[int, ...]:
 
 
 def improved(problem: PairProblem, order: IssueOrder) -> IssueOrder:
-    """Move one to three neighbouring operators to the position where they help most, until no move helps."""
+    """Improve an order by moves until none helps: one to three neighbouring operators move to their best
+    place."""
     machine = Machine(problem)
     best, best_ns = list(order.operators), order.ns
     better = True

@@ -59,7 +59,7 @@ class CostedSetting:
 
     setting: Setting
     members: Mapping[str, Part]
-    """Embedding, layers of every kind (cut by the setting's partitions) and head, by name."""
+    """Part name -> part: embedding, one layer of every kind (cut by the setting's partitions), head."""
     profile: Profile
     peak_flops_per_s: float | None = None
     """Peak rate of a GPU, for MFU; None if unknown."""

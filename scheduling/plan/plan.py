@@ -20,7 +20,8 @@ VERSION: Final = 6
 
 @dataclass(frozen=True, kw_only=True)
 class PairingNote:
-    """Costs of the chosen pairing of a layer's two passes, and of the next best method."""
+    """Times in ns of the method chosen to overlap a forward and a backward pass, and of the next best
+    method."""
 
     method: PairMethod
     ns: int

@@ -15,7 +15,7 @@ from braid.scheduling.schedule.order import Issue
 from braid.scheduling.text.pattern import is_layer
 
 STREAMS = tuple(Stream)
-"""Streams by number: 0 computes, 1 and 2 communicate."""
+"""All streams; their indices are the stream numbers below: 0 computes, 1 and 2 communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class StrandGraph:
 
     @property
     def total_ns(self) -> float:
-        """Time of the pass alone without any overlap."""
+        """Time in ns of the pass if its operators run one after the other."""
         return sum(self.solo_ns)
 
     def named(self, mask: int) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class PairProblem:
 
     @property
     def serial_ns(self) -> float:
-        """Time of both passes, one operator after the other."""
+        """Time in ns of both passes if all operators run one after the other."""
         return self.forward.total_ns + self.backward.total_ns
 
     @property

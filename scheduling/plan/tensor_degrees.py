@@ -78,7 +78,7 @@ class DegreeCosts:
 
     @property
     def inside_ns(self) -> int:
-        """Terms of equation 3 that concern this layer alone, in both passes, in ns."""
+        """Sum of the terms of equation 3 that depend on this layer alone, over both passes, in ns."""
         total = self.once_ns
         for blocks in (self.forward, self.backward[::-1]):
             total += sum(max(block.compute_ns[1], block.collective_ns[0]) for block in blocks)

@@ -65,7 +65,7 @@ class Collecting(NamedTuple):
 
 
 def collectives(bench: CostedSetting) -> list[Collecting]:
-    """Return all gathers and scatters of the layers over tensor parallelism."""
+    """Return all tensor-parallel gathers and scatters of the layers that can be cut."""
     return [
         Collecting(name, graph is part.forward, op, tuple(near.name for near in beside))
         for name, part in bench.members.items()

@@ -38,7 +38,7 @@ class Frame:
     bits: Mapping[tuple[int, bool, str], int]
     """(index of the unit in the chunk, whether the graph is the forward one, operator name) -> bit number."""
     operators: tuple[str, ...]
-    """Names of operators, by bit number."""
+    """Names of the chunk's operators; an operator's index is its bit number."""
     input: int | None
     """Register that receives the previous chunk's output; None for the model's first chunk."""
     output: int
@@ -53,15 +53,16 @@ class Frame:
         return self.input if forward else self.output_gradient
 
     def exit(self, forward: bool) -> int | None:
-        """Return the register in which a pass leaves its output."""
+        """Return the register that holds a pass's output; None if a backward pass passes no gradient on."""
         return self.output if forward else self.input_gradient
 
     def arrival(self, forward: bool) -> int:
-        """Return the bit that is set once a pass has its input."""
+        """Return the bit (as a mask) that is set once the input of the forward or backward pass has
+        arrived."""
         return 1 << len(self.operators) + (not forward)
 
     def departure(self, forward: bool) -> int:
-        """Return the bit that is set once another chunk has the output of a pass."""
+        """Return the bit (as a mask) that is set once the pass's output has left for the next chunk."""
         return 1 << len(self.operators) + 2 + (not forward)
 
     @cached_property

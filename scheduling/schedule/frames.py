@@ -23,7 +23,10 @@ class ChunkLayout:
 
 
 def laid_out(parts: Sequence[Part], trains: bool) -> ChunkLayout:
-    """Lay out the registers and operators of a chunk's units. ``trains``: whether backward graphs run."""
+    """Assign registers and bits to the values and operators of a chunk.
+
+    ``parts``: units of the chunk in forward order; ``trains``: whether backward graphs run too.
+    """
     registers: dict[tuple[int, str], int] = {}
     names: list[str] = []
     values: list[Value] = []

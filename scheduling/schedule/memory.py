@@ -38,8 +38,8 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Peak bytes of activations, of messages until they are used, of whole buckets where ranks hold shares,
-    and of rounded copies of gradients."""
+    """Peak bytes of activations, received messages, whole buckets of which ranks keep only shards (ZeRO), and
+    rounded copies of gradients."""
 
     @property
     def total_bytes(self) -> int:
@@ -70,7 +70,7 @@ def rank_memory(
 
 
 def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and optimizer states of a rank."""
+    """Return a rank's bytes of (parameters, gradients, optimizer states), given its stage and dtype."""
     whole = share = 0
     for chunk in layout.chunks_of(stage):
         for bucket in buckets.of(chunk):
@@ -93,10 +93,11 @@ def least_bytes(
     layout: ParallelLayout,
     dtype: str,
 ) -> int:
-    """Return a lower bound of the fullest rank's bytes: states, and values that passes keep for later passes.
+    """Return a lower bound of the memory that the fullest rank needs, in bytes.
 
-    ``members``: the parts of every chunk. The bound needs no lowering, so it sorts out pipelines before they
-    are linked; `rank_memory` counts everything.
+    It counts parameters, gradients, optimizer states, and values that passes keep for later passes. It needs
+    no linked code, so it sorts out pipelines early; `rank_memory` counts everything. ``order``: blocks of
+    every stage; ``members``: parts of every chunk.
     """
     width, buckets = DTYPE_BYTES[dtype], Buckets(members, layout)
     saved = {chunk: sum(part.saved_bytes(width) for part in parts) for chunk, parts in members.items()}

@@ -85,7 +85,8 @@ class Pass(NamedTuple):
 
     @property
     def whole(self) -> "Pass":
-        """The forward or backward pass that contains this pass; messages are named by it."""
+        """The pass itself if it is a whole forward or backward pass, else the backward pass of which it is a
+        part; messages are named by whole passes."""
         if self.kind in (PassKind.FORWARD, PassKind.BACKWARD):
             return self
         return Pass(PassKind.BACKWARD, self.micro_batch, self.chunk, self.strand)
@@ -131,7 +132,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Send:
-    """A transfer of the input of ``moved`` to another stage."""
+    """Message that sends the input of the pass ``moved`` to the stage ``stage``."""
 
     moved: Pass
     stage: int
@@ -142,7 +143,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """A transfer of the input of ``moved`` from another stage."""
+    """Message that receives the input of the pass ``moved`` from the stage ``stage``."""
 
     moved: Pass
     stage: int
@@ -221,7 +222,7 @@ class Step:
 
 Message = Send | Receive
 Shared = Reduce | Gather
-"""Transfers of parameters and gradients between replicas."""
+"""Gradient sums and parameter gathers among ranks that hold the same parameters."""
 Computed = str | Node | Norm | Clip | Update | Step
 Transfer = str | Node | Send | Receive | Reduce | Gather
 """What `Start` and `Wait` transfer. A string names a collective of a layer; linked code has a `Node`
@@ -304,7 +305,7 @@ class Wait(Operation):
 
 @dataclass(frozen=True)
 class Barrier(Operation):
-    """Wait on the host for all transfers of layers that are under way."""
+    """Make the host wait until all collectives of layers that are under way have ended."""
 
 
 @dataclass(frozen=True)

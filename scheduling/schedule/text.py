@@ -228,7 +228,8 @@ def parse_sides(text: str) -> Sides:
 
 
 def parse_step(text: str, count: int) -> tuple[int, str]:
-    """Return the pass number and the operator of a step, in a program of ``count`` passes."""
+    """Parse an operator such as ``1:qkv`` in a program of ``count`` passes; return (pass number,
+    operator)."""
     if count == 1:
         return 0, text
     turn, colon, operator = text.partition(":")

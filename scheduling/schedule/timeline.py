@@ -29,11 +29,11 @@ class Timeline:
 
     @property
     def length(self) -> int:
-        """The slot at which the last block ends."""
+        """Number of time slots until the last block of all stages ends."""
         return max((timed.end for stage in self.stages for timed in stage), default=0)
 
     def idle(self, stage: int) -> int:
-        """Return the number of slots in which a stage runs no block."""
+        """Return the number of time slots in which a stage runs no block."""
         return self.length - sum(timed.end - timed.start for timed in self.stages[stage])
 
 

@@ -181,7 +181,7 @@ def _misplaced(schedule: Schedule, stage: int, layout: ParallelLayout, homes: Ho
 
 
 def _astray(transfer: Message, stage: int, layout: ParallelLayout) -> str | None:
-    """Return the reason why a stage cannot send or receive a message; None if it can."""
+    """Return an error text if a stage cannot send or receive a message on this layout; None if it can."""
     moved, partner = transfer.moved, transfer.stage
     before = moved.before(layout)
     source = None if before is None else layout.stage_of(before.chunk)
@@ -202,7 +202,10 @@ def _astray(transfer: Message, stage: int, layout: ParallelLayout) -> str | None
 
 
 def _unfit(block: Block, together: Collection[tuple[PassKind, ...]], trains: bool) -> str | None:
-    """Return the reason why passes cannot form a block; None if they can."""
+    """Return an error text if a block's passes cannot run together; None if they can.
+
+    ``together``: combinations of pass kinds that have a program; ``trains``: whether backward passes may run.
+    """
     passes = block.passes
     strands = {
         forward: {p.strand for p in passes if p.kind is not PassKind.END and p.forward is forward}

@@ -1,4 +1,4 @@
-"""JSON that every reader accepts: NaN and infinities, which standard JSON lacks, become null."""
+"""Writes JSON that every reader accepts: NaN and infinities, which standard JSON lacks, become null."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The kind of each layer of a model. A kind is the name of a part, such as ``layer``.
+"""Parses the kinds of a model's layers. A kind is the name of a part, such as ``layer``.
 
 Layers of one kind have the same operators and sizes, and the same costs in a profile.
 """
@@ -10,54 +10,60 @@ from itertools import groupby
 from typing import Final
 
 UNIFORM: Final = "layer"
-"""The family's standard layer, and the pattern of a model that has no other kinds."""
+"""Kind of the family's standard layer; also the pattern of a model whose layers are all of this kind."""
 DENSE: Final = "dense"
-"""In a mixture of experts, a layer without experts: it has one MLP of the same width."""
+"""Kind of a layer without experts in a mixture of experts; it has one MLP of the width ``ffn``."""
 
 ENDS: Final = ("embedding", "head")
-"""The parts before and after the layers."""
+"""Names of the parts before and after the layers."""
 _WORD: Final = re.compile(r"(?:([1-9][0-9]*)\*)?([A-Za-z][A-Za-z0-9_]*)")
 
 
 def is_layer(part: str) -> bool:
-    """Tell whether a part is a layer of any kind, neither the embedding nor the head."""
+    """Return whether a part's name is a kind of layer, so neither the embedding nor the head."""
     return base_kind(part) not in ENDS
 
 
 def built_in_kinds(family: str) -> tuple[str, ...]:
-    """Return the kinds of layers of a model family that need no layer class of the user."""
+    """Return the kinds of layers that a model family has built in."""
     return (UNIFORM, DENSE) if family == "moe" else (UNIFORM,)
 
 
 def variant(kind: str, mark: int | str) -> str:
-    """Return the name of a kind of layer with its own tensor-parallel degree or recompute policy, the
-    ``mark``. ``layer.2.full`` has both marks."""
+    """Return the name of a kind of layer with its own tensor-parallel degree or recompute policy: the name
+    ``KIND.MARK``. ``layer.2.full`` has both marks."""
     return f"{kind}.{mark}"
 
 
 def base_kind(kind: str) -> str:
-    """Return the kind in the model's pattern that a `variant` was made from."""
+    """Return the kind, as in the model's pattern, from which a `variant` was made: ``layer`` for
+    ``layer.2.full``."""
     return kind.partition(".")[0]
 
 
 def own_degree(kind: str) -> int:
-    """Return the tensor-parallel degree in the name of a `variant`; 0 where the layout's degree applies."""
+    """Return the tensor-parallel degree in the name of a `variant`; 0 if it has none, so that ``tp``
+    applies."""
     return next((int(mark) for mark in kind.split(".")[1:] if mark.isdigit()), 0)
 
 
 def documents_seen(degree: int = 0) -> str:
-    """Return the name of the input that describes a micro-batch's documents, or its group's share of them."""
+    """Return the name of the input that describes a micro-batch's documents.
+
+    ``degree``: tensor-parallel degree of a layer that processes only some of the samples; 0 for other layers.
+    """
     return variant("documents", degree) if degree else "documents"
 
 
 def own_recompute(kind: str) -> str:
-    """Return the recompute policy in the name of a `variant`; empty where the run's policy applies."""
+    """Return the recompute policy in the name of a `variant`; empty if it has none, so that the run's
+    applies."""
     return next((mark for mark in kind.split(".")[1:] if not mark.isdigit()), "")
 
 
 @lru_cache
 def measured_kind(part: str) -> str:
-    """Return ``part`` without its recompute policy, which changes no operator's time."""
+    """Return a part's name without its recompute policy, since policies do not change operators' times."""
     return ".".join(mark for n, mark in enumerate(part.split(".")) if n == 0 or mark.isdigit())
 
 
@@ -65,7 +71,7 @@ def measured_kind(part: str) -> str:
 def kinds_of(pattern: str, layers: int) -> tuple[str, ...]:
     """Return the kind of every layer: the kinds of the pattern, repeated until there are ``layers`` of them.
 
-    `ValueError` for text that is no pattern, or for a pattern that does not repeat evenly.
+    Raises `ValueError` if the text is no pattern, or if its length does not divide ``layers``.
     """
     kinds = tuple(kind for word in pattern.split() for kind in _repeated(pattern, word))
     if not kinds:
@@ -98,7 +104,7 @@ def _repeated(pattern: str, word: str) -> list[str]:
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """Return the shortest pattern that gives these kinds. Equal kinds give equal patterns."""
+    """Return the shortest pattern whose repetition gives these kinds of layers; this inverts `kinds_of`."""
     count = len(kinds)
     period = next(n for n in range(1, count + 1) if count % n == 0 and kinds[n:] == kinds[: count - n])
     return " ".join(counted(kinds[:period]))

@@ -1,4 +1,4 @@
-"""Dataclasses from and to plain mappings (YAML, JSON); an error names the key that is wrong.
+"""Converts dataclasses from and to plain mappings (YAML, JSON); an error names the key that is wrong.
 
 Every file that planning reads (clusters, profiles, plans) goes through `from_mapping`, so that a missing, a
 misspelt, a zero or a NaN value gives one message with key, value and remedy, and never a silent default.
@@ -17,10 +17,11 @@ Record = TypeVar("Record")
 
 
 def from_mapping(kind: type[Record], content: Any, where: str) -> Record:
-    """Build a dataclass of type ``kind`` from ``content``; `ValueError` names the wrong key below ``where``.
+    """Build a dataclass of type ``kind`` from a mapping; raise `ValueError` that names a wrong key below
+    ``where``.
 
-    Numbers must be finite. A record checks its further rules in its ``__post_init__``; its `ValueError` is
-    raised again with ``where`` in front.
+    Numbers must be finite. The dataclass checks its own rules in ``__post_init__``; the `ValueError` that it
+    raises is raised again with ``where`` in front.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{where} must hold keys and values, found {content!r}")
@@ -98,7 +99,7 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
 
 
 def number(text: Any) -> Any:
-    """Return the number that a text stands for (YAML reads 1_000 as text); return anything else unchanged."""
+    """Return the number that a text such as ``1_000`` stands for; return any other value unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -113,7 +114,10 @@ def _expected(kind: Any) -> str:
 
 
 def to_mapping(record: Any) -> Any:
-    """Invert `from_mapping`: return plain dictionaries, lists and scalars, with the defaults written out."""
+    """Convert a dataclass to plain dictionaries, lists and scalars, including default values.
+
+    This inverts `from_mapping`.
+    """
     if hasattr(record, "to_plain"):
         return record.to_plain()
     if dataclasses.is_dataclass(record):
@@ -132,7 +136,8 @@ def to_mapping(record: Any) -> Any:
 
 
 def require_positive(record: Any, names: Sequence[str], *, zero: bool = False) -> None:
-    """Raise `ValueError` unless the named fields are above zero, or, with ``zero``, zero or above."""
+    """Raise `ValueError` unless the named fields of a record are above zero (with ``zero``: at least
+    zero)."""
     for name in names:
         value = getattr(record, name)
         if not (value > 0 or (zero and value == 0)):
@@ -141,7 +146,7 @@ def require_positive(record: Any, names: Sequence[str], *, zero: bool = False) -
 
 
 def require_fraction(record: Any, names: Sequence[str]) -> None:
-    """Raise `ValueError` unless the named fields are above 0 and at most 1."""
+    """Raise `ValueError` unless the named fields of a record are above 0 and at most 1."""
     for name in names:
         value = getattr(record, name)
         if not 0 < value <= 1:

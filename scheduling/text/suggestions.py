@@ -1,6 +1,7 @@
-"""Guess what an unknown name stands for: a key, preset, schedule, choice or command.
+"""Guesses what an unknown name stands for: a key, preset, schedule, choice or command.
 
-Candidates in order: a name that differs only in case, dashes and dots; another system's word; a similar name.
+The first of these is taken: a known name that differs only in case, dashes and dots; Braid's name for another
+system's word; a similar name.
 """
 
 import difflib
@@ -74,14 +75,14 @@ OTHER_WORDS: Final = {
 Hugging Face, Megatron-LM and DeepSpeed use. A word listed twice means the first name that is known."""
 
 _MOST_CHARACTERS: Final = 100
-"""Length of the longest list of known names that an error still prints when it also suggests one name."""
+"""Most characters of a list of known names that an error prints although it also suggests one of them."""
 
 _ALIKE: Final = 0.9
-"""Two names with a higher similarity ratio differ by a slip; otherwise a common beginning counts more."""
+"""Similarity ratio above which a name counts as mistyped; below it, a common beginning counts more."""
 
 
 def plain(name: str) -> str:
-    """Return a name without the characters that people write differently: case, dashes, dots, underscores."""
+    """Return a name in lower case without dashes, dots and underscores, which people write differently."""
     return re.sub(r"[^a-z0-9*]", "", name.lower())
 
 
@@ -92,7 +93,7 @@ for _ours, _words in OTHER_WORDS.items():
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name in ``known`` that ``name`` most likely stands for; None where no name is near."""
+    """Return the name in ``known`` that ``name`` most likely stands for; None if no name is similar."""
     names = list(known)
     by_plain = {plain(candidate): candidate for candidate in reversed(names)}
     wanted = plain(name)
@@ -111,12 +112,16 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def key_called(name: str) -> str:
-    """Return the key that other systems call ``name``, as ``parallel.zero=3``; empty if there is none."""
+    """Return Braid's key (such as ``parallel.zero=3``) for what other systems call ``name``; empty if
+    none."""
     return next((key for key in _OTHERS.get(plain(name), ()) if "." in key), "")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'lr'?``, or Braid's word for another system's; empty if no name is near."""
+    """Return an error text such as ``did you mean 'lr'?``, or one with Braid's key for another system's word.
+
+    The text is empty if no name is similar.
+    """
     if (near := nearest(name, known)) is not None:
         return f"did you mean {near!r}?"
     ours = key_called(name)
@@ -124,8 +129,11 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def must_be_one_of(value: object, known: Iterable[object]) -> str:
-    """Return the end of a message on a wrong choice: ``must be one of fp32, bf16; did you mean 'bf16'?``. A
-    long list of choices is left out where one choice is near."""
+    """Return the end of an error on a wrong choice, such as ``must be one of fp32, bf16; did you mean
+    'bf16'?``.
+
+    A long list of choices is left out if one choice is similar.
+    """
     names = [str(choice) for choice in known]
     listed = ", ".join(names)
     meant = hint(value, names) if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""YAML by the core schema of version 1.2, as people expect it.
+"""Reads and writes YAML by the core schema of version 1.2, as people expect it.
 
 PyYAML follows version 1.1, in which ``off``, ``yes`` and ``on`` are truth values, ``2026-11-23`` is a date,
 ``010`` is eight, ``1:30`` is ninety and ``1e-3`` is a text. In this module ``true`` and ``false`` are the
@@ -23,12 +23,14 @@ _KINDS = (
     ("null", re.compile("~|null|Null|NULL|"), ["~", "n", "N", ""]),
     ("merge", re.compile("<<"), "<"),  # a feature of version 1.1 that is in wide use
 )
-"""Tag, pattern of the whole text of a plain scalar, and the characters that such a scalar may begin with."""
+"""Types of plain scalars: (tag, pattern of the whole text, characters with which the text may begin)."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return a YAML text's content: mappings, lists and scalars; nothing runs code. `ValueError` names
-    ``where``, the source, and both lines of a key that occurs twice in a mapping."""
+    """Parse YAML text to mappings, lists and scalars, without running any code.
+
+    Raises `ValueError` that names ``where``, the source, and both lines of a key that a mapping has twice.
+    """
     import yaml  # here, so that pairings can be searched for where PyYAML is not installed
 
     loader = _loader()(text)
@@ -45,7 +47,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _check_keys(node: Any, seen: set[int]) -> None:
-    """Raise `yaml.YAMLError` for a key that occurs twice; PyYAML would silently drop the first value."""
+    """Raise `yaml.YAMLError` if a mapping has a key twice; PyYAML would silently drop the first value."""
     import yaml
 
     if id(node) in seen or isinstance(node, yaml.ScalarNode):
@@ -68,7 +70,8 @@ def _check_keys(node: Any, seen: set[int]) -> None:
 
 
 def write_yaml(content: Any, width: int | None = None) -> str:
-    """Return YAML that `parse_yaml` and readers of version 1.1 read alike; texts are quoted as needed."""
+    """Return ``content`` as YAML that `parse_yaml` and readers of version 1.1 read alike; strings are quoted
+    where these would differ."""
     import yaml
 
     return yaml.dump(content, Dumper=_dumper(), sort_keys=False, width=width)
