@@ -28,13 +28,13 @@ demo: setup  ## see what hiding communication is worth: two ranks over an emulat
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run the tests that protect training, in two processes: a quarter of an hour
+test: setup  ## run the tests that protect training, in two processes: 24 minutes on two cores
 	$(PYTEST) --durations 40 -m "not thorough"
 
 test-all: setup  ## run all tests: proofs of papers, benchmarks, long drills and repetitions too
 	$(PYTEST) --durations 40
 
-test-fast: setup  ## run the tests that take no more than a few seconds each: two minutes
+test-fast: setup  ## run the tests that take no more than a few seconds each
 	$(PYTEST) -m "not slow and not thorough"
 
 check: setup  ## formatting, lint, types, import rules
