@@ -64,11 +64,12 @@ class Norm(ComputeOperator):
         self, dy_tD: Tensor, x_tD: Tensor, statistics_tS: Tensor, mask: list[bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer norm's gradients of input, weight and bias, computed where ``mask`` is True."""
-        rstd_t1 = statistics_tS[:, -1].contiguous().unsqueeze(-1)
-        mean_t1 = (
-            statistics_tS[:, 0].contiguous().unsqueeze(-1) if self.centred else torch.zeros_like(rstd_t1)
-        )
-        weight_D, bias_D = (None if p is None else _for_kernel(p, x_tD) for p in (self.weight, self.bias))
+        if self.centred:
+            mean_t1, rstd_t1 = (column.contiguous().unsqueeze(-1) for column in statistics_tS.unbind(1))
+        else:
+            mean_t1, rstd_t1 = torch.zeros_like(statistics_tS), statistics_tS
+        weight_D = _for_kernel(self.weight, x_tD)
+        bias_D = None if self.bias is None else _for_kernel(self.bias, x_tD)
         gradients: tuple[Tensor, Tensor, Tensor] = _native_layer_norm_backward(
             dy_tD, x_tD, [self.hidden], mean_t1, rstd_t1, weight_D, bias_D, mask
         )

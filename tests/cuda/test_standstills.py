@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from braid.actors.stage.measure.telemetry import Recorder
@@ -152,6 +152,7 @@ def test_what_validation_lets_through(drawn: tuple[Schedule, ParallelLayout], da
         micro_batches=schedule.micro_batches,
         layers=LLAMA.layers,
     )
+    assume(case.layout.chunks == layout.chunks)  # a folded model on one stage, which no run has
     vars(case)["plan"] = replace(case.plan, schedule=write(schedule))
     machine, ranks = recorded(case)
     assert_sound(machine)
