@@ -109,12 +109,7 @@ class LoopResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherResult:
-    """Result for the same two ranks as Ray actors and as processes. Ratios are Ray / processes, round by
-    round.
-
-    ``timing``: by side, ``wall_seconds`` of a step as the controller sees it, ``step_seconds`` as the slowest
-    rank sees it, ``cpu_seconds`` of all ranks together, and ``call_seconds`` of a call that does nothing.
-    """
+    """Ray / processes for the same two ranks, round by round."""
 
     case: str
     timing: Mapping[str, Mapping[str, Spread]]
@@ -225,8 +220,7 @@ def _in_fresh_process(function: Callable[..., R], *arguments: Any) -> R:
 def _time_loops(
     plan: RunPlan, rounds: int, steps: int, seed: int
 ) -> tuple[dict[str, Seconds], dict[str, float]]:
-    """Measure each side's wall-clock ("step") and CPU ("cpu") seconds; return them with each side's last
-    loss."""
+    """Return each side's wall-clock ("step") and CPU ("cpu") seconds, and its last loss."""
     worker = _worker_alone(plan)
     tokens = plan.config.train.global_batch * plan.shape.sequence
     plain = _plain_step(plan, {name: value.detach() for name, value in worker.parameters()})
@@ -255,8 +249,7 @@ def _worker_alone(plan: RunPlan) -> Worker:
 
 
 def _plain_step(plan: RunPlan, initial: Mapping[str, torch.Tensor] | None) -> Callable[[int], float]:
-    """Return a function that runs a step of the plain loop, on the same samples as Braid, and returns the
-    mean loss."""
+    """Return a function that runs a plain step on the samples of Braid and returns the mean loss."""
     train = plan.config.train
     torch.set_num_threads(plan.config.cluster.threads_per_rank)
     model = PlainModel(plan.shape, DTYPES[train.dtype])
@@ -333,8 +326,7 @@ def _cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def _both_groups(plan: RunPlan) -> Iterator[dict[str, WorkerGroup]]:
-    """Start the ranks of ``plan`` twice, ready to train: as actors of a private local cluster, and as
-    processes."""
+    """Start the ranks of ``plan`` as actors of a private cluster, and as processes, ready to train."""
     config = plan.config
     with ExitStack() as stack:
         stack.enter_context(environment({}))
