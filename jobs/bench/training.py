@@ -109,7 +109,9 @@ class LoopResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherResult:
-    """Ray / processes for the same two ranks, round by round."""
+    """Ray / processes for the same two ranks, round by round. ``timing`` has, by side, seconds of a step: of the
+    controller (``wall_seconds``), of the slowest rank (``step_seconds``), of all CPUs (``cpu_seconds``).
+    """
 
     case: str
     timing: Mapping[str, Mapping[str, Spread]]
