@@ -109,7 +109,7 @@ class LoopResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherResult:
-    """Ray / processes for the same two ranks, round by round. ``timing`` has seconds of a step by side: of the
+    """Ray / processes for the same two ranks, round by round. ``timing``: by side, seconds of a step of the
     controller (``wall_seconds``), of the slowest rank (``step_seconds``), of all CPUs (``cpu_seconds``).
     """
 
