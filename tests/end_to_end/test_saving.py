@@ -84,7 +84,11 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> N
     def train_on() -> None:
         for event in controller.run():
             events.append(event)
-            if isinstance(event, StepDone) and event.record.step == 10:
+            if isinstance(event, StepDone) and event.record.step == 12:
+                deadline = time.monotonic() + 30  # a thread writes the lines
+                while len(read_lines(config.run_directory / "metrics.jsonl")) < 10:
+                    assert time.monotonic() < deadline, "the first lines are never written"
+                    time.sleep(0.02)
                 _fill(small_disk / "filler")
             if isinstance(event, Incident):
                 told.append(event.text)
