@@ -125,8 +125,8 @@ class Config(Section):
 
     def with_schedule(self, name: str) -> "Config":
         """Return a copy with another schedule, given by its text (`ScheduleName`)."""
-        schedule, _, pipeline = str(ScheduleName.parse(name)).partition(":")
-        return self.changed(overlap={"schedule": schedule, "pipeline": pipeline or None})
+        named = ScheduleName.parse(name)
+        return self.changed(overlap={"schedule": named.schedule, "pipeline": named.point or None})
 
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
         """Return a copy with other values, which are not checked: ``config.changed(train={"steps": 5})``."""

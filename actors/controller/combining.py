@@ -12,6 +12,7 @@ from braid.actors.stage.rank.messages import COMPUTE, OUTSIDE, Samples, Together
 from braid.scheduling.cost.analytic import operator_class
 from braid.scheduling.cost.profile import Profile, TransferFit
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.mesh.partition import Factor
 from braid.scheduling.model.operators import Part
 
 SHORT = 0.1
@@ -45,9 +46,10 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         for op in graph.operators
     }
     links = {
-        name: streams[axis].value
-        for name in spares
-        if (axis := name.partition("/")[0]) in streams and name.endswith(OUTSIDE)
+        name: stream.value
+        for axis, stream in streams.items()
+        for ending in OUTSIDE
+        if (name := f"{axis}{ending}") in spares
     }
     beside = {**classes, COMPUTE: "gemm", **links, **{spare: classes[key] for key, spare in spare_of.items()}}
     moves = {key for key, name in classes.items() if name in ("intra", "inter")}
@@ -63,6 +65,7 @@ def combine(samples: Sequence[Samples], parts: Mapping[str, Part]) -> Profile:
         slowdowns=_slowdowns(together, _with_delays(spares, spares.keys()) | average, users, beside),
         transfers=_transfers(samples),
         streams=streams,
+        meshes={axis.axis: axis.mesh for axis in streams if isinstance(axis, Factor)},
         issue_ns={key: handling[name][0] for key, name in spare_of.items() if name in handling},
         take_ns={key: handling[name][1] for key, name in spare_of.items() if name in handling},
         norm_ns_per_parameter=max(median(rank.norm_ns_per_parameter) for rank in samples),

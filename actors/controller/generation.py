@@ -280,7 +280,7 @@ class Generation:
                 left = deadline - time.monotonic()
                 if not wait_s:
                     raise
-                what = str(error).partition("; start without")[0]
+                what = error.what
                 if left <= 0:
                     waited = f"waited {wait_s:g} s for it to come back (elastic.wait_s)"
                     end = f"{what}; {waited}; bring it back and go on with --resume"

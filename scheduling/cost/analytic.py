@@ -4,7 +4,7 @@ GEMMs and attention run at their share of the peak rate (a function of their siz
 share of the memory bandwidth; collectives follow `braid.scheduling.cost.collectives`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from braid.scheduling.cost.collectives import collective_ns
 from braid.scheduling.cost.profile import Profile, TransferFit
@@ -19,7 +19,7 @@ from braid.scheduling.mesh.cluster import (
 )
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import beyond, is_tensor, tensor_axis
-from braid.scheduling.mesh.partition import PARTITIONED, Factor, factor_of
+from braid.scheduling.mesh.partition import PARTITIONED, Factor
 from braid.scheduling.model.operators import Kind, Operator, Part
 
 OPTIMIZER_BYTES_PER_PARAMETER = 34
@@ -81,15 +81,16 @@ def analytic_profile(
                 solo[key] = _compute_ns(cluster, part, op, activation_bytes)
             classes[key] = operator_class(op)
     rate = cluster.gpu.memory_bytes_per_s * cluster.gpu.memory_efficiency
-    transfers = _transfers(cluster, groups)
-    along = [key.partition("/")[0] for key in transfers]
+    meshes = {axis: mesh for axis in PARTITIONED if (mesh := node_mesh(groups[axis])) is not None}
+    factors = [Factor(axis, mesh, dim) for axis, mesh in meshes.items() for dim in range(2)]
     return Profile(
         source=f"modelled: {cluster.name}",
         solo_ns=solo,
         classes={**classes, "optimizer": "memory", "norm": "memory"},
         oef=contention_oef(cluster.contention),
-        transfers=transfers,
-        streams={axis: _group_along(groups, axis).stream for axis in (*groups, *along)},
+        transfers=_transfers(cluster, groups, factors),
+        streams={axis: _group_along(groups, axis).stream for axis in (*groups, *factors)},
+        meshes=meshes,
         barrier_ns=cluster.gpu.barrier_ns,
         optimizer_ns_per_parameter=OPTIMIZER_BYTES_PER_PARAMETER / rate * 1e9,
         norm_ns_per_parameter=NORM_BYTES_PER_PARAMETER / rate * 1e9,
@@ -103,8 +104,7 @@ SHARING = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
 
 def _group_along(groups: Mapping[str, RankGroup], axis: str) -> RankGroup:
     """Return size and position of the groups of an axis, or of a factor of an axis such as ``tp.2x4.1``."""
-    factor = factor_of(axis)
-    return groups[axis] if factor is None else dim_group(groups[factor.axis], factor.mesh, factor.dim)
+    return dim_group(groups[axis.axis], axis.mesh, axis.dim) if isinstance(axis, Factor) else groups[axis]
 
 
 def operator_class(op: Operator) -> str:
@@ -160,15 +160,15 @@ def _compute_ns(cluster: ClusterSpec, part: Part, op: Operator, activation_bytes
     return round(gpu.launch_ns + ns)
 
 
-def _transfers(cluster: ClusterSpec, groups: Mapping[str, RankGroup]) -> dict[str, TransferFit]:
+def _transfers(
+    cluster: ClusterSpec, groups: Mapping[str, RankGroup], factors: Sequence[Factor]
+) -> dict[str, TransferFit]:
     """Return {``AXIS/KIND``: fitted line of time over payload} for every kind of transfer outside layers."""
     fits = {}
     wanted = [("pp", Kind.SEND_RECEIVE), *((axis, Kind.ALL_REDUCE) for axis in ("tp", "pp", "replica", "ep"))]
     wanted += [(axis, Kind.ALL_REDUCE) for axis in groups if is_tensor(axis) and axis != "tp"]
     wanted += [(axis, kind) for axis in ("dp", "edp") for kind in SHARING]
-    for axis in PARTITIONED:
-        if (mesh := node_mesh(groups[axis])) is not None:
-            wanted += [(str(Factor(axis, mesh, dim)), kind) for dim in range(2) for kind in SHARING]
+    wanted += [(factor, kind) for factor in factors for kind in SHARING]
     for axis, kind in wanted:
         group = _group_along(groups, axis)
         if group.size > 1:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.mesh.partition import WHOLE, factor_of
-from braid.scheduling.model.operators import Kind, Operator, Part
+from braid.scheduling.mesh.partition import WHOLE, Factor
+from braid.scheduling.model.operators import Kind, Operator, OperatorKey, Part
 from braid.scheduling.text.pattern import is_layer
 from braid.scheduling.text.records import from_mapping, require_positive, to_mapping
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 
 class UnknownCostError(ValueError):
@@ -65,6 +65,9 @@ class Profile:
     transfers: Mapping[str, TransferFit] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
     """Axis, or factor of an axis -> stream of its transfers."""
+    meshes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Axis -> (nodes, ranks per node) for axes whose collectives may be split into stages; transfers and
+    streams then have the axis's factors too."""
     issue_ns: Mapping[str, int] = field(default_factory=dict)
     """Operator key -> time for which issuing an overlapped collective occupies the rank. If a collective is
     not listed it takes no time, as on modelled GPUs, whose host runs ahead."""
@@ -113,9 +116,9 @@ class Profile:
     def layer_operators(self) -> dict[str, str]:
         """Key -> name for people, for all operators of layers; the name has the kind of layer if there are
         several kinds."""
-        keys = [key for key in self.solo_ns if is_layer(key.partition("/")[0])]
-        several = len({key.partition("/")[0] for key in keys}) > 1
-        return {key: key if several else key.partition("/")[2] for key in keys}
+        keys = [key for key in map(OperatorKey.parse, self.solo_ns) if is_layer(key.part)]
+        several = len({key.part for key in keys}) > 1
+        return {str(key): str(key) if several else key.operator for key in keys}
 
     def solo(self, key: str) -> int:
         """Return the solo time in ns of the operator with a key (`Operator.key`); its recomputation takes as
@@ -200,10 +203,10 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
             continue
         piece, key = op.piece, op.key
         name = replace(op, measured_as=piece.measured_as).key
-        measured = profile.solo_ns.get(f"{name}.1of{piece.ways}")
+        measured = profile.solo_ns.get(first_piece(name, piece.ways))
         equal = abs(piece.share * piece.ways - 1) < 0.01
-        if op.axis is not None and (factor := factor_of(op.axis)) is not None:
-            payload = op.bytes * factor.size / (factor.size - 1) * width / 2
+        if isinstance(op.axis, Factor):
+            payload = op.bytes * op.axis.size / (op.axis.size - 1) * width / 2
             solo[key] = profile.transfer(op.axis, op.kind).ns(payload)
             classes[key] = op.stream.value
         elif measured is not None and equal:
@@ -224,6 +227,11 @@ def with_piece_costs(profile: Profile, parts: Iterable[Part], width: int = 2) ->
     return replace(profile, solo_ns=solo, classes=classes, issue_ns=issue, take_ns=take)
 
 
+def first_piece(key: str, ways: int) -> str:
+    """Return the key of the first of ``ways`` equal pieces of the operator with ``key``."""
+    return f"{key}.1of{ways}"
+
+
 def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
     """Return the bytes that a rank copies (before the transfer of a collective's piece, after it).
 
@@ -231,14 +239,14 @@ def copied_bytes(part: Part, op: Operator, width: int) -> tuple[int, int]:
     another order. After it, blocks of a gather's stage are, and the piece to its position in the whole value.
     """
     read, written = part.values[op.reads[0]], part.values[op.writes[0]]
-    region, factor = written.region, factor_of(op.axis or "")
+    region = written.region
     gathers = op.kind is Kind.ALL_GATHER
     before = after = 0
     whole = read.region is None and region is not None
     if whole and region is not None and (region.columns != WHOLE or (not gathers and region.rows != WHOLE)):
         share = region.columns if region.columns != WHOLE else region.rows
         before += read.bytes(width) // share[1]
-    if factor is not None:
+    if isinstance(factor := op.axis, Factor):
         mesh, spans = factor.mesh, region.spans if region is not None else None
         outer = prod(
             (spans[dim].of(mesh[dim]) if spans else mesh[dim] if gathers else 1) for dim in range(factor.dim)

@@ -8,7 +8,8 @@ all the while.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from braid.scheduling.cost.profile import Profile
+from braid.scheduling.cost.profile import Profile, first_piece
+from braid.scheduling.mesh.partition import MOST_PIECES
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 
 
@@ -82,4 +83,5 @@ def _added(
 
 def _with_pieces(op: Operator, profile: Profile) -> list[str]:
     """Return the keys of an operator and of its measured pieces."""
-    return [key for key in profile.solo_ns if key == op.key or key.startswith(f"{op.key}.1of")]
+    keys = [op.key, *(first_piece(op.key, ways) for ways in range(2, MOST_PIECES + 1))]
+    return [key for key in keys if key in profile.solo_ns]

@@ -246,9 +246,13 @@ class ScheduleName(NamedTuple):
             raise ValueError(f"hop={hop}, slots of a message in pipeline {pipeline or nameable[0]}, {remedy}")
         return self
 
+    @property
+    def point(self) -> str:
+        """Text of the pipeline and its time slots: ``PIPELINE/SLOTS``; empty if none is given."""
+        return self.pipeline + (f"/{self.hop}" if self.hop else "")
+
     def __str__(self) -> str:
-        pipeline = self.pipeline + (f"/{self.hop}" if self.hop else "")
-        return self.schedule + (f":{pipeline}" if pipeline else "")
+        return self.schedule + (f":{self.point}" if self.point else "")
 
     def placement_on(self, stages: int) -> Placement:
         """Return the placement of chunks for a pipeline of that many stages.

@@ -24,7 +24,11 @@ WAYS = (2, 4, 8)
 def mega_scale(ways: int) -> tuple[Partition, ...]:
     """Return MegaScale's partition (DHelix section 2.3): tensor-parallel gathers and the GEMMs that read them
     are cut into ``ways`` pieces along tokens. It is empty if ``ways`` is 1."""
-    return (Partition(what="tp/all_gather", pieces=ways, dim="tokens", operators=1),) if ways > 1 else ()
+    return (
+        (Partition(where="tp", collective="all_gather", pieces=ways, dim="tokens", operators=1),)
+        if ways > 1
+        else ()
+    )
 
 
 def with_partitions(
@@ -244,7 +248,7 @@ class _Cutting:
             again = ".again" if self.op.phase is Phase.RECOMPUTE else ""
             name = z if number == len(sources) else f"{z}{again}.{_of((number, len(sources)))}"
             if name != z:
-                self.values[name] = replace(self.values[z], name=name, alias_of=z)
+                self.values[name] = replace(self.values[z], name=name, alias_of=z, gradient_of=None)
             share = number, len(sources)
             yield self._compute(op, share, (source, *before), (name,), 1 / len(sources))
             before = (name,)
@@ -276,6 +280,7 @@ class _Cutting:
             rows=rows,
             region=region,
             alias_of=None,
+            gradient_of=None,
             piece_of=whole if placed else None,
         )
         return name
@@ -308,7 +313,7 @@ class _Cutting:
             name=f"{op.name}.{label}",
             own_name=f"{op.own_name}.{label}",
             measured_as=f"{op.measured_as}.{label}",
-            axis=str(factor) if len(self.mesh) > 1 else op.axis,
+            axis=factor if len(self.mesh) > 1 else op.axis,
             stream=Stream.INTRA if len(self.mesh) > 1 and factor.inside else op.stream,
             piece=Piece(op.name, *share, op.measured_as, sent / op.bytes),
             reads=(source,),

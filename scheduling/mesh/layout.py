@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from braid.scheduling.mesh.mesh import MeshShape, Position, training_mesh
-from braid.scheduling.text.pattern import counted, variant
+from braid.scheduling.text.pattern import Variant, counted
 
 ZERO_STAGES: Final = (0, 1, 2, 3)
 
@@ -97,14 +97,14 @@ class ParallelLayout:
     def kinds(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kind of every layer, given the kinds in the model's pattern.
 
-        Layers with a tensor-parallel degree below ``tp`` get a `variant` of their kind.
+        Layers with a tensor-parallel degree below ``tp`` get a `Variant` of their kind.
         """
         if not self.tensor_degrees:
             return kinds
         if kinds not in self._kinds:
             degrees = zip(kinds, self.tensor_degrees, strict=True)
             self._kinds[kinds] = tuple(
-                kind if degree == self.tp else variant(kind, degree) for kind, degree in degrees
+                kind if degree == self.tp else Variant(kind, degree) for kind, degree in degrees
             )
         return self._kinds[kinds]
 

@@ -13,6 +13,8 @@ from enum import StrEnum
 from math import prod
 from typing import Final
 
+from braid.scheduling.text.pattern import variant_of
+
 
 class DimRanks(StrEnum):
     """Subset of the ranks along a dimension of a mesh, seen from one rank: all, itself, or all others."""
@@ -63,17 +65,23 @@ class Region:
         return self.ranks * prod(sizes)
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One dimension of a mesh over the ranks of an axis, used as an axis of its own; its name is
-    ``tp.2x4.1``."""
+class Factor(str):
+    """One dimension of a mesh over the ranks of an axis, used as an axis of its own.
+
+    As a text it is the name of this axis: ``tp.2x4.1``.
+    """
 
     axis: str
     mesh: tuple[int, ...]
     dim: int
 
-    def __str__(self) -> str:
-        return f"{self.axis}.{'x'.join(map(str, self.mesh))}.{self.dim}"
+    def __new__(cls, axis: str, mesh: tuple[int, ...], dim: int) -> "Factor":
+        factor = super().__new__(cls, f"{axis}.{_by(mesh)}.{dim}")
+        factor.axis, factor.mesh, factor.dim = axis, mesh, dim
+        return factor
+
+    def __getnewargs__(self) -> tuple[str, tuple[int, ...], int]:
+        return self.axis, self.mesh, self.dim
 
     @property
     def size(self) -> int:
@@ -86,21 +94,15 @@ class Factor:
         return self.dim == len(self.mesh) - 1
 
 
-_FACTOR: Final = re.compile(r"([a-z]+)\.([0-9]+(?:x[0-9]+)*)\.([0-9]+)")
-
-
-def factor_of(axis: str) -> Factor | None:
-    """Parse the name of a factor, such as ``tp.2x4.1``; return None for the name of a whole axis."""
-    match = _FACTOR.fullmatch(axis)
-    return match and Factor(match[1], tuple(map(int, match[2].split("x"))), int(match[3]))
-
-
 def whole_axis(axis: str) -> str:
-    """Return the axis to which a named factor belongs; the name of a whole axis is returned unchanged."""
-    return axis.partition(".")[0]
+    """Return the axis to which a factor belongs; a whole axis is returned unchanged."""
+    return axis.axis if isinstance(axis, Factor) else axis
 
 
 DIMS: Final = ("tokens", "width")
+
+MOST_PIECES: Final = 64
+"""Most pieces into which a collective may be cut."""
 
 PARTITIONED: Final = ("tp", "dp")
 """Axes whose collectives a partition may cut."""
@@ -113,8 +115,10 @@ class Partition:
     Raises `ValueError` if the fields contradict each other.
     """
 
-    what: str
-    """What is cut: a layer's collective (``layer/mlp_gather``), or all of a kind (``tp/all_gather``)."""
+    where: str
+    """The part whose collective is cut (``layer``), or the axis of all collectives that are (``tp``)."""
+    collective: str
+    """Name of a collective in its part (``mlp_gather``), or a kind of collective (``all_gather``)."""
     mesh: tuple[int, ...] = ()
     """Sizes of a mesh of the collective's ranks, outermost first; (): the collective is not split into
     stages."""
@@ -131,8 +135,6 @@ class Partition:
 
     def __post_init__(self) -> None:
         where = f"partition {self.what}"
-        if not _WHAT.fullmatch(self.what):
-            raise ValueError(f"{where}: write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather")
         if self.mesh and (len(self.mesh) < 2 or min(self.mesh) < 2):
             raise ValueError(f"{where}: mesh={_by(self.mesh)} needs two dims or more, of 2 ranks or more")
         dims = tuple(range(len(self.mesh)))
@@ -141,8 +143,8 @@ class Partition:
                 f"{where}: order={_listed(self.order)} must have every dim of the mesh once"
                 + (f", {_listed(dims)} in any order" if dims else "; without a mesh it is empty")
             )
-        if not 1 <= self.pieces <= 64:
-            raise ValueError(f"{where}: pieces={self.pieces} must be between 1 and 64")
+        if not 1 <= self.pieces <= MOST_PIECES:
+            raise ValueError(f"{where}: pieces={self.pieces} must be between 1 and {MOST_PIECES}")
         if self.dim and self.dim not in DIMS:
             raise ValueError(f"{where}: dim={self.dim!r} must be one of {', '.join(DIMS)}, or left out")
         if bool(self.dim) != bool(self.operators) or self.operators < 0:
@@ -169,14 +171,9 @@ class Partition:
         return " ".join(words)
 
     @property
-    def where(self) -> str:
-        """First word of ``what``: the part whose collective is cut, or the axis of the collectives."""
-        return self.what.partition("/")[0]
-
-    @property
-    def collective(self) -> str:
-        """Second word of ``what``: the name of a collective in its part, or a kind of collective."""
-        return self.what.partition("/")[2]
+    def what(self) -> str:
+        """What is cut, as the text names it: ``layer/mlp_gather``, or ``tp/all_gather``."""
+        return f"{self.where}/{self.collective}"
 
     @property
     def about_own(self) -> bool:
@@ -186,7 +183,6 @@ class Partition:
 
 
 ABOUT_OWN: Final = (1, 0, 1)
-_WHAT: Final = re.compile(r"[^\s/#]+/[^\s/#]+")
 _TEXT: Final = re.compile(
     r"(?P<what>\S+)(?: mesh (?P<mesh>[0-9x]+) order (?P<order>[0-9,]+))?"
     r"(?: (?P<delivered>delivered)| pieces (?P<pieces>[0-9]+))?"
@@ -208,12 +204,18 @@ def parse_partition(text: str) -> Partition:
     wrong = f"partition {text!r} is not WHAT [mesh 2x4 order 0,1] [pieces 4 | delivered] [of tokens with 1]"
     if match is None:
         raise ValueError(wrong)
+    words = match["what"].split("/")
+    if len(words) != 2 or not all(words) or "#" in text:
+        raise ValueError(
+            f"partition {match['what']}: write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"
+        )
 
     def numbers(text: str | None, mark: str) -> tuple[int, ...]:
         return tuple(int(word) for word in (text or "").split(mark) if word)
 
     partition = Partition(
-        what=match["what"],
+        where=variant_of(words[0]),
+        collective=words[1],
         mesh=numbers(match["mesh"], "x"),
         order=numbers(match["order"], ","),
         pieces=int(match["pieces"] or 1),

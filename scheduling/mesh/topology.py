@@ -48,7 +48,7 @@ class Topology:
         """
         streams = {axis: Stream.INTER if self.spread(axis) else Stream.INTRA for axis in self.mesh.axes}
         for factor in self.factors():
-            streams[str(factor)] = Stream.INTRA if factor.inside else Stream.INTER
+            streams[factor] = Stream.INTRA if factor.inside else Stream.INTER
         return streams
 
     def factors(self) -> list[Factor]:

@@ -62,10 +62,12 @@ class GraphBuilder:
         statistics: int = 0,
         alias: str | None = None,
         keeps: str | None = None,
+        gradient_of: str | None = None,
     ) -> str:
         """Add a new value of size ``dims`` and return its name.
 
-        ``statistics``, ``keeps``: as in `Value`; ``alias``: name of a value whose memory it shares.
+        ``statistics``, ``keeps``, ``gradient_of``: as in `Value`; ``alias``: name of a value whose memory it
+        shares.
         """
         if name in self._values:
             raise ValueError(f"{self.name}: value {name} is written twice; give every operator its own name")
@@ -79,6 +81,7 @@ class GraphBuilder:
             statistics=statistics,
             alias_of=owner,
             keeps=keeps,
+            gradient_of=gradient_of,
         )
         return name
 
@@ -200,8 +203,9 @@ class GraphBuilder:
         """Add the value that the next contribution to ``x``'s gradient writes, and return its name: ``d.x``
         if it is the last contribution, else a partial sum."""
         count = self._arrived[x] = self._arrived.get(x, 0) + 1
-        name = f"d.{x}" if count == self._readers[x] else f"d.{x}~{count}"
-        return self._value(name, self._dims[x], self._values[x].precision, alias=alias)
+        last = count == self._readers[x]
+        name, whole = (f"d.{x}", x) if last else (f"d.{x}~{count}", None)
+        return self._value(name, self._dims[x], self._values[x].precision, alias=alias, gradient_of=whole)
 
     def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
         """Append a backward operator that contributes to the gradients of the values ``receivers``.
@@ -235,7 +239,7 @@ class GraphBuilder:
         if output in self._readers:
             raise ValueError(f"{self.name}: the output {output} must not be read inside the part")
         if self._values[output].precision is Precision.ACTIVATION:
-            self._value(f"d.{output}", self._dims[output])
+            self._value(f"d.{output}", self._dims[output], gradient_of=output)
         for reverse in reversed(self._reverse):
             reverse()
         self._check_gradients()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import Region
@@ -124,6 +125,8 @@ class Value:
     """Name of the whole value that also holds the rows of this piece; None if there is no such value."""
     keeps: str | None = None
     """Name of another value that this opaque value keeps alive: attention's saved value holds its output."""
+    gradient_of: str | None = None
+    """Name of the value whose whole gradient this value is; None for partial sums and all other values."""
 
     @property
     def columns(self) -> int:
@@ -134,6 +137,22 @@ class Value:
         """Return the value's bytes on one rank if an activation element takes ``activation_bytes``."""
         plain = self.elements * self.precision.bytes_each(activation_bytes)
         return plain + self.statistics * Precision.STATISTIC.bytes_each(activation_bytes)
+
+
+class OperatorKey(NamedTuple):
+    """Name under which a profile lists an operator: ``PART/OPERATOR``."""
+
+    part: str
+    operator: str
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.operator}"
+
+    @classmethod
+    def parse(cls, text: str) -> "OperatorKey":
+        """Parse the text that ``str`` returns for a key."""
+        part, _, operator = text.partition("/")
+        return cls(part, operator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +192,7 @@ class Operator:
     @cached_property
     def key(self) -> str:
         """Name under which a profile lists the operator: ``PART/OPERATOR``."""
-        return f"{measured_kind(self.part)}/{self.measured_as}"
+        return str(OperatorKey(measured_kind(self.part), self.measured_as))
 
     @property
     def completes(self) -> bool:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision
-from braid.scheduling.text.pattern import variant
+from braid.scheduling.text.pattern import Variant, base_kind, own_degree
 
 RECOMPUTE_POLICIES: Final = ("none", "selective", "full", "fine")
 
@@ -41,14 +41,16 @@ def policies_of(recompute: str, layers: int) -> tuple[str, ...]:
 
 def with_policies(kinds: Sequence[str], recompute: str) -> tuple[str, ...]:
     """Return the kind of every layer; if recompute policies differ, layers with a policy other than ``none``
-    get a `variant` of their kind."""
+    get a `Variant` of their kind."""
     if recompute in RECOMPUTE_POLICIES:
         return tuple(kinds)
     policies = policies_of(recompute, len(kinds))
     if len(set(policies)) == 1:
         return tuple(kinds)
-    named = zip(kinds, policies, strict=True)
-    return tuple(kind if policy == "none" else variant(kind, policy) for kind, policy in named)
+    return tuple(
+        kind if policy == "none" else Variant(base_kind(kind), own_degree(kind), policy)
+        for kind, policy in zip(kinds, policies, strict=True)
+    )
 
 
 def of_all(recompute: str, layers: int) -> str:

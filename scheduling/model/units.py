@@ -6,7 +6,6 @@ Operators and values carry the index and the name of their part: ``1.layer/qkv``
 the part's name and operators.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,8 +14,6 @@ from itertools import pairwise
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.operators import Graph, Operator, Parameters, Part, Value
 from braid.scheduling.text.pattern import ENDS, counted, is_layer
-
-_GRADIENT = re.compile(r"d\.(.+?)((?:[~@].*)?)")
 
 
 @dataclass(frozen=True)
@@ -159,8 +156,10 @@ def joined(members: Sequence[Part]) -> Part:
             alias = None if value.alias_of is None else names.value(value.alias_of)
             whole = None if value.piece_of is None else names.value(value.piece_of)
             keeps = None if value.keeps is None else names.value(value.keeps)
+            of = None if value.gradient_of is None else names.value(value.gradient_of)
             name = names.value(value.name)
-            values.setdefault(name, replace(value, name=name, alias_of=alias, piece_of=whole, keeps=keeps))
+            renamed = replace(value, name=name, alias_of=alias, piece_of=whole, keeps=keeps, gradient_of=of)
+            values.setdefault(name, renamed)
         inputs += [name for name in part.inputs if name in part.constants or not index]
         constants += part.constants
         handed_on = names.value(part.output)
@@ -195,8 +194,8 @@ class _Names:
         )
 
     def value(self, name: str) -> str:
-        if match := _GRADIENT.fullmatch(name):
-            return f"d.{self.value(match[1])}{match[2]}"
+        if (whole := self.part.values[name].gradient_of) is not None:
+            return f"d.{self.value(whole)}"
         if name in self.part.constants:
             return name
         if name in self.part.inputs:

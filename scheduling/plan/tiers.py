@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.partition_checks import CUT, can_be_cut, operators_beside
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.mesh.partition import ABOUT_OWN, PARTITIONED, Factor, Partition, factor_of
+from braid.scheduling.mesh.partition import ABOUT_OWN, Factor, Partition
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 from braid.scheduling.model.stages import moves_of
 from braid.scheduling.model.units import chunk_parameters
@@ -134,7 +134,7 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
     rows.
     """
     assert op.axis is not None
-    name, mesh, gathers = f"{part.name}/{op.name}", node_mesh(profile, op.axis), op.kind is Kind.ALL_GATHER
+    mesh, gathers = profile.meshes.get(op.axis), op.kind is Kind.ALL_GATHER
     orders: list[tuple[int, ...]] = [()]
     if mesh is not None:
         orders += [(0, 1), (1, 0), ABOUT_OWN] if gathers else [(1, 0), (0, 1)]
@@ -145,7 +145,7 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
             if (cut.get("delivered") and not order) or (added_up and order == ABOUT_OWN):
                 continue
             if order or cut.get("pieces", 1) > 1:
-                yield Partition(what=name, **division, **cut)
+                yield Partition(where=part.name, collective=op.name, **division, **cut)
 
 
 def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
@@ -165,13 +165,6 @@ def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
     if chain and chain[0].kind is Kind.GEMM:
         across = {"dim": "width", "operators": 1}
         yield from ({**across, "pieces": n} for n in PIECE_COUNTS[1:] if n <= width)
-
-
-def node_mesh(profile: Profile, axis: str) -> tuple[int, ...] | None:
-    """Return (nodes, ranks per node) of an axis if the profile has transfers along these factors, else
-    None."""
-    factors = (factor_of(key.partition("/")[0]) for key in profile.transfers)
-    return next((f.mesh for f in factors if f is not None and f.axis == axis), None)
 
 
 def span_ns(graph: Graph, names: set[str], profile: Profile) -> float:
@@ -234,7 +227,7 @@ def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
     size.
     """
     setting, profile = bench.setting, bench.profile
-    layout, mesh = setting.layout, node_mesh(profile, PARTITIONED[1])
+    layout, mesh = setting.layout, profile.meshes.get("dp")
     if mesh is None or not setting.kind.early_sums:
         return ()
     kinds = setting.kinds
@@ -248,7 +241,7 @@ def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
         whole = profile.transfer("dp", kind).ns(payload)
         best = min((stages_ns(profile, kind, mesh, order, payload), order) for order in ((0, 1), (1, 0)))
         if best[0] < whole:
-            partitions.append(Partition(what=f"dp/{kind.value}", mesh=mesh, order=best[1]))
+            partitions.append(Partition(where="dp", collective=kind, mesh=mesh, order=best[1]))
     return tuple(partitions)
 
 
@@ -260,8 +253,8 @@ def stages_ns(
     The larger one decides, since the stages of one bucket overlap the stages of another.
     """
     along: dict[Factor, float] = {}
-    partition = Partition(what=f"dp/{kind.value}", mesh=mesh, order=order)
+    partition = Partition(where="dp", collective=kind, mesh=mesh, order=order)
     for move in moves_of(kind, (partition,), "dp"):
-        ns = profile.transfer(str(move.factor), move.kind).ns(payload / move.part)
+        ns = profile.transfer(move.factor, move.kind).ns(payload / move.part)
         along[move.factor] = along.get(move.factor, 0.0) + ns
     return max(along.values())

@@ -21,7 +21,7 @@ _WORD: Final = re.compile(r"(?:([1-9][0-9]*)\*)?([A-Za-z][A-Za-z0-9_]*)")
 
 def is_layer(part: str) -> bool:
     """Return whether a part's name is a kind of layer, so neither the embedding nor the head."""
-    return base_kind(part) not in ENDS
+    return part not in ENDS
 
 
 def built_in_kinds(family: str) -> tuple[str, ...]:
@@ -29,22 +29,47 @@ def built_in_kinds(family: str) -> tuple[str, ...]:
     return (UNIFORM, DENSE) if family == "moe" else (UNIFORM,)
 
 
-def variant(kind: str, mark: int | str) -> str:
-    """Return the name of a kind of layer with its own tensor-parallel degree or recompute policy: the name
-    ``KIND.MARK``. ``layer.2.full`` has both marks."""
-    return f"{kind}.{mark}"
+class Variant(str):
+    """Kind of a layer with a tensor-parallel degree or a recompute policy of its own.
+
+    As a text it is the kind's name: ``layer.2.full``. `variant_of` parses the name.
+    """
+
+    base: str
+    """The kind in the model's pattern: ``layer``."""
+    degree: int
+    """The layer's tensor-parallel degree; 0: that of the run."""
+    recompute: str
+    """The layer's recompute policy; empty: that of the run."""
+
+    def __new__(cls, base: str, degree: int = 0, recompute: str = "") -> "Variant":
+        kind = super().__new__(
+            cls, ".".join([base, *([str(degree)] if degree else []), *filter(None, [recompute])])
+        )
+        kind.base, kind.degree, kind.recompute = base, degree, recompute
+        return kind
+
+    def __getnewargs__(self) -> tuple[str, int, str]:
+        return self.base, self.degree, self.recompute
+
+
+def variant_of(name: str) -> str:
+    """Parse the name of a part, which may be that of a `Variant`; a name without marks is returned
+    unchanged."""
+    base, *marks = name.split(".")
+    degree = next((int(mark) for mark in marks if mark.isdigit()), 0)
+    recompute = next((mark for mark in marks if not mark.isdigit()), "")
+    return Variant(base, degree, recompute) if marks else name
 
 
 def base_kind(kind: str) -> str:
-    """Return the kind, as in the model's pattern, from which a `variant` was made: ``layer`` for
-    ``layer.2.full``."""
-    return kind.partition(".")[0]
+    """Return the kind in the model's pattern: ``layer`` for the `Variant` ``layer.2.full``."""
+    return kind.base if isinstance(kind, Variant) else kind
 
 
 def own_degree(kind: str) -> int:
-    """Return the tensor-parallel degree in the name of a `variant`; 0 if it has none, so that ``tp``
-    applies."""
-    return next((int(mark) for mark in kind.split(".")[1:] if mark.isdigit()), 0)
+    """Return the tensor-parallel degree of a `Variant`; 0 if it has none, so that ``tp`` applies."""
+    return kind.degree if isinstance(kind, Variant) else 0
 
 
 def documents_seen(degree: int = 0) -> str:
@@ -52,19 +77,19 @@ def documents_seen(degree: int = 0) -> str:
 
     ``degree``: tensor-parallel degree of a layer that processes only some of the samples; 0 for other layers.
     """
-    return variant("documents", degree) if degree else "documents"
+    return f"documents.{degree}" if degree else "documents"
 
 
 def own_recompute(kind: str) -> str:
-    """Return the recompute policy in the name of a `variant`; empty if it has none, so that the run's
-    applies."""
-    return next((mark for mark in kind.split(".")[1:] if not mark.isdigit()), "")
+    """Return the recompute policy of a `Variant`; empty if it has none, so that the run's applies."""
+    return kind.recompute if isinstance(kind, Variant) else ""
 
 
-@lru_cache
 def measured_kind(part: str) -> str:
     """Return a part's name without its recompute policy, since policies do not change operators' times."""
-    return ".".join(mark for n, mark in enumerate(part.split(".")) if n == 0 or mark.isdigit())
+    if not isinstance(part, Variant) or not part.recompute:
+        return part
+    return Variant(part.base, part.degree) if part.degree else part.base
 
 
 @lru_cache

@@ -50,8 +50,16 @@ def partition_of(
         )
     delivered = bool(mesh) and (gathers or any_kind) and dim == "tokens" and draw(st.booleans())
     count = 1 if delivered else draw(st.integers(1 if mesh else 2, pieces))
+    where, collective = what.split("/")
     return Partition(
-        what=what, mesh=mesh, order=order, pieces=count, dim=dim, operators=operators, delivered=delivered
+        where=where,
+        collective=collective,
+        mesh=mesh,
+        order=order,
+        pieces=count,
+        dim=dim,
+        operators=operators,
+        delivered=delivered,
     )
 
 

@@ -70,13 +70,13 @@ def kinds_of(bench: CostedSetting) -> Iterator[tuple[Part, Graph, Operator]]:
 
 def expected_points(op: Operator, *, several_nodes: bool) -> set[Partition]:
     """All that there is, written down: meshes and orders, then pieces, then what is cut with them."""
-    what, gathers = f"layer/{op.name}", op.kind is Kind.ALL_GATHER
+    gathers = op.kind is Kind.ALL_GATHER
     divided: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     if several_nodes:
         divided += [((2, 2), order) for order in [(0, 1), (1, 0), *([ABOUT_OWN] if gathers else [])]]
     found = set()
     for mesh, order in divided:
-        own = {"what": what, "mesh": mesh, "order": order}
+        own = {"where": "layer", "collective": op.name, "mesh": mesh, "order": order}
         for pieces in (1, 2, 4, 8):
             if mesh or pieces > 1:
                 found.add(Partition(**own, pieces=pieces))
@@ -257,7 +257,9 @@ def test_replicas_share_in_stages_where_that_is_shorter(zero: int) -> None:
     kinds = ("reduce_scatter", "all_gather") if zero else ("all_reduce",)
     order = {"reduce_scatter": (1, 0), "all_gather": (0, 1), "all_reduce": (1, 0)}
     found = sharing_partitions(replicas("braid", zero, intra=2e10, inter=1e9))
-    assert found == tuple(Partition(what=f"dp/{kind}", mesh=(2, 2), order=order[kind]) for kind in kinds)
+    assert found == tuple(
+        Partition(where="dp", collective=kind, mesh=(2, 2), order=order[kind]) for kind in kinds
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -20,6 +20,11 @@ Verify = Callable[[Path], None]
 class AwayError(CheckpointError):
     """No place has a checkpoint, or a place did not answer; a later try may succeed."""
 
+    def __init__(self, what: str, remedy: str = "") -> None:
+        """``what``: what is missing; ``remedy``: what to do where waiting does not help."""
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+
 
 @dataclass(frozen=True)
 class Found:
@@ -134,7 +139,7 @@ class Homes:
             raise (AwayError if away else CheckpointError)("; ".join([*complaints, nowhere]))
         others = set(self.store.steps()) - here
         text = f"; step-{max(others)} there is another run's" if others else ""
-        raise AwayError(f"there is no checkpoint in {places}{text}; start without --resume")
+        raise AwayError(f"there is no checkpoint in {places}{text}", "start without --resume")
 
     def _read(self, step: int, verify: Verify | None, complaints: Sequence[str]) -> Found:
         path = self.store.directory / f"step-{step}"

@@ -36,6 +36,7 @@ from braid.actors.stage.run.bindings import collective_of, method_of
 from braid.actors.stage.run.regions import Rows
 from braid.actors.stage.run.streams import Streams, Transfer
 from braid.kernels.operators.context_blocks import Documents
+from braid.scheduling.cost.profile import first_piece
 from braid.scheduling.generate.partitions import WAYS, cut_gemms
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import DimRanks, Region
@@ -220,7 +221,7 @@ class Profiler:
         begin = self.streams.mark()
         (part,) = call(x[:rows])
         Rows(held, piece, (self.mesh.place.on("tp"),)).place(into, part)
-        self._solo[f"{key}.1of{ways}"].append(self._between(begin, self.streams.mark()))
+        self._solo[first_piece(key, ways)].append(self._between(begin, self.streams.mark()))
 
     def _communicate(self, part: Part, operator: Operator, values: Values, *, meets: bool) -> int:
         (source, *more), (target,) = operator.reads, operator.writes
@@ -231,7 +232,7 @@ class Profiler:
         self._spare_of[operator.key] = name = f"{operator.axis}/{operator.kind.value} {size}"
         if name not in self._spares:
             spare = torch.zeros_like(x) if operator.kind is Kind.ALL_REDUCE else x.clone()
-            self._spares[name] = _Spare(operator, spare, extents, operator.key.partition("/")[0])
+            self._spares[name] = _Spare(operator, spare, extents, operator.part)
         if meets or self.streams.asynchronous:
             self._links.meet()
         begin = self.streams.mark()

@@ -19,7 +19,7 @@ from braid.kernels.collectives.primitives import Channel, Line
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import Position, is_tensor
-from braid.scheduling.mesh.partition import factor_of, whole_axis
+from braid.scheduling.mesh.partition import Factor, whole_axis
 from braid.scheduling.mesh.topology import Topology
 from braid.scheduling.schedule.operations import Direction
 
@@ -88,8 +88,8 @@ class Mesh:
         """Return the stream that carries the transfers along an axis (as for `shared`)."""
         if axis == "ends":
             return self.stream_to(self.layout.pp - 1 - self.position["pp"])
-        if (factor := factor_of(axis)) is not None:
-            return Stream.INTRA if factor.inside else Stream.INTER
+        if isinstance(axis, Factor):
+            return Stream.INTRA if axis.inside else Stream.INTER
         return self.topology.between(self.place.mesh.members(self.position, self.place.mesh.factors_of(axis)))
 
     def warm_up(self) -> None:
@@ -163,9 +163,9 @@ def build_mesh(
         lines[axis] = line
     topology = Topology(place.mesh, hosts)
     for factor in topology.factors():
-        line = groups.line(str(factor), topology.factor_groups(factor))
+        line = groups.line(factor, topology.factor_groups(factor))
         assert line is not None
-        lines[str(factor)] = line
+        lines[factor] = line
     channels: dict[MessageKind, Channel] = {}
     if layout.pp > 1:
         for direction, way in product(Direction, ("down", "up")):

@@ -22,7 +22,7 @@ from braid.kernels.collectives.stages import gather_stage, scatter_stage
 from braid.kernels.operators.linear import Linear
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.mesh.mesh import place_in
-from braid.scheduling.mesh.partition import WHOLE, DimRanks, Region, bounds, factor_of, whole_axis
+from braid.scheduling.mesh.partition import WHOLE, DimRanks, Factor, Region, bounds, whole_axis
 from braid.scheduling.model.operators import Kind, Operator, Phase, Value
 from braid.scheduling.schedule.code import Frame
 from braid.scheduling.schedule.operations import Compute, Node, Pass, Start, Wait, name_of
@@ -202,9 +202,7 @@ class Binder:
         if op.piece is None:
             return lambda x, *extents: whole(line, x, *extents)
         read, written = (frame.values[registers[0]] for registers in (operation.reads, operation.writes))
-        factor = factor_of(op.axis)
-        mesh = (line.size,) if factor is None else factor.mesh
-        dim = 0 if factor is None else factor.dim
+        mesh, dim = (op.axis.mesh, op.axis.dim) if isinstance(op.axis, Factor) else ((line.size,), 0)
         gathers = op.kind is Kind.ALL_GATHER
         end = Region(whole_axis(op.axis), mesh, ((DimRanks.ALL if gathers else DimRanks.OWN),) * len(mesh))
         region = written.region or end
