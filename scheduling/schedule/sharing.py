@@ -58,6 +58,8 @@ class _PlacedTouch(NamedTuple):
 _Insertion = tuple[Callable[..., Operation], Gather | Reduce | Update]
 _Insertions = dict[int, list[_Insertion]]
 """Index of an operation in a body -> operations to insert before it."""
+_Inserted = defaultdict[int, _Insertions]
+"""Position of a stretch in its stage -> operations to insert into its body."""
 
 
 @dataclass
@@ -80,16 +82,17 @@ class Sharing:
 
         Raises `SharingError` if the schedule does not gather parameters that a block needs.
         """
-        inserted: list[_Insertions] = [defaultdict(list) for _ in stretches]
+        inserted: _Inserted = defaultdict(lambda: defaultdict(list))
         if self.layout.zero:
             self._gathers(stage, stretches, inserted)
         self._sums(stretches, inserted)
-        for stretch, insertions in zip(stretches, inserted, strict=True):
+        for position, stretch in enumerate(stretches):
+            insertions = inserted.get(position, {})
             yield self._with(stretch, insertions) if any(insertions.values()) else stretch
 
     # -- parameters ----------------------------------------------------------------------------------------
 
-    def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+    def _gathers(self, stage: int, stretches: Sequence[Stretch], inserted: _Inserted) -> None:
         """Insert a gather's start and wait before each use of a bucket that is not gathered at that time.
 
         With ZeRO 3 also insert the bucket's release behind its last use.
@@ -171,16 +174,17 @@ class Sharing:
 
     # -- gradients -----------------------------------------------------------------------------------------
 
-    def _sums(self, stretches: Sequence[Stretch], inserted: list[_Insertions]) -> None:
+    def _sums(self, stretches: Sequence[Stretch], inserted: _Inserted) -> None:
         """Insert the start of each bucket's gradient sums behind the last operator that adds to its
         gradients, and the waits for sums that end inside the stage's list."""
         sums = _BucketSums(self.layout.zero > 1, self.schedule.prefetch, self.moves)
-        for stretch, into in zip(stretches, inserted, strict=True):
+        for position, stretch in enumerate(stretches):
             block = stretch.instruction
             if isinstance(block, Wait) and isinstance(block.what, Reduce):
-                sums.wait(into[0], block.what)
+                sums.wait(inserted[position][0], block.what)
             if not isinstance(block, Block) or not (block.sums or sums.shared):
                 continue
+            into = inserted[position]
             adds = self._of(stretch).adds
             events: list[tuple[int, BucketKey | Reduce]] = [
                 (adds[key].last + 1 if (key := _key(reduce)) in adds else 0, reduce)
