@@ -76,10 +76,16 @@ def names(operator: str) -> tuple[str, ...]:
     """Return the names of all implementations that an operator may have, PyTorch's first. For example
     ``triton+cudnn`` computes rotary embedding by Triton and attention by cuDNN.
     """
-    plain = (BY_TORCH, _BY_TRITON)
-    if operator != "attention":
-        return plain
-    return (*plain, *(f"{name}+{backend}" for name in plain for backend in BACKENDS))
+    return tuple(_implementations(operator))
+
+
+def _implementations(operator: str) -> dict[str, tuple[str, str | None]]:
+    """Return {name of an implementation: (``torch`` or ``triton``, backend of attention or None)}."""
+    sources = (BY_TORCH, _BY_TRITON)
+    made: dict[str, tuple[str, str | None]] = {source: (source, None) for source in sources}
+    if operator == "attention":
+        made |= {f"{source}+{backend}": (source, backend) for source in sources for backend in BACKENDS}
+    return made
 
 
 def candidates(operator: str, device: torch.device, dtype: torch.dtype) -> dict[str, Kind]:
@@ -88,12 +94,14 @@ def candidates(operator: str, device: torch.device, dtype: torch.dtype) -> dict[
     """
     triton = not _problem(device, dtype)
     return {
-        name: _kind(operator, name) for name in names(operator) if triton or not name.startswith(_BY_TRITON)
+        name: _kind(operator, name)
+        for name, (source, _) in _implementations(operator).items()
+        if triton or source == BY_TORCH
     }
 
 
 def _kind(operator: str, name: str) -> Any:
-    source, _, backend = name.partition("+")
+    source, backend = _implementations(operator)[name]
     kind = getattr(_triton() if source == _BY_TRITON else TORCH, operator)
     return partial(kind, backend=backend) if backend else kind
 

@@ -230,12 +230,8 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """Return the layout in one line, such as ``dp 2 x tp 2 (folded), ZeRO 1``."""
-        axes = [
-            f"{f.name} {getattr(self, f.name)}"
-            for f in fields(self)
-            if f.name in ("dp", "tp", "pp", "cp", "ep")
-        ]
-        busy = [text for text in axes if not text.endswith(" 1")] or ["1 rank"]
+        axes = [f.name for f in fields(self) if f.name in ("dp", "tp", "pp", "cp", "ep")]
+        busy = [f"{axis} {degree}" for axis in axes if (degree := getattr(self, axis)) > 1] or ["1 rank"]
         placed = "" if self.placement is Placement.LINEAR else f" ({self.placement})"
         over = f" over {self.shards}" if self.replicas > 1 else ""
         degrees = f" ({' '.join(counted([*map(str, self.tensor_degrees)]))})" if self.tensor_degrees else ""

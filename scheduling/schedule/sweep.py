@@ -55,15 +55,18 @@ class Swept:
 
 
 class CodeError(ValueError):
-    """Error that an operation cannot run at its position in the code."""
+    """Error that an operation cannot run at its position in the code; ``pass_``: the pass that it is of."""
+
+    def __init__(self, cause: str, pass_: Pass | None = None) -> None:
+        super().__init__(cause)
+        self.pass_ = pass_
 
 
 class AbsentInputError(CodeError):
     """Error that a pass runs before its input has arrived."""
 
     def __init__(self, pass_: Pass) -> None:
-        super().__init__(f"{pass_}: its input is not there")
-        self.pass_ = pass_
+        super().__init__("its input is not there", pass_)
 
 
 @dataclass
@@ -294,7 +297,7 @@ class _Run:
         if missing & frame.arrival(pass_.forward):
             raise AbsentInputError(pass_)
         if missing:
-            raise CodeError(_reason(frame, pass_, node, missing))
+            raise CodeError(_reason(frame, pass_, node, missing), pass_)
 
     def _arrival(self, turn: int, message: Message) -> int:
         """Return the bit that a message sets: departure if the stage sends it, arrival if it receives it."""
@@ -341,10 +344,10 @@ def _reason(frame: Frame, p: Pass, node: Node, missing: int) -> str:
     """Return an error text: which operator in the mask ``missing`` must run before ``node`` of pass ``p``."""
     ahead, name = _first(frame, missing)
     if ahead and not p.forward:
-        return f"{p}: {name} of its forward pass has not run"
+        return f"{name} of its forward pass has not run"
     hint = f" (does {p._replace(kind=PassKind.INPUT)} come first?)" if p.kind is PassKind.WEIGHT else ""
     side = Side(p.kind, node.unit)
-    return f"{p}: program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
+    return f"program {side}: {node.operator.name} needs {name}, which is not done yet{hint}"
 
 
 def _first(frame: Frame, bits: int) -> tuple[bool, str]:

@@ -255,8 +255,10 @@ def _data(code: Code, stage: int) -> Faults:
         position, error = swept.fault
         cause = str(error)
         if isinstance(error, AbsentInputError):
-            cause = f"{error.pass_}: {_absent(error.pass_, stage, code.layout)}"
-        yield position, cause.removeprefix(f"{stretches[position].instruction}: ")
+            assert error.pass_ is not None
+            cause = _absent(error.pass_, stage, code.layout)
+        alone = error.pass_ is None or str(error.pass_) == str(stretches[position].instruction)
+        yield position, cause if alone else f"{error.pass_}: {cause}"
         return
     frames = {(p.micro_batch, p.chunk): f for s in stretches for p, f in zip(s.passes, s.frames, strict=True)}
     for key, frame in sorted(frames.items(), key=lambda item: item[0]):

@@ -85,3 +85,33 @@ def test_the_glossary_has_at_most_twenty_words() -> None:
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     glossary = text.split("## 3. Glossary")[1].split("\n## ")[0]
     assert 10 < sum(line.startswith("| ") for line in glossary.splitlines()) - 2 <= 20
+
+
+PARSING = {
+    *("split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "startswith", "endswith"),
+    *("match", "fullmatch", "search", "findall", "finditer"),
+}
+"""Methods that take a text apart."""
+BORDERS = {
+    "scheduling.text": "YAML, patterns, other systems' words",
+    "scheduling.mesh.partition": "a partition as text",
+    "scheduling.mesh.mesh": "names of axes, in one function",
+    "scheduling.model.operators": "keys of a profile's file; names that a schedule's text can hold",
+    "scheduling.model.recompute": "`train.recompute`",
+    "scheduling.model.presets.library": "names of files",
+    "scheduling.model.units": "an operator's name in a schedule's text",
+    "scheduling.schedule.text": "a schedule as text",
+    "scheduling.schedule.order": "an order as text",
+    "scheduling.generate.named": "a schedule's name",
+    "scheduling.trace.figures": "numbers for people",
+}
+
+
+def test_texts_are_parsed_at_the_borders_alone() -> None:
+    """Between the borders code reads types: kinds of layers, factors of axes, partitions, orders, keys."""
+    for name, tree in TREES.items():
+        if not name.startswith("scheduling.") or any(f"{name}.".startswith(f"{room}.") for room in BORDERS):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr not in PARSING, f"{name}:{node.lineno} takes a text apart"
