@@ -19,7 +19,7 @@ from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import RunPlan, StepResult
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.schedule.memory import model_flops
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.trace.stragglers import LAST, STRETCH, Straggler, stragglers
 
 _MOST_ENDS = 100_000

@@ -15,6 +15,7 @@ from braid.jobs.planning import pictures
 from braid.scheduling.generate.lower import scheduled_parts
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.presets.library import (
     cluster_names,
     cluster_preset,
@@ -27,7 +28,7 @@ from braid.scheduling.plan.decide import ALIKE, Outcome
 from braid.scheduling.plan.explain import Explanation
 from braid.scheduling.plan.plan import Plan
 from braid.scheduling.schedule.link import link
-from braid.scheduling.schedule.memory import model_flops, rank_memory
+from braid.scheduling.schedule.memory import rank_memory
 from braid.scheduling.text.records import to_mapping
 from braid.scheduling.trace import figures
 from braid.scheduling.trace.compare import TraceComparison

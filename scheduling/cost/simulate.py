@@ -18,10 +18,11 @@ from braid.scheduling.cost.engine import Executed, RankRun, run_ranks
 from braid.scheduling.cost.prices import Prices
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import chunk_parts
 from braid.scheduling.schedule.code import Code, Stretch
-from braid.scheduling.schedule.memory import RankMemory, model_flops, rank_memory
+from braid.scheduling.schedule.memory import RankMemory, rank_memory
 from braid.scheduling.schedule.operations import Compute, Node, Start, Strand, name_of
 from braid.scheduling.trace.arrays import FloatArray, overlap_numbers, union
 from braid.scheduling.trace.spans import OverlapNumbers, Span

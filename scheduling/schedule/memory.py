@@ -1,4 +1,4 @@
-"""Memory of a rank (parameters, gradients, optimizer states, activations), and FLOPs of a step."""
+"""Memory of a rank: parameters, gradients, optimizer states, activations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -163,18 +163,3 @@ def message_bytes(parts: Mapping[str, Part], width: int) -> int:
     """Return the bytes of a message between stages: the size of the input of a layer or the head."""
     sizes = [part.values["x"].bytes(width) for part in parts.values() if "x" in part.inputs]
     return max(sizes, default=0)
-
-
-def model_flops(shape: ModelShape, tokens: int) -> int:
-    """Return the FLOPs of a training step over ``tokens`` tokens: 3 x the forward pass, no recomputation.
-
-    Matrix products with weights, logits and causal attention count, other operators do not. A user's layer
-    counts as a layer of the family.
-    """
-    qkv = shape.query_width + 2 * shape.kv_width
-    mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers
-    visited = 3 * shape.expert_width * (shape.top_k + shape.shared_experts)
-    widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (visited - mlp + shape.experts)
-    weights = shape.hidden * (widths + shape.vocabulary)
-    attention = shape.layers * shape.sequence * shape.query_width
-    return 3 * tokens * (2 * weights + 2 * attention)

@@ -17,7 +17,8 @@ from torch import Tensor
 from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer, load_named
 from braid.kernels.trials import DeviceClock
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.schedule.memory import model_flops, rank_memory
+from braid.scheduling.model.flops import model_flops
+from braid.scheduling.schedule.memory import rank_memory
 from tests.gpu.conftest import Finding, Lab
 from tests.gpu.runtime import SERIAL, TINY, Job, forget, host_rank, llama, peak_bytes, synchronise
 from tests.gpu.test_schedules import NEAR, NOISE

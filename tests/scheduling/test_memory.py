@@ -8,10 +8,11 @@ import re
 import pytest
 
 from braid.scheduling.generate.lower import training_schedule
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import members_of
 from braid.scheduling.schedule.link import link
-from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, least_bytes, model_flops, rank_memory
+from braid.scheduling.schedule.memory import DTYPE_BYTES, held_during, least_bytes, rank_memory
 from braid.scheduling.schedule.validate import ScheduleError, check_memory
 from tests.scheduling.cases import (
     GPT,

@@ -11,6 +11,7 @@ from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.sizes import part_sizes
@@ -19,7 +20,6 @@ from braid.scheduling.plan.decide import Outcome, decide, measured, modelled, wi
 from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.space import PART_BY_PART
 from braid.scheduling.plan.tiers import operation_tier
-from braid.scheduling.schedule.memory import model_flops
 from braid.scheduling.schedule.operations import PassKind
 from braid.scheduling.schedule.rounds import rounds
 from braid.scheduling.schedule.schedule import Block
