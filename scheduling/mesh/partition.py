@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from braid.scheduling.text.pattern import variant_of
 
@@ -80,8 +80,8 @@ class Factor(str):
         factor.axis, factor.mesh, factor.dim = axis, mesh, dim
         return factor
 
-    def __getnewargs__(self) -> tuple[str, tuple[int, ...], int]:
-        return self.axis, self.mesh, self.dim
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.axis, self.mesh, self.dim)
 
     @property
     def size(self) -> int:

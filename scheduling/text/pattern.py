@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 UNIFORM: Final = "layer"
 """Kind of the family's standard layer; also the pattern of a model whose layers are all of this kind."""
@@ -49,8 +49,8 @@ class Variant(str):
         kind.base, kind.degree, kind.recompute = base, degree, recompute
         return kind
 
-    def __getnewargs__(self) -> tuple[str, int, str]:
-        return self.base, self.degree, self.recompute
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.base, self.degree, self.recompute)
 
 
 def variant_of(name: str) -> str:
