@@ -52,7 +52,7 @@ def _writer(graph: Graph, value: str) -> Operator | None:
 def check_partition(partition: Partition, parts: Mapping[str, Part], layout: ParallelLayout) -> None:
     """Raise `ValueError` if layers or layout lack what a partition cuts, or if cutting would change
     results."""
-    first, second = partition.where, partition.collective
+    first, second = partition.what
     axis = first
     if first in parts:
         operators = (*parts[first].forward.operators, *parts[first].backward.operators)

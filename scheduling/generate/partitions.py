@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from braid.scheduling.generate.partition_checks import can_be_cut, check_partition, operators_beside
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.mesh.partition import WHOLE, DimRanks, Factor, Partition, Region, Share, chosen
+from braid.scheduling.mesh.partition import WHOLE, DimRanks, Factor, Partition, Region, Share, Target, chosen
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Piece, Value
 from braid.scheduling.model.stages import Stage, gather_stages, scatter_stages
 from braid.scheduling.text.pattern import is_layer
@@ -25,7 +25,7 @@ def mega_scale(ways: int) -> tuple[Partition, ...]:
     """Return MegaScale's partition (DHelix section 2.3): tensor-parallel gathers and the GEMMs that read them
     are cut into ``ways`` pieces along tokens. It is empty if ``ways`` is 1."""
     return (
-        (Partition(where="tp", collective="all_gather", pieces=ways, dim="tokens", operators=1),)
+        (Partition(what=Target("tp", "all_gather"), pieces=ways, dim="tokens", operators=1),)
         if ways > 1
         else ()
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from braid.scheduling.text.pattern import variant_of
 
@@ -108,6 +108,36 @@ PARTITIONED: Final = ("tp", "dp")
 """Axes whose collectives a partition may cut."""
 
 
+class Target(NamedTuple):
+    """What a partition cuts: a collective of a part (``layer/mlp_gather``), or all collectives of a kind over
+    an axis (``tp/all_gather``)."""
+
+    where: str
+    """Name of the part, or of the axis."""
+    collective: str
+    """Name of the collective, or kind of collective."""
+
+    def __str__(self) -> str:
+        return f"{self.where}/{self.collective}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """Parse the text that ``str`` returns for a target; raise `ValueError` for any other text."""
+        words = text.split("/")
+        if len(words) != 2 or not all(words) or "#" in text or text.split() != [text]:
+            raise ValueError(f"partition {text}: write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather")
+        return cls(variant_of(words[0]), words[1])
+
+    @classmethod
+    def from_plain(cls, content: Any, where: str) -> "Target":
+        if not isinstance(content, str):
+            raise ValueError(f"{where}={content!r} must be text")
+        return cls.parse(content)
+
+    def to_plain(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """How to cut one collective of a layer, or all collectives of a kind over an axis.
@@ -115,10 +145,7 @@ class Partition:
     Raises `ValueError` if the fields contradict each other.
     """
 
-    where: str
-    """The part whose collective is cut (``layer``), or the axis of all collectives that are (``tp``)."""
-    collective: str
-    """Name of a collective in its part (``mlp_gather``), or a kind of collective (``all_gather``)."""
+    what: Target
     mesh: tuple[int, ...] = ()
     """Sizes of a mesh of the collective's ranks, outermost first; (): the collective is not split into
     stages."""
@@ -159,7 +186,7 @@ class Partition:
             raise ValueError(f"{where}: it cuts nothing; give pieces or a mesh, or leave it out")
 
     def __str__(self) -> str:
-        words = [self.what]
+        words = [str(self.what)]
         if self.mesh:
             words += ["mesh", _by(self.mesh), "order", _listed(self.order)]
         if self.delivered:
@@ -169,11 +196,6 @@ class Partition:
         if self.dim:
             words += ["of", self.dim, "with", str(self.operators)]
         return " ".join(words)
-
-    @property
-    def what(self) -> str:
-        """What is cut, as the text names it: ``layer/mlp_gather``, or ``tp/all_gather``."""
-        return f"{self.where}/{self.collective}"
 
     @property
     def about_own(self) -> bool:
@@ -204,18 +226,12 @@ def parse_partition(text: str) -> Partition:
     wrong = f"partition {text!r} is not WHAT [mesh 2x4 order 0,1] [pieces 4 | delivered] [of tokens with 1]"
     if match is None:
         raise ValueError(wrong)
-    words = match["what"].split("/")
-    if len(words) != 2 or not all(words) or "#" in text:
-        raise ValueError(
-            f"partition {match['what']}: write PART/COLLECTIVE, or AXIS/KIND such as tp/all_gather"
-        )
 
     def numbers(text: str | None, mark: str) -> tuple[int, ...]:
         return tuple(int(word) for word in (text or "").split(mark) if word)
 
     partition = Partition(
-        where=variant_of(words[0]),
-        collective=words[1],
+        what=Target.parse(match["what"]),
         mesh=numbers(match["mesh"], "x"),
         order=numbers(match["order"], ","),
         pieces=int(match["pieces"] or 1),
@@ -233,5 +249,5 @@ def chosen(partitions: Iterable[Partition], *names: str) -> Partition | None:
 
     ``names``: texts by which partitions may refer to it (``what``); the first that any partition has counts.
     """
-    by_what: Mapping[str, Partition] = {partition.what: partition for partition in partitions}
+    by_what: Mapping[str, Partition] = {str(partition.what): partition for partition in partitions}
     return next((by_what[name] for name in names if name in by_what), None)

@@ -212,7 +212,7 @@ def with_cuts(best: Outcome, bench_of: BenchOf, over: Over) -> Outcome:
 def _is_shorter(cut: Outcome, whole: Outcome) -> bool:
     """Return whether the outcome ``cut`` misses no more memory than ``whole`` and is clearly faster, or
     misses less."""
-    of_layers = any(partition.where != "dp" for partition in cut.setting.partitions)
+    of_layers = any(partition.what.where != "dp" for partition in cut.setting.partitions)
     by_host = of_layers and any(whole.bench.profile.issue_ns.values())
     gain = ON_THE_HOST if by_host else ALIKE
     return cut.missing_bytes <= whole.missing_bytes and (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.generate.partition_checks import CUT, can_be_cut, operators_beside
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.mesh.partition import ABOUT_OWN, Factor, Partition
+from braid.scheduling.mesh.partition import ABOUT_OWN, Factor, Partition, Target
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 from braid.scheduling.model.stages import moves_of
 from braid.scheduling.model.units import chunk_parameters
@@ -145,7 +145,7 @@ def points(part: Part, graph: Graph, op: Operator, profile: Profile) -> Iterator
             if (cut.get("delivered") and not order) or (added_up and order == ABOUT_OWN):
                 continue
             if order or cut.get("pieces", 1) > 1:
-                yield Partition(where=part.name, collective=op.name, **division, **cut)
+                yield Partition(what=Target(part.name, op.name), **division, **cut)
 
 
 def _pieces(part: Part, graph: Graph, op: Operator) -> Iterator[dict[str, Any]]:
@@ -241,7 +241,7 @@ def sharing_partitions(bench: CostedSetting) -> tuple[Partition, ...]:
         whole = profile.transfer("dp", kind).ns(payload)
         best = min((stages_ns(profile, kind, mesh, order, payload), order) for order in ((0, 1), (1, 0)))
         if best[0] < whole:
-            partitions.append(Partition(where="dp", collective=kind, mesh=mesh, order=best[1]))
+            partitions.append(Partition(what=Target("dp", kind), mesh=mesh, order=best[1]))
     return tuple(partitions)
 
 
@@ -253,7 +253,7 @@ def stages_ns(
     The larger one decides, since the stages of one bucket overlap the stages of another.
     """
     along: dict[Factor, float] = {}
-    partition = Partition(where="dp", collective=kind, mesh=mesh, order=order)
+    partition = Partition(what=Target("dp", kind), mesh=mesh, order=order)
     for move in moves_of(kind, (partition,), "dp"):
         ns = profile.transfer(move.factor, move.kind).ns(payload / move.part)
         along[move.factor] = along.get(move.factor, 0.0) + ns

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from braid.scheduling.generate.partition_checks import operators_beside
-from braid.scheduling.mesh.partition import ABOUT_OWN, Partition, parse_partition
+from braid.scheduling.mesh.partition import ABOUT_OWN, Partition, Target, parse_partition
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from tests.scheduling.cases import GPT, LLAMA, TOKENS, model_parts
@@ -50,10 +50,8 @@ def partition_of(
         )
     delivered = bool(mesh) and (gathers or any_kind) and dim == "tokens" and draw(st.booleans())
     count = 1 if delivered else draw(st.integers(1 if mesh else 2, pieces))
-    where, collective = what.split("/")
     return Partition(
-        where=where,
-        collective=collective,
+        what=Target.parse(what),
         mesh=mesh,
         order=order,
         pieces=count,

@@ -76,5 +76,5 @@ def test_names_are_read_as_they_are_written() -> None:
 
 def test_what_stands_in_the_place_of_names_that_are_gone_is_there() -> None:
     assert GONE.keys().isdisjoint(SCHEDULES)
-    for text in GONE.values():
-        ScheduleName.parse(text)
+    for schedule, pipeline in GONE.values():
+        ScheduleName(schedule, pipeline).checked()

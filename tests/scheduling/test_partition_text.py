@@ -13,6 +13,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.partition import (
     Factor,
     Partition,
+    Target,
     bounds,
     chosen,
     parse_partition,
@@ -87,7 +88,7 @@ def test_what_text_cannot_say_is_refused_too() -> None:
         ({"dim": "tokens", "operators": -1}, "operators=-1 are cut along dim='tokens'; give both or none"),
     ):
         with pytest.raises(ValueError) as error:
-            Partition(where="a", collective="b", pieces=2, **wrong)  # type: ignore[arg-type]
+            Partition(what=Target("a", "b"), pieces=2, **wrong)  # type: ignore[arg-type]
         assert str(error.value) == f"partition a/b: {cause}"
 
 
@@ -161,7 +162,7 @@ def test_what_does_not_fit_model_and_layout_is_refused(text: str, cause: str) ->
 def test_replicas_share_over_as_many_ranks_as_hold_shares(layout: ParallelLayout, ranks: int) -> None:
     """Hybrid sharding sums over the others by itself."""
     kind = "reduce_scatter" if layout.zero else "all_reduce"
-    wrong = Partition(where="dp", collective=kind, mesh=(5, 2), order=(0, 1))
+    wrong = Partition(what=Target("dp", kind), mesh=(5, 2), order=(0, 1))
     with pytest.raises(ValueError, match=rf"mesh=5x2 has 10 ranks, the axis dp has {ranks}$"):
         with_partitions(PARTS, (wrong,), layout)
 
@@ -194,13 +195,13 @@ def test_what_would_compute_something_else_is_refused(text: str) -> None:
     """Sums are not gathered in two ways at once, and delivered by no stage before the last; a product along
     the width needs all rows at once."""
     one = parse_partition(text)
-    with pytest.raises(ValueError, match=f"^partition {re.escape(one.what)}: "):
+    with pytest.raises(ValueError, match=f"^partition {re.escape(str(one.what))}: "):
         with_partitions(PARTS, (one,), LAYOUT)
 
 
 def test_two_for_the_same_collective_are_refused() -> None:
     """As in the text of a schedule, which could not be read again."""
-    twice = tuple(Partition(where="tp", collective="all_gather", pieces=pieces) for pieces in (2, 4))
+    twice = tuple(Partition(what=Target("tp", "all_gather"), pieces=pieces) for pieces in (2, 4))
     with pytest.raises(ValueError, match="partition tp/all_gather"):
         setting_for("megatron", ParallelLayout(tp=4), 2, partitions=twice)
 
@@ -264,8 +265,8 @@ def test_factors_are_axes_by_name(axis: str, mesh: tuple[int, ...], data: st.Dat
 
 def test_the_first_name_that_has_a_partition_counts() -> None:
     own, of_kind = (
-        Partition(where="layer", collective="mlp_gather", pieces=2),
-        Partition(where="tp", collective="all_gather", pieces=4),
+        Partition(what=Target("layer", "mlp_gather"), pieces=2),
+        Partition(what=Target("tp", "all_gather"), pieces=4),
     )
     for order in ((own, of_kind), (of_kind, own)):
         assert chosen(order, "layer/mlp_gather", "tp/all_gather") is own
@@ -279,7 +280,7 @@ def test_the_first_name_that_has_a_partition_counts() -> None:
 def test_what_replicas_do_not_use_is_refused(zero: int, kind: str) -> None:
     """It would be planned, and never run."""
     layout = ParallelLayout(dp=4, zero=zero)
-    one = Partition(where="dp", collective=kind, mesh=(2, 2), order=(1, 0))
+    one = Partition(what=Target("dp", kind), mesh=(2, 2), order=(1, 0))
     parts = model_parts(LLAMA)
     with pytest.raises(ValueError, match=f"^partition dp/{kind}: with parallel.zero={zero} replicas use"):
         with_partitions(parts, (one,), layout)

@@ -15,7 +15,7 @@ from braid.kernels.collectives.primitives import Launch, gathered, scattered
 from braid.kernels.collectives.stages import gather_stage, scatter_stage, whole_shares
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.mesh.mesh import place_in, sub_groups
-from braid.scheduling.mesh.partition import Partition
+from braid.scheduling.mesh.partition import Partition, Target
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.stages import Move, moves_of
 from braid.scheduling.schedule import buckets
@@ -33,7 +33,7 @@ ORDERS = [(mesh, order) for mesh in MESHES for order in permutations(range(len(m
 
 def staged(kind: Kind, mesh: tuple[int, ...], order: tuple[int, ...]) -> tuple[Move, ...]:
     """The stages of a collective of replicas."""
-    return moves_of(kind, (Partition(where="dp", collective=kind.value, mesh=mesh, order=order),), "dp")
+    return moves_of(kind, (Partition(what=Target("dp", kind.value), mesh=mesh, order=order),), "dp")
 
 
 # -- stages by themselves ------------------------------------------------------------------------------------
@@ -60,8 +60,8 @@ def test_parts_that_are_moved_add_up(kind: Kind, mesh: tuple[int, ...], order: t
 
 def test_what_is_not_divided_has_no_stages() -> None:
     partitions = (
-        Partition(where="dp", collective="all_gather", mesh=(2, 2), order=(0, 1)),
-        Partition(where="tp", collective="reduce_scatter", mesh=(2, 2), order=(0, 1)),
+        Partition(what=Target("dp", "all_gather"), mesh=(2, 2), order=(0, 1)),
+        Partition(what=Target("tp", "reduce_scatter"), mesh=(2, 2), order=(0, 1)),
     )
     assert not moves_of(Kind.REDUCE_SCATTER, partitions, "dp")
     assert not moves_of(Kind.ALL_REDUCE, partitions, "dp")
@@ -160,7 +160,7 @@ def test_stages_of_sums_and_gathers_come_to_the_whole(
 def code_of(zero: int, order: tuple[int, int]) -> Code:
     """Validated code over four replicas that share everything in stages, gathers in the other order."""
     ways = {"reduce_scatter": order, "all_gather": order[::-1]} if zero else {"all_reduce": order}
-    cut = tuple(Partition(where="dp", collective=kind, mesh=(2, 2), order=own) for kind, own in ways.items())
+    cut = tuple(Partition(what=Target("dp", kind), mesh=(2, 2), order=own) for kind, own in ways.items())
     distances = ((0, 0), (0, 0), (3, 0), (3, 7))[zero]
     shape, layout = replace(LLAMA, layers=4), layout_for("ddp", 1, 1, 4, zero)
     own = setting_for("ddp", layout, 4, model=shape, partitions=cut, distances=distances)

@@ -13,7 +13,7 @@ from braid.scheduling.cost.profile import Profile, with_piece_costs
 from braid.scheduling.generate.partition_checks import operators_beside
 from braid.scheduling.generate.partitions import with_partitions
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.mesh.partition import ABOUT_OWN, Partition
+from braid.scheduling.mesh.partition import ABOUT_OWN, Partition, Target
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import chunk_parameters
@@ -21,7 +21,6 @@ from braid.scheduling.plan.decide import evaluate, measured, modelled
 from braid.scheduling.plan.orders import CostedSetting
 from braid.scheduling.plan.tiers import (
     cuts,
-    node_mesh,
     operation_tier,
     points,
     sharing_partitions,
@@ -76,7 +75,7 @@ def expected_points(op: Operator, *, several_nodes: bool) -> set[Partition]:
         divided += [((2, 2), order) for order in [(0, 1), (1, 0), *([ABOUT_OWN] if gathers else [])]]
     found = set()
     for mesh, order in divided:
-        own = {"where": "layer", "collective": op.name, "mesh": mesh, "order": order}
+        own = {"what": Target("layer", op.name), "mesh": mesh, "order": order}
         for pieces in (1, 2, 4, 8):
             if mesh or pieces > 1:
                 found.add(Partition(**own, pieces=pieces))
@@ -109,9 +108,9 @@ def test_points_are_those_of_the_partition_space(nodes: int, shape: str) -> None
 
 
 def test_nodes_are_those_that_the_profile_has_transfers_along() -> None:
-    assert node_mesh(bench_of().profile, "tp") == (2, 2)
-    assert node_mesh(bench_of(nodes=1).profile, "tp") is None
-    assert node_mesh(bench_of().profile, "dp") is None
+    assert bench_of().profile.meshes.get("tp") == (2, 2)
+    assert bench_of(nodes=1).profile.meshes.get("tp") is None
+    assert bench_of().profile.meshes.get("dp") is None
 
 
 # -- the best of them ----------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ def tier_of(bench: CostedSetting) -> tuple[Partition, ...]:
 
 def check_best(bench: CostedSetting) -> set[Partition | None]:
     """Every collective's point is the least cut of those that take hardly longer than the shortest."""
-    tier = {one.what: one for one in tier_of(bench)}
+    tier = {str(one.what): one for one in tier_of(bench)}
     for part, graph, op in kinds_of(bench):
         best = tier.get(f"layer/{op.name}")
         found = spans(bench, part, graph, op)
@@ -220,7 +219,7 @@ def test_slow_links_are_cut_for() -> None:
     slow = bench_of(inter=1e8)
     assert None not in check_best(slow)
     cut = tier_of(slow)
-    assert [one.what for one in cut] == [f"layer/{op.name}" for _, _, op in kinds_of(slow)]
+    assert [str(one.what) for one in cut] == [f"layer/{op.name}" for _, _, op in kinds_of(slow)]
     assert all(one.mesh == (2, 2) for one in cut)
 
 
@@ -258,7 +257,7 @@ def test_replicas_share_in_stages_where_that_is_shorter(zero: int) -> None:
     order = {"reduce_scatter": (1, 0), "all_gather": (0, 1), "all_reduce": (1, 0)}
     found = sharing_partitions(replicas("braid", zero, intra=2e10, inter=1e9))
     assert found == tuple(
-        Partition(where="dp", collective=kind, mesh=(2, 2), order=order[kind]) for kind in kinds
+        Partition(what=Target("dp", kind), mesh=(2, 2), order=order[kind]) for kind in kinds
     )
 
 
@@ -276,7 +275,7 @@ def test_what_is_rounded_is_shared_in_stages_only_where_half_of_it_gains(zero: i
     for reduce_dtype, gains in ((None, True), ("bf16", False)):
         own = replace(bench.setting, reduce_dtype=reduce_dtype)
         found = sharing_partitions(replace(bench, setting=own, profile=profile))
-        assert (f"dp/{kind.value}" in {one.what for one in found}) == gains
+        assert (f"dp/{kind.value}" in {str(one.what) for one in found}) == gains
 
 
 def test_replicas_share_as_before_where_nothing_is_gained() -> None:
