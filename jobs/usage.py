@@ -36,6 +36,12 @@ def read_config(
     return load_config(path, [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)])
 
 
+def as_options(text: str) -> str:
+    """Write the arguments of `braid.train` that a message names, such as ``resume=True``, as options of
+    commands. All other messages name keys, which commands and Python share."""
+    return re.sub(r"\b(resume|overwrite)=True\b", r"--\1", text)
+
+
 def example(command: str) -> str:
     """Return the last line of a command's help."""
     return f"Example: braid {command}"
