@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from braid.dashboards.run_data import RunData, step_row
 from braid.dashboards.run_files import PAGE_ADDRESS, GrowingLines, is_under_way, read_parsed, shown_config
+from braid.dashboards.timeline_picture import timeline_svg
 from braid.dashboards.trace_folder import TraceFolder
 from braid.scheduling.text.yaml_text import parse_yaml
 from braid.scheduling.trace.batches import Batch, begin_of
@@ -69,10 +70,7 @@ class Run:
     def spans(self, step: int) -> "DataFrame":
         """Return one row per span of a step on all ranks. Raise `ValueError` for a step without spans."""
         traces = self._traces()
-        batches = traces.step(step - 1)
-        if not batches:
-            kept = f"spans are kept of steps {traces.steps[0] + 1} to {traces.newest + 1}"
-            raise ValueError(f"step {step} of {self.directory} has no spans; {kept}")
+        batches = traces.step(self._with_spans(traces, step))
         begin = begin_of(batches)
         return _pandas().concat([_spans(batch, begin) for batch in batches], ignore_index=True)
 
@@ -90,6 +88,12 @@ class Run:
                 shares = {"exposed_ns": numbers.exposed_ns, "hidden_fraction": numbers.hidden_fraction}
                 rows.append({"step": step + 1, "rank": batch.rank, **facts, **shares, **by_axis})
         return _frame(rows, []).set_index(["step", "rank"])
+
+    def timeline(self, step: int | None = None) -> str:
+        """Return a picture (SVG) of what all ranks did in a step; by default the newest step with spans."""
+        traces = self._traces()
+        chosen = traces.newest if step is None else self._with_spans(traces, step)
+        return timeline_svg({f"step {chosen + 1}": (traces, chosen)})
 
     def incidents(self) -> "DataFrame":
         """Return one row per event of the run (``events.jsonl``): all incidents, the begin and the end."""
@@ -120,6 +124,13 @@ class Run:
         traces = TraceFolder.of_run(self.directory, keep=1 << 30)
         _ = traces.newest  # raises an error if there are none
         return traces
+
+    def _with_spans(self, traces: TraceFolder, step: int) -> int:
+        """Return the step counted from 0; raise `ValueError` if it has no spans."""
+        if not isinstance(step, int) or step - 1 not in traces.steps:
+            kept = f"spans are kept of steps {traces.steps[0] + 1} to {traces.newest + 1}"
+            raise ValueError(f"step={step!r} of {self.directory} has no spans; {kept}")
+        return step - 1
 
     def _repr_html_(self) -> str:
         """Show the run in a notebook: its numbers and loss curve; the live page while it trains."""
@@ -164,9 +175,9 @@ def _spans(batch: Batch, begin_ns: int) -> "DataFrame":
         **{name: records[name].astype(int) for name in ("micro_batch", "chunk", "peer")},
     }
     for name in _OF_LABELS:
-        values = [getattr(label, name) for label in labels]
-        values = [getattr(value, "value", value) for value in values]  # a stream's name
+        values = [math.nan if (value := getattr(label, name)) is None else value for label in labels]
         columns[name] = [values[number] for number in records["label"]]
+    columns["stream"] = list(map(str, columns["stream"]))
     return _pandas().DataFrame(columns)
 
 

@@ -174,7 +174,7 @@ def _options(resume: Any, overwrite: Any, until: Any) -> RunOptions:
         raise ConfigError(
             f"resume={resume!r} and overwrite=True exclude each other: a run is continued or replaced"
         )
-    if until is not None and (not isinstance(until, int) or until < 1):
+    if until is not None and (type(until) is not int or until < 1):
         raise ConfigError(f"until={until!r} must be the number of a step, 1 or more, or None")
     return RunOptions(resume=bool(resume), overwrite=overwrite, again=resume == IF_BEGUN, until=until)
 
