@@ -159,7 +159,9 @@ def launcher_of(
     with ray_session(config):
         from braid.actors.controller.ranks.placement import RayLauncher, Reserved
 
-        yield RayLauncher(config, reserved=Reserved.here()), ray_map
+        reserved = Reserved.here()
+        # beside trials that have reserved all CPUs of the cluster, tasks would wait for ever
+        yield RayLauncher(config, reserved=reserved), ray_map if reserved is None else local_map
 
 
 @contextlib.contextmanager

@@ -86,7 +86,8 @@ def test_each_callback_hears_what_happens_in_order(tmp_path: Path) -> None:
     assert heard.calls == ["start", *steps, "checkpoint 4", "end"]
     assert (result.complete, result.stopped, result.steps) == (True, None, 4)
     assert result.directory == tmp_path / "runs" / "run"
-    assert result.report == json.loads((result.directory / "report.json").read_text())
+    report = json.loads((result.directory / "report.json").read_text())
+    assert json.loads(json.dumps(result.report)) == report
     assert result.loss == losses_of(tmp_path, "run")[-1]
     assert result.validation_loss == result.report["validation"]["loss"]
     assert left_of(result.directory) == []
@@ -134,14 +135,24 @@ def test_a_callback_that_raises_ends_the_run_with_its_error(tmp_path: Path, when
         assert braid.train(content(tmp_path), resume=True).steps == 4
 
 
-def test_before_the_first_step(tmp_path: Path) -> None:
-    def stop(name: str, argument: Any) -> None:
-        raise braid.StopTraining
+def test_stopped_before_the_first_step(tmp_path: Path) -> None:
+    class Never:
+        def on_event(self, event: Any) -> None:
+            raise braid.StopTraining
 
-    heard = Heard(stop)
+    heard = Heard()
     with pytest.raises(braid.StoppedError, match="before its first step; nothing is lost"):
-        braid.train(content(tmp_path), callbacks=[heard])
-    assert heard.calls == ["start", "failure"]
+        braid.train(content(tmp_path), callbacks=[Never(), heard])
+    assert heard.calls == ["failure"]
+    assert not (tmp_path / "runs" / "run").exists()
+
+    class AtOnce:
+        def on_start(self, event: Any) -> None:
+            raise braid.StopTraining
+
+    result = braid.train(content(tmp_path), callbacks=[AtOnce()])
+    assert (result.stopped, result.steps, result.loss) == ("on_start of AtOnce", 0, None)
+    assert left_of(result.directory) == []
 
 
 def test_on_failure_hears_of_a_mistake_in_the_configuration(tmp_path: Path) -> None:
