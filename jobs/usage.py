@@ -37,9 +37,10 @@ def read_config(
 
 
 def as_options(text: str) -> str:
-    """Write the arguments of `braid.train` that a message names, such as ``resume=True``, as options of
-    commands. All other messages name keys, which commands and Python share."""
-    return re.sub(r"\b(resume|overwrite)=True\b", r"--\1", text)
+    """Write what a message tells a Python caller to give as options of commands: ``resume=True``,
+    ``name=...``, ``override 'KEY=VALUE'``. All other messages name keys, which commands and Python share."""
+    text = re.sub(r"\b(resume|overwrite)=True\b", r"--\1", text)
+    return re.sub(r"\boverride (?=')|(?<![\w.-])(?=[a-z_]+=\.\.\.)", "--set ", text)
 
 
 def example(command: str) -> str:

@@ -52,8 +52,7 @@ def ray_map(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
     assert ray.is_initialized(), "ray_map needs ray.init() first; it starts no cluster of its own"
     most = max(2, int(2 * ray.cluster_resources().get("CPU", 1)))
-    # by default Ray would place tasks in the bundles that a trial of Ray Tune reserves for ranks
-    task: Any = ray.remote(num_cpus=1, scheduling_strategy="DEFAULT")(lambda item: function(item))
+    task: Any = ray.remote(num_cpus=1)(lambda item: function(item))
     waiting, running = iter(items), list[Any]()
     try:
         while running := [*running, *map(task.remote, islice(waiting, most - len(running)))]:

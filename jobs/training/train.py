@@ -127,7 +127,7 @@ def train(
     signals = StopSignals()
     told = Callbacks(callbacks, signals.ask)
     try:
-        config = anchored(_config(config), Path.cwd())
+        config = anchored(expanded(_config(config)), Path.cwd())
         options = _options(resume, overwrite, until)
         report = report_of(training(config, options, told.hear, signals=signals))
     except BaseException as error:

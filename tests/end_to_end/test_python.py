@@ -1,5 +1,6 @@
 """`braid.train` and `braid.load_run` from scripts, threads and notebooks (Ray: test_python_ray.py)."""
 
+import ast
 import asyncio
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 
 import braid
 from braid.actors.config import Config, ConfigError, parse_config
+from braid.jobs.usage import as_options
 from tests.end_to_end.command import BASE, ROOT, environment, losses_of, write_corpus
 from tests.waiting import alive, within
 
@@ -306,7 +308,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"callbacks\[0\] is the class Callback; give an object of it, with \(\)",
     ),
     ({"callbacks": [NoMethod()]}, r"NoMethod.on_step must be a method"),
-    ({"resume": True}, r"there is no run in .* to resume; begin it without resume=True"),
+    ({"resume": True}, r"there is no run in .* to resume; start it without resume=True"),
 ]
 
 
@@ -322,7 +324,7 @@ def test_wrong_arguments_start_nothing(tmp_path: Path, arguments: dict[str, Any]
 def test_a_run_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "config.yaml").write_text("{}")
-    said = r"continue it with resume=True, give this one another name, or replace it with overwrite=True"
+    said = r"continue it with resume=True, choose another with name=\.\.\., or replace it with overwrite=True"
     with pytest.raises(ConfigError, match=said):
         braid.train(parse_config(content(tmp_path)))
 
@@ -410,3 +412,30 @@ def test_public_names_exist() -> None:
     for name in braid.__all__:
         assert getattr(braid, name) is not None
     assert isinstance(braid.Config(), Config)
+
+
+def test_messages_name_arguments_and_the_command_line_names_options() -> None:
+    said = (
+        "runs/a holds a run; continue it with resume=True, choose another with name=..., or replace it with "
+        "overwrite=True"
+    )
+    told = as_options(said)
+    assert "with --resume, choose another with --set name=..., or replace it with --overwrite" in told
+    assert as_options("override 'x' must be written key=value") == "--set 'x' must be written key=value"
+    assert (
+        as_options("train.lr=3 and others=... as_they_are") == "train.lr=3 and --set others=... as_they_are"
+    )
+
+
+@pytest.mark.parametrize(
+    "folder", ["actors", "scheduling", "jobs/training", "jobs/data", "dashboards/frames.py"]
+)
+def test_no_message_to_python_names_an_option_of_a_command(folder: str) -> None:
+    """Whole commands may stand in a message: ``braid profile --anew``."""
+    files = [ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py"))
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise | ast.Call | ast.Assign):
+                for text in (part.value for part in ast.walk(node) if isinstance(part, ast.Constant)):
+                    bare = re.sub(r"`[^`]*`|^ --rank $", "", str(text))
+                    assert not re.search(r"(?<![\w-])--[a-z]", bare), f"{file}, line {node.lineno}: {text}"

@@ -1,4 +1,4 @@
-"""`braid.train` where Ray has been joined: in a script, a task, a trial of Ray Tune. The run uses that cluster,
+"""`braid.train` where Ray has been joined: in a script, a task, a trial of Ray Tune. A run uses that cluster,
 leaves it running, and leaves nothing on it."""
 
 import json
@@ -120,20 +120,25 @@ def examples() -> list[str]:
     return [setting, *(block for block in blocks if "import ray" in block)]
 
 
-def test_the_example_of_ray_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stops", [False, True], ids=["to-the-end", "stopped"])
+def test_the_example_of_ray_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Also if Ray Tune stops its trials after their first report."""
     pytest.importorskip("ray.tune")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))  # where Ray Tune writes its results
     setting, example = examples()
     assert "ray.init()" in example
     code = example.replace("ray.init()", "pass  # this process has joined a cluster")
+    if stops:
+        early = "run_config=tune.RunConfig(stop={'training_iteration': 1}),"
+        code = code.replace("param_space=", f"{early} param_space=")
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(setting, space)
     space["CONFIG"] = {**space["CONFIG"], "data": content(tmp_path)["data"]}
     exec(code, space)
     runs = [tmp_path / "runs" / f"lr-{rate}" for rate in (0.001, 0.003)]
-    assert [len(braid.load_run(run).validations()) for run in runs] == [2, 2]
     check_nothing_left(*runs)
+    assert [len(braid.load_run(run).validations()) for run in runs] == [1 if stops else 2] * 2
 
 
 def test_a_trial_with_too_few_places(tmp_path: Path) -> None:
