@@ -29,6 +29,7 @@ from braid.actors.controller.ranks.group import (
     never,
     raised,
 )
+from braid.actors.controller.ranks.numbering import host_names, machine_name, numbered
 from braid.actors.controller.ranks.rank_environment import rank_environment
 from braid.actors.controller.records.span_files import SpanCounts, SpanFiles
 from braid.actors.controller.state.recovery import rank_names
@@ -80,16 +81,15 @@ class RayLauncher:
         """For each rank that the reserved group has room for, the number of its bundle."""
 
     def check(self, ranks: int) -> None:
-        """Raise `NoRoomError` if the whole cluster, or the reserved group, is too small and cannot be scaled
-        up automatically."""
-        if 0 < len(self._slots) < ranks:
+        """Raise `NoRoomError` if the reserved group, or the whole cluster, is too small and does not grow."""
+        if len(self._slots) >= ranks:
+            return
+        if self._slots:
             raise NoRoomError(
                 f"the layout asks for {ranks} ranks, and the placement group of this task has room for "
                 f"{len(self._slots)} beside the task; reserve a bundle for every rank, or lower parallel.dp, "
                 f"parallel.tp or parallel.pp"
             )
-        if self._slots:
-            return
         total = ray.cluster_resources()
         fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
         grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
@@ -383,11 +383,6 @@ class ActorGroup(WorkerGroup):
             remove_placement_group(self._group)
 
 
-def machine_name(has: Mapping[str, float]) -> str:
-    kinds = sorted(name for name in has if name.startswith("accelerator_type:"))
-    return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
-
-
 def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
     """Wait for a placement group; return False after ``timeout_s`` without room. Raise `StoppedError` once
     ``stopped()``."""
@@ -403,42 +398,3 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
 def _no_place(ranks: Sequence[int]) -> str:
     names = rank_names(ranks)
     return f"there is no room to start {names}: its node is gone and no other one is free; add a node"
-
-
-def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Assign the numbers ``ranks`` to the actors that were started with them; return each number's actor.
-
-    Actors are sorted by node and GPU, so that inner mesh axes lie inside nodes. An actor that replaces a lost
-    rank on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all
-    ranks.
-    """
-
-    def place(rank: int) -> tuple[Any, ...]:
-        node = nodes[rank]
-        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
-
-    free, waiting = list(ranks), sorted(ranks, key=place)
-    taken: dict[int, int] = {}
-    for actor in list(waiting):
-        beside = [
-            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
-        ]
-        if beside:
-            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
-            taken[nearest] = actor
-            free.remove(nearest)
-            waiting.remove(actor)
-    taken |= dict(zip(free, waiting, strict=True))
-    return [taken[rank] for rank in ranks]
-
-
-def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
-    """Name every rank's host by its address; add the start of the node's id if several nodes share the
-    address."""
-    ids: dict[str, set[str]] = {}
-    for address, node in zip(addresses, node_ids, strict=True):
-        ids.setdefault(address, set()).add(node)
-    return [
-        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
-        for address, node in zip(addresses, node_ids, strict=True)
-    ]
