@@ -109,8 +109,8 @@ class Run:
         ``step``."""
         rows = []
         for path in self.directory.glob("checkpoints/step-*/manifest.json"):
-            if path.parent.name.removeprefix("step-").isdecimal():  # others are incomplete
-                content = read_parsed(path, json.loads)
+            content: Any = read_parsed(path, json.loads)
+            if content and path.parent.name.removeprefix("step-").isdecimal():  # others are incomplete
                 size = sum(length for length, _ in content["files"].values())
                 facts = {"step": content["step"], "path": str(path.parent), "bytes": size}
                 rows.append({**facts, "time": path.stat().st_mtime})

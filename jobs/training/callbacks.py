@@ -17,7 +17,7 @@ from braid.scheduling.text.suggestions import hint
 
 
 class StopTraining(Exception):  # noqa: N818 - like StopIteration, it reports no error
-    """Raised by a callback: the run ends after the current step, with a checkpoint. The text is the reason,
+    """Raised by a callback: the run ends after the step under way, with a checkpoint. The text is the reason,
     which the result repeats."""
 
 
@@ -25,9 +25,9 @@ class Callback:
     """Receives what happens in a run. Any object with some of these methods is a callback; a method that is
     left out is not called.
 
-    All methods are called in the thread that called `braid.train`; the run waits for them. `StopTraining`
-    ends the run with a checkpoint. Any other exception ends the run with a checkpoint, and then `braid.train`
-    raises it.
+    All methods are called in the thread that called `braid.train`. Plain processes wait for them; a run on
+    Ray goes on meanwhile. `StopTraining` ends the run with a checkpoint. Any other exception ends the run
+    with a checkpoint, and then `braid.train` raises it.
     """
 
     def on_event(self, event: Any) -> None:
