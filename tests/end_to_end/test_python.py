@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -378,22 +377,11 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
 
 def test_the_notebook_runs_and_holds_no_outputs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.outputs or cell.execution_count for cell in cells] == [None] * len(cells)
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ.update({name: environment()[name] for name in before})
-    try:
-        client = nbclient.NotebookClient(
-            notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-        )
-        asyncio.run(client.async_execute())
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    asyncio.run(_executed(notebook, tmp_path))
     shown = [output for cell in cells for output in cell.outputs]
     assert not [output for output in shown if output.output_type in ("error", "stream") and _noise(output)]
     html = [output.data["text/html"] for output in shown if "text/html" in output.get("data", {})]
@@ -402,6 +390,35 @@ def test_the_notebook_runs_and_holds_no_outputs(tmp_path: Path) -> None:
     )
     assert any("complete" in text for text in html)
     assert left_of(tmp_path / "runs" / "first-in-a-notebook") == []
+
+
+async def _executed(notebook: Any, folder: Path, interrupt_after: Path | None = None) -> None:
+    """Run a notebook in a kernel of this environment; interrupt it as its button does, once a file has two
+    lines."""
+    from nbclient import NotebookClient
+
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources)
+    running = asyncio.create_task(client.async_execute(env=environment()))
+    while interrupt_after is not None and not running.done():
+        if interrupt_after.exists() and interrupt_after.read_text().count("\n") >= 2:
+            await client.km.interrupt_kernel()
+            break
+        await asyncio.sleep(0.1)
+    await running
+
+
+def test_the_button_that_interrupts_a_cell_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    v4 = pytest.importorskip("nbformat.v4")
+    config = content(tmp_path, train={"steps": 5000})
+    code = f"import braid\nresult = braid.train({config!r})\nresult.stopped, result.steps"
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(code)])
+    run = tmp_path / "runs" / "run"
+    asyncio.run(_executed(notebook, tmp_path, interrupt_after=run / "metrics.jsonl"))
+    steps = len(losses_of(tmp_path, "run"))
+    assert notebook.cells[0].outputs[-1].data["text/plain"] == f"('a signal', {steps})"
+    assert braid.load_run(run).checkpoints().index.tolist() == [steps]
+    assert left_of(run) == []
 
 
 def _noise(output: Any) -> bool:
