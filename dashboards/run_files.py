@@ -1,5 +1,6 @@
 """Reads the files of a run while they grow: never through a symbolic link, never more than `MOST_BYTES`."""
 
+import fcntl
 import json
 import os
 import stat
@@ -14,6 +15,8 @@ T = TypeVar("T")
 MOST_BYTES: Final = 64 << 20
 """Limit for a file's size; all descriptions of a run are smaller."""
 _CHUNK: Final = 8 << 20
+PAGE_ADDRESS: Final = "page-address"
+"""File of a run that has a live page on this machine: the page's address."""
 
 
 def file_facts(path: Path) -> tuple[int, int, int] | None:
@@ -36,6 +39,16 @@ def read_bytes(path: Path, offset: int = 0, most: int = MOST_BYTES) -> bytes:
             raise OSError(f"{path.name} is no regular file")
         file.seek(offset)
         return file.read(most)
+
+
+def is_under_way(run: Path) -> bool:
+    """Return whether a process holds the lock of a run's directory."""
+    try:
+        with (run / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def read_parsed(path: Path, parse: Callable[[str], T]) -> T | None:

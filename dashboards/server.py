@@ -49,6 +49,13 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_FRAMED: Final = {
+    **{name: value for name, value in _HEADERS.items() if name != "X-Frame-Options"},
+    "Content-Security-Policy": _HEADERS["Content-Security-Policy"].replace(
+        "frame-ancestors 'none'", "frame-ancestors http://127.0.0.1:* http://localhost:*"
+    ),
+}
+"""Headers of a page without a token: notebooks of this machine may show it in a frame."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -142,7 +149,7 @@ def _guard(host: str, token: str | None) -> Any:
         except web.HTTPException as error:
             response = web.Response(status=error.status, text=error.reason)
         if not response.prepared:
-            response.headers.update(_HEADERS)
+            response.headers.update(_HEADERS if token is not None else _FRAMED)
         return response
 
     return guard

@@ -17,7 +17,7 @@ from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.drill.cli import drill
-from braid.jobs.output import ExitCode, background, check_outputs, complain, say, surviving
+from braid.jobs.output import ExitCode, background, check_outputs, complain, say
 from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
 from braid.jobs.usage import (
     ConfigFile,
@@ -25,6 +25,7 @@ from braid.jobs.usage import (
     Overrides,
     Overwrite,
     Resume,
+    as_options,
     example,
     group,
     read_config,
@@ -70,28 +71,31 @@ def train(
     if resume + overwrite + resume_if_begun > 1:
         raise ConfigError("--resume, --overwrite and --resume-if-begun exclude each other")
     check_outputs(report=report)
-    from braid.actors.controller.controller import RunOptions
     from braid.jobs.training.display import Display
     from braid.jobs.training.stopping import SecondSignalError
+    from braid.jobs.training.train import IF_BEGUN
     from braid.jobs.training.train import train as run
 
-    options = RunOptions(
-        resume=resume or resume_if_begun, overwrite=overwrite, again=resume_if_begun, until=until
-    )
     with (
         background(sys.stdout) as output,
         Display(Console(file=output), live=resolved.telemetry.progress).running() as display,
     ):
         try:
-            result = run(resolved, options, surviving(display.show))
+            result = run(
+                resolved,
+                callbacks=[display],
+                resume=IF_BEGUN if resume_if_begun else resume,
+                overwrite=overwrite,
+                until=until,
+            )
         except SecondSignalError as error:  # typer would print nothing about it
-            complain(str(error))
+            complain(as_options(str(error)))
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     if report is not None:
         from braid.actors.controller.state.manifest import write_durably
 
-        write_durably(report, json_text(result, indent=1))
-    if not result["complete"] and len(result["steps"]) != until:
+        write_durably(report, json_text(result.report, indent=1))
+    if not result.complete and result.steps != until:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
@@ -207,7 +211,7 @@ def _report(error: Exception) -> int:
             complain(told(error))
         return ExitCode.MISTAKE
     if isinstance(error, ValueError):
-        complain(str(error))
+        complain(as_options(str(error)))
         return ExitCode.MISTAKE
     from braid.actors.controller.ranks.group import StoppedError, WorkerError
 
@@ -219,13 +223,13 @@ def _report(error: Exception) -> int:
             complain(str(error))
             return ExitCode.FAILURE
         case WorkerError(user_error=True):
-            complain(error.user_message)
+            complain(as_options(error.user_message))
             return ExitCode.MISTAKE
         case WorkerError():
             if error.trace:
                 with contextlib.suppress(OSError, ValueError):
                     print(error.trace, file=sys.stderr)
-            complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
+            complain(as_options("\n".join([str(error), *getattr(error, "__notes__", ())])))
             return ExitCode.FAILURE
     raise error
 

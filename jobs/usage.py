@@ -36,6 +36,13 @@ def read_config(
     return load_config(path, [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)])
 
 
+def as_options(text: str) -> str:
+    """Write what a message tells a Python caller to give as options of commands: ``resume=True``,
+    ``name=...``, ``override 'KEY=VALUE'``. All other messages name keys, which commands and Python share."""
+    text = re.sub(r"\b(resume|overwrite)=True\b", r"--\1", text)
+    return re.sub(r"\boverride (?=['\"])|(?<![\w.-])(?=[a-z_]+=\.\.\.)", "--set ", text)
+
+
 def example(command: str) -> str:
     """Return the last line of a command's help."""
     return f"Example: braid {command}"

@@ -262,12 +262,14 @@ def read_content(path: Path) -> dict[str, Any]:
 def _override(content: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"--set {override!r} must be written key=value, such as --set train.lr=3e-4")
+        raise ConfigError(f"override {override!r} must be written key=value, such as 'train.lr=3e-4'")
     *sections, last = key.split(".")
     for section in sections:
         inner = content.get(section)
         if not isinstance(inner, dict | None):
-            whole = f"--set '{section}={{{last}: {text}}}'"
-            raise ConfigError(f"--set {override!r}: {section} is {inner!r}, without keys; give {whole}")
+            whole = f"'{section}={{{last}: {text}}}'"
+            raise ConfigError(
+                f"override {override!r}: {section} is {inner!r}, without keys; give override {whole}"
+            )
         content[section] = content = dict(inner or {})
-    content[last] = parse_yaml(text, f"--set {override!r}: the value")
+    content[last] = parse_yaml(text, f"override {override!r}: the value")

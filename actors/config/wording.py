@@ -131,11 +131,11 @@ def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: li
         return f"{key}={shown}: is a section of keys; write them as {key}: {{{first}: ...}}"
     if kind in ("string_type", "path_type") and isinstance(value, bool | int | float):
         text = f'"{json.dumps(value)}"'
-        remedy = f"write it in quotes: {text}" + ("" if entry else f", or --set '{key}={text}'")
+        remedy = f"write it in quotes: {text}" + ("" if entry else f", or override '{key}={text}'")
         return f"{key}{entry}={shown}: must be text; {remedy}"
     if kind == "tuple_type" and isinstance(value, str | bool | int | float):
         text = f"[{json.dumps(value)}]"
-        return f"{key}={shown}: must be a list; write it in brackets: {text}, or --set '{key}={text}'"
+        return f"{key}={shown}: must be a list; write it in brackets: {text}, or override '{key}={text}'"
     start = f"{key}{entry}={shown}:"
     if kind == "literal_error" and (words := _choices(field.annotation))[1:]:
         return f"{start} {must_be_one_of(value, words)}"

@@ -123,7 +123,7 @@ class Generation:
             if saver.last_step != run.step:
                 raise CheckpointError(
                     f"step {run.step} is done, but its checkpoint {saver.why_not}, in "
-                    f"{run.homes.store.directory}; mend that and go on with --resume from the newest "
+                    f"{run.homes.store.directory}; mend that and go on with resume=True from the newest "
                     f"checkpoint there"
                 )
         if change is None:
@@ -283,7 +283,7 @@ class Generation:
                 what = error.what
                 if left <= 0:
                     waited = f"waited {wait_s:g} s for it to come back (elastic.wait_s)"
-                    end = f"{what}; {waited}; bring it back and go on with --resume"
+                    end = f"{what}; {waited}; bring it back and go on with resume=True"
                     raise CheckpointError(end) from None
             if not told:
                 told = True

@@ -127,7 +127,7 @@ class Stepper:
         if failure.on_nan == "stop" and result.discarded:
             text = (
                 f"the gradient norm of step {step + 1} is {result.gradient_norm}; the run ends as "
-                f"failure.on_nan=stop asks; --resume goes on from the newest checkpoint"
+                f"failure.on_nan=stop asks; resume=True goes on from the newest checkpoint"
             )
             raise GuardError(0, text, user_error=True)
         texts = []

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,9 @@ they lose the CPU to all other processes, and starts some in advance, which rank
 own, cannot use."""
 
 
-_INSTALL_RAY = "install it (pip install 'ray[default]') or use --launcher processes"
+_one_session = threading.Lock()
+"""Held while a run has connected this process to Ray, which knows one connection per process."""
+_INSTALL_RAY = "install it (pip install 'ray[default]') or set cluster.launcher to processes"
 
 
 def check_installed() -> None:
@@ -44,19 +47,45 @@ def check_installed() -> None:
         raise ConfigError(f"cluster.launcher='ray' needs Ray, which is not installed; {_INSTALL_RAY}")
 
 
+def is_joined() -> bool:
+    """Return whether this process has joined a Ray cluster, as scripts, tasks and trials of Ray Tune have;
+    without importing Ray."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
 def is_private(config: Config) -> bool:
     """Return whether a Ray cluster of this machine is started for this command alone."""
-    return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS") or is_joined())
 
 
 @contextlib.contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to ``cluster.address`` or $RAY_ADDRESS, or start a cluster of this machine with its own token.
+    A cluster that this process has joined is used as it is, and stays joined.
 
-    Raise `ConfigError` if Ray is not installed, the address does not answer, or the cluster is open to
-    anybody.
+    Raise `ConfigError` if Ray is not installed, the address does not answer, the cluster is open to anybody,
+    or this process has joined another one.
     """
     check_installed()
+    if not _one_session.acquire(blocking=False):
+        raise ConfigError(
+            "cluster.launcher='ray': another run of this process is connected to Ray, and ends the "
+            "connection; wait for it, call ray.init() before both, or set cluster.launcher to processes"
+        )
+    try:
+        if not is_joined():
+            with _connected(config):
+                yield
+            return
+    finally:
+        _one_session.release()
+    _check_joined(config)
+    yield
+
+
+@contextlib.contextmanager
+def _connected(config: Config) -> Iterator[None]:
+    """Connect this process to Ray for the length of the block."""
     try:
         import ray
     except Exception as error:  # Ray is not installed, or not completely
@@ -100,7 +129,9 @@ def ray_session(config: Config) -> Iterator[None]:
                 "_temp_dir": f"{directory}/ray",  # readable for everybody, but its parent folder is not
             }
             trouble = "cluster.launcher='ray': Ray does not start on this machine"
-            remedy = "see that /dev/shm can be written and memory is free, or use --launcher processes"
+            remedy = (
+                "see that /dev/shm can be written and memory is free, or set cluster.launcher to processes"
+            )
         try:
             with quiet, _handlers_kept():
                 ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
@@ -126,9 +157,11 @@ def launcher_of(
         yield ProcessLauncher(config, places), local_map
         return
     with ray_session(config):
-        from braid.actors.controller.ranks.placement import RayLauncher
+        from braid.actors.controller.ranks.placement import RayLauncher, Reserved
 
-        yield RayLauncher(config), ray_map
+        reserved = Reserved.here()
+        # beside trials that have reserved all CPUs of the cluster, tasks would wait for ever
+        yield RayLauncher(config, reserved=reserved), ray_map if reserved is None else local_map
 
 
 @contextlib.contextmanager
@@ -210,6 +243,18 @@ def _native_messages_dropped() -> Iterator[None]:
         os.close(saved)
 
 
+def _check_joined(config: Config) -> None:
+    """Refuse an address of another cluster than the one that this process has joined."""
+    import ray
+
+    wanted, here = config.cluster.address, ray.get_runtime_context().gcs_address
+    if wanted not in (None, here, *_FOUND_BY_RAY):
+        raise ConfigError(
+            f"cluster.address={wanted!r}: this process has joined the Ray cluster {here}; leave "
+            f"cluster.address out to use that one, or call ray.shutdown() first"
+        )
+
+
 def _check_reachable(address: str, given: str) -> None:
     """Refuse an address that does not answer, before Ray spends a minute on it; ``given``: the setting in
     words."""
@@ -245,7 +290,7 @@ def check_lasting(config: Config) -> None:
         if "working_dir_files" in path.split("/"):
             raise ConfigError(
                 f"{key}={path!r} lies in this job's working directory, which Ray removes with the job; "
-                f"give an absolute path that means the same on all nodes, such as --set {key}=/shared/runs"
+                f"give an absolute path that means the same on all nodes, such as {key}=/shared/runs"
             )
 
 

@@ -2,7 +2,6 @@
 grafana`, which brings the dashboards Overlap and Training into Grafana."""
 
 import contextlib
-import fcntl
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ import typer
 
 from braid.actors.config import ConfigError
 from braid.actors.stage.rank.log import FOLDER, log_file, put_aside
+from braid.dashboards.run_files import is_under_way
 from braid.jobs.output import check_outputs, write_output
 from braid.jobs.usage import RunFolder, example, group
 
@@ -120,7 +120,7 @@ def _show_all(run: Path, rank: int | None, follow: bool) -> None:
     """Print existing log lines; with ``follow``, also new lines until the run has ended."""
     begun, files = set[int](), dict[int, BinaryIO]()
     while True:
-        over = not follow or not _goes_on(run)
+        over = not follow or not is_under_way(run)
         for number in _known(run) if rank is None else [rank]:
             with contextlib.suppress(FileNotFoundError):  # the file is being replaced
                 log = log_file(run, number)
@@ -149,16 +149,6 @@ def _show(rank: int, file: BinaryIO, *, whole: bool) -> None:
             file.seek(-len(line), os.SEEK_CUR)
             return
         print(f"rank {rank} | {line.decode(errors='replace').rstrip()}")
-
-
-def _goes_on(run: Path) -> bool:
-    """Return whether a process holds the run's lock."""
-    try:
-        with (run / ".lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
 
 
 @grafana.command(epilog=example("grafana push --url http://127.0.0.1:3000"))

@@ -131,9 +131,10 @@ class Command:
 
 
 def _run(spec: Spec) -> None:
-    from braid.jobs.training.train import train
+    from braid.jobs.training.train import report_of, training
 
-    train(parse_config(spec.config), spec.options, faults=spec.faults, places=spec.places)
+    config = parse_config(spec.config)
+    report_of(training(config, spec.options, faults=spec.faults, places=spec.places))
 
 
 if __name__ == "__main__":

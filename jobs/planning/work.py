@@ -18,7 +18,7 @@ from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.presets.library import load_cluster, model_names
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.decide import Outcome, decide, evaluate, modelled, replay, within
+from braid.scheduling.plan.decide import Outcome, decide, modelled, replay, simulate_setting, within
 from braid.scheduling.plan.layout_candidates import Search
 from braid.scheduling.plan.layouts import Tell, plan_layout, plan_of, runner_up, usual_schedules
 from braid.scheduling.plan.plan import Plan, RunnerUp, read_plan
@@ -247,7 +247,7 @@ def simulate_plan(
 
 
 def _under(setting: Setting, schedule: str, cluster: ClusterSpec, profile: Profile | None) -> Outcome:
-    return evaluate(with_schedule(setting, _named(schedule)), cluster, profile)
+    return simulate_setting(with_schedule(setting, _named(schedule)), cluster, profile)
 
 
 def _named(text: str) -> ScheduleName:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from braid.actors.controller.actor import start_controller
+from braid.actors.controller.actor import end_controller, start_controller
 from braid.actors.controller.controller import Replan, RunOptions
 from braid.actors.controller.records.run_records import CheckpointSaved, Event, Started, read_identity
 from braid.actors.stage.rank.messages import RunPlan
@@ -51,6 +51,10 @@ class Controllers:
                 isinstance(event, Started) and event.first_step > 1
             )
             yield event
+
+    def end(self) -> None:
+        """End the present controller, also one that is at work, and whatever it has started."""
+        end_controller(self._actor, self._plan)
 
     def stop(self) -> None:
         """Ask the present controller to end the run. If it is dead, the next one is asked."""

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -29,9 +29,10 @@ from braid.actors.controller.records.run_records import (
 from braid.actors.controller.records.step_record import StepRecord
 from braid.actors.stage.data.token_files import TRAIN, VALIDATION, DataIndex
 from braid.jobs.data.prepare import Preparation, Prepared
-from braid.jobs.output import duration, facts_of, say, table_of
+from braid.jobs.output import duration, facts_of, say, surviving, table_of
 from braid.jobs.training.layouts import MeasuredLayout
-from braid.jobs.training.train import Compared
+from braid.jobs.training.train import Compared, PageOpened
+from braid.jobs.usage import as_options
 from braid.scheduling.trace import figures
 
 _CURVE = "▁▂▃▄▅▆▇█"
@@ -53,8 +54,11 @@ def si(value: float) -> str:
 class Display:
     """Shows the events of one run; use as a context manager around it."""
 
-    def __init__(self, console: Console, *, live: bool) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, live: bool, worded: Callable[[str], str] = as_options) -> None:
+        """``worded``: rewords messages, which name arguments of `braid.train`."""
+        self._console, self._worded = console, worded
+        self.on_event = surviving(self.show)
+        """Shows an event as a callback of a run, which goes on if that fails."""
         self._live = live and console.is_terminal
         self._screen: Live | None = None
         self._losses: list[float] = []
@@ -74,11 +78,13 @@ class Display:
             self._screen = screen
             yield self
 
-    def show(self, event: Event | Prepared | Preparation | Profiled | Compared | str) -> None:
+    def show(self, event: Event | Prepared | Preparation | Profiled | Compared | PageOpened | str) -> None:
         """Show one event."""
         match event:
             case str():
                 self._say(event)
+            case PageOpened():
+                self._say(f"page    {event.address} shows the run live")
             case Preparation():
                 tokens = f"{si(event.tokens)} tokens"
                 self._update(Text(f"tokenising: {event.items_done}/{event.items} parts, {tokens}"))
@@ -109,10 +115,10 @@ class Display:
             case Finished():
                 self._update(Text(""))
                 self._console.print(report_table(event.report, self._losses))
-                self._say("done" if event.complete else "stopped early; go on with --resume")
+                self._say("done" if event.complete else "stopped early; go on with resume=True")
 
     def _say(self, line: str) -> None:
-        say(self._console, line)
+        say(self._console, self._worded(line))
 
     def _update(self, content: RenderableType) -> None:
         if self._screen:
@@ -129,7 +135,8 @@ class Display:
             self._say(f"safety  {event.at_risk}")
         self._last_step = event.last_step
 
-    def _step(self, record: StepRecord) -> None:
+    def _count(self, record: StepRecord) -> bool:
+        """Keep a step's numbers for later ones; return whether a validation followed the step."""
         self._losses.append(record.loss)
         self._seconds.append(record.wall_seconds or record.seconds)
         validated = record.validation_loss is not None
@@ -137,6 +144,10 @@ class Display:
             self._validation = validation_line(
                 {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
             )
+        return validated
+
+    def _step(self, record: StepRecord) -> None:
+        validated = self._count(record)
         facts = self._facts(record)
         self._update(Group(self._numbers(facts), ProgressBar(total=self._last_step, completed=record.step)))
         due = time.monotonic() - self._last_line >= _LINE_SECONDS

@@ -3,6 +3,7 @@
 So neither a slow viewer nor a fault in the page affects the training.
 """
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -11,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 from typing import IO
+
+from braid.dashboards.run_files import PAGE_ADDRESS
 
 _START_SECONDS = 20.0
 _END_SECONDS = 3.0
@@ -23,6 +26,8 @@ class LivePage:
     def __init__(self, port: int = 0) -> None:
         self._port, self._begin = port, time.time()
         self._process: subprocess.Popen[str] | None = None
+        self._address: Path | None = None
+        """File with the page's address."""
         self._url = queue.SimpleQueue[str]()
         """Receives the page's address once it serves, or an empty string when its process ends."""
         self._said = "its process ended"
@@ -45,6 +50,9 @@ class LivePage:
         threading.Thread(target=self._listen, args=(self._process.stdout,), name="page", daemon=True).start()
         try:
             if url := self._url.get(timeout=_START_SECONDS):
+                self._address = run / PAGE_ADDRESS
+                with contextlib.suppress(OSError):
+                    self._address.write_text(url, encoding="utf-8")
                 return url
             reason = self._said
         except queue.Empty:
@@ -56,6 +64,9 @@ class LivePage:
         if self._process is None:
             return
         process, self._process = self._process, None
+        if self._address is not None:
+            with contextlib.suppress(OSError):
+                self._address.unlink(missing_ok=True)
         process.terminate()
         try:
             process.wait(_END_SECONDS)

@@ -31,7 +31,7 @@ class StopSignals:
         self.asked_at: float | None = None
         """Time of the first signal (`time.monotonic`, in seconds); None before it."""
         self._stop: Callable[[], None] | None = None
-        self._begun = False
+        self._begun = self._asked = False
 
     @contextlib.contextmanager
     def heard(self) -> Iterator["StopSignals"]:
@@ -58,7 +58,7 @@ class StopSignals:
         """Let the first signal call ``stop`` within the block. If it came before, call ``stop`` at once."""
         self._stop, self._begun = stop, True
         try:
-            if self.asked_at is not None:
+            if self._asked:
                 self._call()
             yield
         finally:
@@ -71,6 +71,12 @@ class StopSignals:
                 raise SecondSignalError
             return
         self.asked_at = now
+        if not self._asked:
+            self.ask()
+
+    def ask(self) -> None:
+        """Do what the first signal does; a signal that comes later is not the second one."""
+        self._asked = True
         if not self._begun:
             raise StoppedError
         self._call()

@@ -2,20 +2,20 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-from braid.actors.config import Config, ConfigError
+from braid.actors.config import Config, ConfigError, load_config, parse_config
 from braid.actors.config.paths import anchored, expanded
 from braid.actors.controller.controller import Controller, RunOptions
 from braid.actors.controller.decisions import SimulatedSchedule, find_or_decide
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.profiling import Profiled, find_or_measure, known_profile
 from braid.actors.controller.ranks.failures import RestartBudget
-from braid.actors.controller.ranks.group import Launcher, WorkerError
+from braid.actors.controller.ranks.group import Launcher, StoppedError, WorkerError
 from braid.actors.controller.ranks.processes import ProcessPlace
 from braid.actors.controller.ranks.rank_environment import allow_open_files
 from braid.actors.controller.records.run_records import (
@@ -37,6 +37,7 @@ from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.planning.work import with_plan
 from braid.jobs.training.beside_weights import keep
+from braid.jobs.training.callbacks import Callbacks
 from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
@@ -45,6 +46,8 @@ from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.text import write
 
+IF_BEGUN: Final = "if-begun"
+"""Value of ``resume`` that begins a run anew if there is no checkpoint."""
 _TIDY_SECONDS = 10.0
 """Seconds to wait for the processes of a run that was stopped at once to end."""
 
@@ -57,27 +60,123 @@ class Compared:
     rows: Sequence[SimulatedSchedule] | Sequence[MeasuredLayout]
 
 
-Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | str], None]
+@dataclass(frozen=True)
+class PageOpened:
+    """The live page of the run is served on this machine."""
+
+    address: str
+
+
+Show = Callable[[Event | Prepared | Preparation | Profiled | Compared | PageOpened | str], None]
 """Receives what there is to report of a run; a string is a line for people."""
 
 
-def train(
-    config: Config,
-    options: RunOptions | None = None,
-    show: Show = lambda event: None,
-    *,
-    faults: tuple[Fault, ...] = (),
-    places: Sequence[ProcessPlace] | None = None,
-) -> dict[str, Any]:
-    """Train to the end, or until SIGINT, SIGTERM or SIGHUP, and return the report (the content of
-    ``report.json``). A signal that comes before the first step raises `StoppedError`; a second one
-    `SecondSignalError`, a `KeyboardInterrupt`: then the checkpoint under way is given up.
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What became of a run that ended without an error."""
 
-    ``faults``: faults of a drill. ``places``: places of ranks as plain processes, if not all on this host.
+    directory: Path
+    """The run's directory, an absolute path; `braid.load_run` reads it."""
+    report: Mapping[str, Any]
+    """The content of ``report.json``."""
+    stopped: str | None
+    """Why the run ended before ``train.steps``: a callback's reason, or the signal or ``until``; None if it
+    is complete."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are done."""
+        return bool(self.report["complete"])
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that are done, also before this call."""
+        return len(self.report["steps"])
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step, in nats per token; None if no step is done."""
+        return self.report["steps"][-1]["loss"] if self.steps else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Loss of the last validation, in nats per token; None if there was none."""
+        return self.report["validation"]["loss"]
+
+
+def train(
+    config: Config | Mapping[str, Any] | Path | str,
+    *,
+    callbacks: Iterable[object] = (),
+    resume: bool | Literal["if-begun"] = False,
+    overwrite: bool = False,
+    until: int | None = None,
+) -> TrainingResult:
+    """Train to the end, or until a callback, SIGINT, SIGTERM or SIGHUP stops the run with a checkpoint.
+
+    ``config``: a configuration, its content as a mapping, or the path of its file. ``callbacks``: objects
+    with methods of `Callback`. ``resume``: go on from the run's newest good checkpoint; with "if-begun",
+    begin anew if there is none. ``overwrite``: replace a run of the same name. ``until``: stop after this
+    step.
+
     Raise `ConfigError` (or another `ValueError`) for faults that the user can correct, `WorkerError` if a
-    rank fails.
+    rank fails, the first exception of a callback, and `StoppedError` if the run is stopped before its first
+    step. A second signal raises `SecondSignalError`, a `KeyboardInterrupt`: then the checkpoint under way is
+    given up. Nothing that the run has started outlives the call.
     """
-    return report_of(training(config, options, show, faults=faults, places=places))
+    signals = StopSignals()
+    told = Callbacks(callbacks, signals.ask)
+    try:
+        config = anchored(expanded(_config(config)), Path.cwd())
+        options = _options(resume, overwrite, until)
+        report = report_of(training(config, options, told.hear, signals=signals))
+    except BaseException as error:
+        raised = error
+        if told.error is not None and isinstance(error, Exception):
+            raised = told.error
+        elif isinstance(error, StoppedError):
+            raised = StoppedError("the run was stopped before its first step; nothing is lost")
+        told.failed(raised)
+        if raised is error:
+            raise
+        raise raised from (None if isinstance(error, StoppedError) else error)
+    if told.error is not None:
+        told.failed(told.error)
+        raise told.error
+    stopped = None
+    if not report["complete"]:
+        stopped = told.reason or ("a signal" if signals.asked_at is not None else f"until={until}")
+    return TrainingResult(directory=config.run_directory, report=report, stopped=stopped)
+
+
+def _config(given: Any) -> Config:
+    """Return the configuration that a caller gives in any form."""
+    match given:
+        case Config():
+            return given
+        case Mapping():
+            return parse_config(given)
+        case str() | Path():
+            return load_config(given)
+    raise ConfigError(
+        f"config={given!r} is a {type(given).__name__}; give a braid.Config, a mapping, or the path of a "
+        f"YAML file"
+    )
+
+
+def _options(resume: Any, overwrite: Any, until: Any) -> RunOptions:
+    """Check the arguments of `train`."""
+    if resume not in (True, False, IF_BEGUN):
+        raise ConfigError(f"resume={resume!r} must be True, False or {IF_BEGUN!r}")
+    if overwrite not in (True, False):
+        raise ConfigError(f"overwrite={overwrite!r} must be True or False")
+    if resume and overwrite:
+        raise ConfigError(
+            f"resume={resume!r} and overwrite=True exclude each other: a run is continued or replaced"
+        )
+    if until is not None and (type(until) is not int or until < 1):
+        raise ConfigError(f"until={until!r} must be the number of a step, 1 or more, or None")
+    return RunOptions(resume=bool(resume), overwrite=overwrite, again=resume == IF_BEGUN, until=until)
 
 
 def report_of(events: Iterable[Event]) -> dict[str, Any]:
@@ -93,9 +192,11 @@ def training(
     *,
     faults: tuple[Fault, ...] = (),
     places: Sequence[ProcessPlace] | None = None,
+    signals: StopSignals | None = None,
 ) -> Generator[Event, None, None]:
     """Train like `train`, but yield events: ranks wait until the next one is requested. `Finished` has the
-    report.
+    report. ``faults``: faults of a drill. ``places``: places of ranks as plain processes, if not all on this
+    host. ``signals``: handles signals, and lets the caller stop the run.
 
     Close the generator if it is not consumed to its end, to end what it has started. Several runs may
     alternate in a thread, if the run that began last ends first.
@@ -111,7 +212,7 @@ def training(
         show(_warning("learning-rate", text))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(run))
-        signals = stack.enter_context(StopSignals().heard())
+        signals = stack.enter_context((signals or StopSignals()).heard())
         tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
         if telemetry.wandb.mode != "off":
             tools["wandb"] = telemetry.wandb.model_dump()
@@ -140,7 +241,7 @@ def training(
                         keep(config, tokenizer, run)
                     if telemetry.page:
                         with _told("telemetry", "", show):
-                            show(f"page    {page.open(run)} shows the run live")
+                            show(PageOpened(page.open(run)))
                     identity = read_identity(run)
                     mark = identity.mark if identity is not None else ""
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
@@ -180,7 +281,7 @@ def _explained(run: Path) -> Iterator[None]:
             store.remove_unfinished()
             lock.release()
         if steps := store.steps():
-            newest = f"the newest checkpoint is of step {steps[-1]}; go on with --resume"
+            newest = f"the newest checkpoint is of step {steps[-1]}; go on with resume=True"
         raise SecondSignalError(f"stopped at once, without a checkpoint; {newest}") from None
 
 
@@ -255,7 +356,9 @@ def _on_ray(
 
     controllers = Controllers(plan, options, partial(replan, plan))
     budget = RestartBudget(plan.config.failure.max_restarts)
-    with told_to_ray(plan.config.run_directory, ray.util.metrics):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(told_to_ray(plan.config.run_directory, ray.util.metrics))
+        stack.callback(controllers.end)  # the cluster may go on
         while True:
             controllers.start()
             try:
@@ -267,7 +370,7 @@ def _on_ray(
                 return
             except RayActorError as error:
                 if not budget.spend():
-                    text = f"the controller died: {str(error).splitlines()[0]}; go on with --resume"
+                    text = f"the controller died: {str(error).splitlines()[0]}; go on with resume=True"
                     raise WorkerError(0, text, user_error=True) from None
             # Its ranks have ended with it. From the run's directory the next controller knows where to
             # resume.

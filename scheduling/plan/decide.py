@@ -299,7 +299,7 @@ def _outcome(
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 
-def evaluate(
+def simulate_setting(
     setting: Setting, cluster: ClusterSpec, profile: Profile | None = None, space: Space = PART_BY_PART
 ) -> Outcome:
     """Return the best outcome of one setting on a cluster, one that fits the GPUs' memory if there is any."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec, Link
-from braid.scheduling.plan.decide import Outcome, evaluate, replay
+from braid.scheduling.plan.decide import Outcome, replay, simulate_setting
 from braid.scheduling.plan.layout_candidates import Search
 from braid.scheduling.plan.layouts import Tell, plan_layout
 from braid.scheduling.plan.plan import Plan
@@ -46,7 +46,7 @@ def explain(plan: Plan, cluster: ClusterSpec, tell: Tell = lambda text: None) ->
     opened = replace(with_schedule(plan.setting, plan.setting.name), unit_layers=plan.setting.unit_layers)
 
     def answer(change: str, setting: Setting, spec: ClusterSpec) -> WhatIf:
-        numbers = evaluate(setting, spec).numbers
+        numbers = simulate_setting(setting, spec).numbers
         gain = numbers.tokens_per_second / now
         return WhatIf(
             change=change,

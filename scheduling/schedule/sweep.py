@@ -102,7 +102,7 @@ class Sweep:
         """Advance over the next stretch; yield each operation with the bytes held just before it frees
         registers."""
         keys = [(pass_.micro_batch, pass_.chunk) for pass_ in stretch.passes]
-        run = _Run(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
+        run = _StretchSweep(self, stretch, tuple(self.states.get(key, _NEW) for key in keys))
         for operation in stretch.operations:
             run.operation(operation)
             yield operation, self.held_bytes + run.before_free
@@ -112,7 +112,7 @@ class Sweep:
     def _sweep(
         self, stretch: Stretch, before: tuple[FrameState, ...]
     ) -> tuple[Swept, tuple[FrameState, ...]]:
-        run = _Run(self, stretch, before)
+        run = _StretchSweep(self, stretch, before)
         for operation in stretch.operations:
             run.operation(operation)
         return Swept(run.most, run.bytes), run.after()
@@ -223,7 +223,7 @@ def histories(code: Code, width: int, rounded_width: int = 0) -> tuple[History, 
     return tuple(result)
 
 
-class _Run:
+class _StretchSweep:
     """State of a sweep within one stretch. Passes of one micro-batch in one chunk share their frame."""
 
     def __init__(self, sweep: Sweep, stretch: Stretch, before: Sequence[FrameState]) -> None:

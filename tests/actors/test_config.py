@@ -42,7 +42,7 @@ def test_words_and_dates_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("name: 123", 'name=123: must be text; write it in quotes: "123", or --set \'name="123"\''),
+        ("name: 123", 'name=123: must be text; write it in quotes: "123", or override \'name="123"\''),
         ("name: 1.5", '"1.5"'),
         ("name: true", '"true"'),
         ("runs: 2026", '"2026"'),

@@ -146,7 +146,7 @@ def test_of_all_good_ones_the_newest_and_the_own_one_before_a_copy(
     assert homes.steps() == sorted({*here, *there})
     good = [step for step in homes.steps() if here.get(step) or there.get(step)]
     if not good:
-        with pytest.raises(CheckpointError, match="left" if here or there else "start without --resume"):
+        with pytest.raises(CheckpointError, match="left" if here or there else "start without resume=True"):
             homes.newest_good(verify)
         return
     path, manifest, notes = found(store, mirror)

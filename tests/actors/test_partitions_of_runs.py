@@ -17,7 +17,7 @@ from braid.scheduling.cost.profile import Profile, with_piece_costs
 from braid.scheduling.generate.lower import Choices
 from braid.scheduling.generate.partitions import mega_scale, with_partitions
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.decide import anything, evaluate, measured, outcome_of
+from braid.scheduling.plan.decide import anything, measured, outcome_of, simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.plan.plan import Plan
 from braid.scheduling.schedule.memory import DTYPE_BYTES
@@ -98,7 +98,7 @@ def test_the_latency_of_gathers_is_measured_and_counts_for_every_piece() -> None
 def planned() -> Plan:
     """The plan of `configured`."""
     config, spec = configured(), cluster(gpus=2, intra=2e8)
-    return plan_of(evaluate(setting_of(config, shape_of(config)), spec), spec)
+    return plan_of(simulate_setting(setting_of(config, shape_of(config)), spec), spec)
 
 
 def test_a_plan_says_how(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.actors.controller.ranks import placement
-from braid.actors.controller.ranks.placement import host_names, machine_name, numbered
+from braid.actors.controller.ranks.numbering import host_names, machine_name, numbered
 from braid.actors.controller.records.span_files import SpanCounts
 
 

@@ -253,7 +253,7 @@ def test_what_waits_is_written_at_the_end(directory: RunDirectory, monkeypatch: 
 def test_folders_that_cannot_be_written_are_the_users(tmp_path: Path, directory: RunDirectory) -> None:
     (tmp_path / "file").touch()
     config = small_config(tmp_path).model_copy(update={"runs": tmp_path / "file" / "runs"})
-    with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: Not a directory; .*--set runs="):
+    with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: Not a directory; .* with runs="):
         RunDirectory(config, resume=False, overwrite=False)
     (directory.path / "ranks.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"ranks\.jsonl cannot be written: Is a directory"):

@@ -24,7 +24,7 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.presets.library import cluster_preset, model_preset
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.plan.decide import Outcome, evaluate
+from braid.scheduling.plan.decide import Outcome, simulate_setting
 from braid.scheduling.plan.space import with_schedule
 from braid.scheduling.schedule.text import write
 from braid.scheduling.trace.batches import RECORD, Batch, Labels, Records, batches_of, encode_all, head
@@ -50,7 +50,7 @@ def outcome(ranks: int) -> Outcome:
     layout = LAYOUTS[ranks]
     workload = Workload(global_batch=8 * layout.dp, micro_batch=1)
     serial = Setting(model=SHAPE, layout=layout, workload=workload)
-    return evaluate(with_schedule(serial, "braid"), _cluster(ranks))
+    return simulate_setting(with_schedule(serial, "braid"), _cluster(ranks))
 
 
 def _cluster(ranks: int) -> Any:
@@ -104,7 +104,7 @@ class MadeUpRun:
             {"address": f"10.0.0.{node + 1}", "node": f"{SIMULATED}-{node:02d}", "process": 1000 + rank}
             for rank, node in enumerate(nodes)
         ]
-        serial = evaluate(with_schedule(setting, "megatron"), cluster).numbers
+        serial = simulate_setting(with_schedule(setting, "megatron"), cluster).numbers
         alpha = serial.exposed_seconds / serial.step_seconds
         predicted = prediction(made, SerialStep(seconds=serial.step_seconds, alpha=alpha))
         for name, text in (

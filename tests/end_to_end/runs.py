@@ -48,7 +48,7 @@ from braid.scheduling.generate.named import SCHEDULES
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import part_sizes
-from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.schedule.text import write
 from tests.end_to_end.plain_experts import Counted, ExpertModel
@@ -211,7 +211,7 @@ def planned(path: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Mapping[s
     spec = cluster(gpus=config.layout().ranks, intra=4e8)
     setting = setting_of(config, config.shape(BYTES_VOCABULARY))
     file = config.run_directory.with_suffix(".yaml")
-    file.write_text(plan_of(evaluate(setting, spec), spec).to_yaml(), encoding="utf-8")
+    file.write_text(plan_of(simulate_setting(setting, spec), spec).to_yaml(), encoding="utf-8")
     return {**overlap, "plan": str(file)}
 
 

@@ -115,7 +115,7 @@ def test_the_run_ends_with_one_message(tmp_path: Path, data: Path) -> None:
         events.extend(controller.run())
     assert ended.value.user_error, "a message for the user, without a trace"
     assert ended.value.user_message.startswith("the gradient norm of step 6 is nan; the run ends as")
-    assert "--resume goes on" in ended.value.user_message
+    assert "resume=True goes on" in ended.value.user_message
     assert [event.record.step for event in events if isinstance(event, StepDone)] == list(range(1, HIT + 1))
     # It goes on from there, as the message says: the fault has fired.
     rest = trained(plan, resume=True)

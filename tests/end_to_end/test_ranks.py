@@ -19,7 +19,7 @@ from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlac
 from braid.actors.stage.rank.messages import RunPlan
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import parse_partition
-from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.plan.layouts import plan_of
 from braid.scheduling.schedule.text import write
 from tests.end_to_end.runs import (
@@ -116,7 +116,7 @@ def test_partitions_run_inside_hosts_and_between_them(tmp_path: Path, data: Path
         partitions=tuple(map(parse_partition, partitions)),
     )
     file = tmp_path / "plan.yaml"
-    file.write_text(plan_of(evaluate(setting, spec), spec).to_yaml(), encoding="utf-8")
+    file.write_text(plan_of(simulate_setting(setting, spec), spec).to_yaml(), encoding="utf-8")
     overlap = {**sections["overlap"], "plan": str(file)}
     config = small_config(tmp_path / "runs", **{**sections, "overlap": overlap})
     shape = config.check(BYTES_VOCABULARY)

@@ -96,7 +96,7 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> N
                     controller.stop()
 
     with pytest.raises(
-        CheckpointError, match=r"is done, but its checkpoint does not fit.*go on with --resume"
+        CheckpointError, match=r"is done, but its checkpoint does not fit.*go on with resume=True"
     ):
         train_on()
     assert told[0] == "the checkpoint of step 5 does not fit on the disk; training goes on"

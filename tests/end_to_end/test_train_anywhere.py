@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from braid import train
+from braid import TrainingResult, train
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.records.run_records import Finished, Incident
 from braid.dashboards.metrics_feed import metrics_route
@@ -32,8 +32,13 @@ def test_in_a_thread_with_a_sink_that_fails(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     events: list[Any] = []
+
+    class Keeps:
+        def on_event(self, event: Any) -> None:
+            events.append(event)
+
     run = config(tmp_path, wandb="online", page=True)
-    thread = threading.Thread(target=lambda: train(run, show=events.append))
+    thread = threading.Thread(target=lambda: train(run, callbacks=[Keeps()]))
     thread.start()
     thread.join()
     assert [event.complete for event in events if isinstance(event, Finished)] == [True]
@@ -47,10 +52,10 @@ def test_beside_a_running_event_loop(tmp_path: Path) -> None:
     """As a cell of a notebook runs: in the main thread, called by a coroutine."""
     before = signal.getsignal(signal.SIGINT)
 
-    async def cell() -> dict[str, Any]:
+    async def cell() -> TrainingResult:
         return train(config(tmp_path, page=False))
 
-    assert asyncio.run(cell())["complete"]
+    assert asyncio.run(cell()).complete
     assert signal.getsignal(signal.SIGINT) is before
 
 

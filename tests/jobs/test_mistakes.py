@@ -197,8 +197,8 @@ MISTAKES = [
     Mistake(f"{NODES} node-lost --count 2", "lead from 2 to 0 nodes", torch=True),
     Mistake(f"{NODES} node-lost,kill-host", "drill them one after the other"),
     Mistake("plan llama3-8b", "llama3-8b is neither|did you mean 'llama-3.1-8b'?"),
-    Mistake("plan llama-3.1-8b --cluster h100x8", "--cluster 'h100x8' is no preset; did you mean 'h100'?"),
-    Mistake("plan llama-3.1-8b --cluster absent.yaml", "--cluster absent.yaml cannot be read"),
+    Mistake("plan llama-3.1-8b --cluster h100x8", "cluster 'h100x8' is no preset; did you mean 'h100'?"),
+    Mistake("plan llama-3.1-8b --cluster absent.yaml", "cluster absent.yaml cannot be read"),
     Mistake("plan llama-3.1-8b --output no/plan.yaml", "--output no/plan.yaml: the folder no does not exist"),
     Mistake("plan llama-3.1-8b --cluster mine.yaml --set 'parallel={dp: 8}'", "the layout dp 8 needs"),
     Mistake(

@@ -14,7 +14,7 @@ from rich.console import Console
 from braid.actors.controller.planning import setting_of
 from braid.jobs.planning import work as planning
 from braid.jobs.planning.view import show_explanation, show_plan, usual_line
-from braid.scheduling.plan.decide import evaluate, modelled, within
+from braid.scheduling.plan.decide import modelled, simulate_setting, within
 from braid.scheduling.plan.explain import Explanation, WhatIf
 from braid.scheduling.plan.layouts import plan_of, usual_schedules
 from braid.scheduling.plan.plan import Plan, RunnerUp
@@ -152,7 +152,7 @@ def usual(schedule: str, seconds: float) -> RunnerUp:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     spec = cluster(nodes=2, gpus=4)
-    outcome = evaluate(setting("braid", tp=4, pp=2, micro_batches=8), spec)
+    outcome = simulate_setting(setting("braid", tp=4, pp=2, micro_batches=8), spec)
     found = usual_schedules(outcome, modelled(spec), within(spec.usable_bytes))
     return plan_of(outcome, spec, (), found)
 
@@ -187,7 +187,7 @@ def test_what_hurts_stands_apart_from_what_helps(plan: Plan) -> None:
         WhatIf(change="2x batch", step_seconds=2.0, speedup=1.001, layout="dp 8"),
         WhatIf(change="2x bandwidth", step_seconds=2.0, speedup=0.97, layout="dp 8"),
     )
-    outcome = evaluate(setting("braid", tp=4, pp=2, micro_batches=8), spec)
+    outcome = simulate_setting(setting("braid", tp=4, pp=2, micro_batches=8), spec)
     file = io.StringIO()
     explanation = Explanation(plan=plan, outcome=outcome, ideal_overlap_seconds=1.0, what_if=found)
     show_explanation(Console(file=file, width=80), explanation)

@@ -91,7 +91,7 @@ def test_training_runs_inside_a_task(tmp_path: Path) -> None:
             import braid
             from braid.actors.config import parse_config
 
-            return bool(braid.train(parse_config(content))["complete"])
+            return braid.train(parse_config(content)).complete
 
     task = Task.remote()
     assert ray.get(task.train.remote())

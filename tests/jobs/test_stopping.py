@@ -102,7 +102,7 @@ def stopped(run: Path, *saves: str) -> tuple[str, list[str]]:
 
 def test_half_a_checkpoint_is_removed(tmp_path: Path) -> None:
     told, left = stopped(tmp_path, "step-4", "step-8.tmp-1", "step-2.tmp-old")
-    assert told.endswith("without a checkpoint; the newest checkpoint is of step 4; go on with --resume")
+    assert told.endswith("without a checkpoint; the newest checkpoint is of step 4; go on with resume=True")
     assert left == ["step-4"]
 
 

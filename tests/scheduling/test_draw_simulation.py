@@ -19,7 +19,7 @@ from braid.scheduling.cost.picture import (
 from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.presets.library import cluster_preset
-from braid.scheduling.plan.decide import evaluate
+from braid.scheduling.plan.decide import simulate_setting
 from braid.scheduling.schedule.operations import PassKind
 from braid.scheduling.schedule.schedule import on_side
 from braid.scheduling.trace.arrays import length, shares
@@ -34,7 +34,7 @@ WIDE = replace(
 @pytest.mark.parametrize("unit_layers", [0, 2])
 def test_what_was_left_is_marked(unit_layers: int) -> None:
     own = setting("braid:w", tp=2, micro_batches=8, model=WIDE, unit_layers=unit_layers)
-    found = evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
+    found = simulate_setting(own, replace(cluster_preset("a40", 1), gpus_per_node=2)).simulation
     programs = found.code.schedule.programs
     late = [
         (side, {str(one.what) for one in on_side(program, number)})
@@ -64,7 +64,7 @@ def test_a_picture_without_ends_does_not_speak_of_them() -> None:
 
 def simulated(schedule: str, tp: int = 2) -> Simulation:
     own = setting(schedule, tp=tp, micro_batches=6, model=WIDE)
-    return evaluate(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
+    return simulate_setting(own, replace(cluster_preset("a40", 1), gpus_per_node=tp)).simulation
 
 
 @pytest.mark.parametrize("schedule", ["megatron", "braid:w", "braid:twins"])

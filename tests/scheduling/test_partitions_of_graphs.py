@@ -17,7 +17,7 @@ from braid.scheduling.mesh.partition import parse_partition
 from braid.scheduling.model.layers import layer_part
 from braid.scheduling.model.operators import Graph, Part
 from braid.scheduling.model.sizes import PartSizes
-from braid.scheduling.plan.decide import evaluate, modelled
+from braid.scheduling.plan.decide import modelled, simulate_setting
 from braid.scheduling.plan.strands import joint_problem
 from braid.scheduling.schedule.order import Issue
 from braid.scheduling.schedule.text import parse, write
@@ -219,7 +219,7 @@ def test_pieces_need_not_be_equal() -> None:
     spec = cluster(gpus=2, intra=2e8)
     for tokens, tried in ((24, WAYS), (8, (2, 4))):
         asked = setting("intra_batch", tp=2, model=replace(SMALL, sequence=tokens))
-        assert evaluate(asked, spec).setting.partitions in [mega_scale(ways) for ways in tried]
+        assert simulate_setting(asked, spec).setting.partitions in [mega_scale(ways) for ways in tried]
 
 
 LATE = """

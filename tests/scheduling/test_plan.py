@@ -10,7 +10,7 @@ from braid.scheduling.cost.engine import RankRun
 from braid.scheduling.cost.simulate import Simulation
 from braid.scheduling.generate.named import PIPELINES, ScheduleName
 from braid.scheduling.model.presets.library import load_cluster, model_preset
-from braid.scheduling.plan.decide import EQUAL, best_of, evaluate, modelled, replay, within
+from braid.scheduling.plan.decide import EQUAL, best_of, modelled, replay, simulate_setting, within
 from braid.scheduling.plan.explain import explain
 from braid.scheduling.plan.layout_candidates import Search, candidates
 from braid.scheduling.plan.layouts import LEAST, DoesNotFitError, plan_layout, plan_of
@@ -24,7 +24,7 @@ from tests.scheduling.plans import SMALL, cluster, setting
 def made(schedule: str = "braid") -> Plan:
     """A plan of the small model on eight GPUs."""
     spec = cluster(nodes=2, gpus=4)
-    return plan_of(evaluate(setting(schedule, tp=4, pp=2, micro_batches=8), spec), spec)
+    return plan_of(simulate_setting(setting(schedule, tp=4, pp=2, micro_batches=8), spec), spec)
 
 
 @pytest.mark.parametrize("schedule", ["megatron", "intra_batch", "oases", "dhelix", "braid", "braid:v"])
@@ -117,7 +117,7 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
         if not other.reason.startswith("needs"):
             assert other.step_seconds >= plan.score.step_seconds
     for other in plan.usual:  # each simulated alone, with the same degrees
-        alone = evaluate(with_schedule(plan.setting, other.schedule), spec)
+        alone = simulate_setting(with_schedule(plan.setting, other.schedule), spec)
         assert other.step_seconds == pytest.approx(alone.numbers.step_seconds, rel=0.01)
     assert [one.step_seconds for one in plan.usual] == sorted(one.step_seconds for one in plan.usual)
     assert "megatron" in {one.schedule for one in plan.usual}
@@ -125,7 +125,7 @@ def test_the_search_takes_the_best_of_what_it_simulates() -> None:
     fitting = [c for c in candidates(search, spec) if c.bytes <= spec.usable_bytes]
     steps = []
     for candidate in fitting[:: max(1, len(fitting) // 40)]:
-        outcome = evaluate(candidate.setting, spec, space=COARSE)
+        outcome = simulate_setting(candidate.setting, spec, space=COARSE)
         if outcome.numbers.peak_bytes <= spec.usable_bytes:
             steps.append(outcome.numbers.step_seconds)
     assert plan.score.step_seconds <= min(steps) * 1.05
@@ -141,7 +141,7 @@ def test_no_step_is_quicker_than_its_estimate_allows(model: str, name: str, node
     found = sorted(candidates(Search(model=shape, global_batch=batch), spec), key=lambda one: one.step_ns)
     fitting = [one for one in found if one.bytes <= spec.usable_bytes]
     for candidate in fitting[:12:3]:
-        outcome = evaluate(candidate.setting, spec, space=COARSE)
+        outcome = simulate_setting(candidate.setting, spec, space=COARSE)
         assert LEAST < outcome.step_ns / candidate.step_ns < 1.4
 
 
@@ -195,7 +195,7 @@ def test_a_job_that_fits_nowhere_says_what_is_missing_and_what_would_do() -> Non
     with pytest.raises(ValueError, match="no layout of 8 GPUs divides"):
         plan_layout(Search(model=SMALL, global_batch=32, fixed={"tp": 3}), cluster(nodes=2, gpus=4))
     with pytest.raises(ValueError, match="needs 8 GPUs, cluster test has 1 x 4 = 4"):
-        evaluate(setting(tp=4, pp=2), cluster(gpus=4))
+        simulate_setting(setting(tp=4, pp=2), cluster(gpus=4))
 
 
 @pytest.mark.parametrize("schedule", ["megatron", "braid:eager_w", "intra_batch"])
@@ -224,9 +224,9 @@ def test_more_hops_than_decided_are_not_tried() -> None:
     assert {(one.pipeline, one.hop) for one in variants(own, PART_BY_PART)} == of_one
     fixed = replace(own, hop=3)
     assert [*variants(fixed, PART_BY_PART)] == [fixed]
-    outcome = evaluate(fixed, spec)
+    outcome = simulate_setting(fixed, spec)
     assert (outcome.setting.pipeline, outcome.setting.hop) == ("eager_w", 3)
-    assert evaluate(own, spec).step_ns <= outcome.step_ns
+    assert simulate_setting(own, spec).step_ns <= outcome.step_ns
 
 
 def test_a_moe_model_is_planned_with_experts_over_ranks() -> None:

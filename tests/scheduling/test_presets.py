@@ -104,13 +104,13 @@ def test_an_unknown_model_is_answered_with_the_nearest(name: str, near: str) -> 
 def test_unknown_names_without_a_near_one() -> None:
     with pytest.raises(ValueError, match=r"^model.preset 'zzz' is no preset; `braid presets` lists them$"):
         model_preset("zzz")
-    with pytest.raises(ValueError, match=r"^--cluster 'a80' is no preset; did you mean 'a800'\?$"):
+    with pytest.raises(ValueError, match=r"^cluster 'a80' is no preset; did you mean 'a800'\?$"):
         cluster_preset("a80")
 
 
 @pytest.mark.parametrize("nodes", [0, -1])
 def test_clusters_have_nodes(nodes: int) -> None:
-    with pytest.raises(ValueError, match=rf"^--nodes {nodes} must be at least 1$"):
+    with pytest.raises(ValueError, match=rf"^nodes={nodes} must be at least 1$"):
         cluster_preset("a800", nodes=nodes)
 
 

@@ -17,7 +17,7 @@ from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.model.operators import Kind
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import chunk_parameters
-from braid.scheduling.plan.decide import evaluate, modelled
+from braid.scheduling.plan.decide import modelled, simulate_setting
 from braid.scheduling.plan.list_schedule import issue_ns, turns_order
 from braid.scheduling.plan.orders import CostedSetting, layer_pair
 from braid.scheduling.schedule.operations import (
@@ -312,7 +312,7 @@ def test_an_order_takes_as_long_in_the_simulator_as_in_the_search() -> None:
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_spans_hold_every_operator_once_and_agree_with_the_numbers(schedule: str) -> None:
     spec = cluster(nodes=2, gpus=2)
-    outcome = evaluate(setting(schedule, tp=2, pp=2, micro_batches=4, dp=1), spec)
+    outcome = simulate_setting(setting(schedule, tp=2, pp=2, micro_batches=4, dp=1), spec)
     bench, spans = outcome.bench, list(outcome.simulation.spans())
     model = bench.setting.model
     for stage, rank in enumerate((0, 2)):
@@ -340,7 +340,7 @@ def test_two_transfers_on_one_link_share_it() -> None:
     """Gradients reduced beside messages between stages take longer than either alone."""
     spec = cluster(nodes=4, gpus=1)
     own = setting("braid", pp=2, dp=2, micro_batches=4)
-    outcome = evaluate(replace(own, layout=replace(own.layout, zero=1)), spec)
+    outcome = simulate_setting(replace(own, layout=replace(own.layout, zero=1)), spec)
     lanes = [LANES.index(name) for name in ("data", "send")]
     moved = [e for rank in outcome.simulation.ranks for e in rank.executed if e.price.lane in lanes]
     assert any(e.end - e.start > e.price.ns * 1.01 for e in moved)

@@ -17,7 +17,7 @@ from braid.scheduling.mesh.partition import ABOUT_OWN, Partition, Target
 from braid.scheduling.model.operators import Graph, Kind, Operator, Part
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.units import chunk_parameters
-from braid.scheduling.plan.decide import evaluate, measured, modelled
+from braid.scheduling.plan.decide import measured, modelled, simulate_setting
 from braid.scheduling.plan.orders import CostedSetting
 from braid.scheduling.plan.tiers import (
     cuts,
@@ -325,7 +325,7 @@ def test_a_tier_that_is_left_out_decides_nothing(tier: str) -> None:
     """The operation tier has a test of its own."""
     spec = cluster(nodes=2, gpus=4, intra=5e8, inter=5e8)
     own = setting("braid", tp=4, dp=2, micro_batches=2, model=replace(SMALL, layers=2))
-    every, without = (evaluate(one, spec) for one in (own, WithoutTier(**vars(own), tier=tier)))
+    every, without = (simulate_setting(one, spec) for one in (own, WithoutTier(**vars(own), tier=tier)))
     alone = [[sides for sides in one.choices.orders if len(sides) == 1] for one in (every, without)]
     begun = [
         sum(len(i.sums) for stage in one.code.schedule.stages for i in stage if isinstance(i, Block))

@@ -5,6 +5,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from braid.actors.controller.ranks.group import (
     never,
     raised,
 )
+from braid.actors.controller.ranks.numbering import host_names, machine_name, numbered
 from braid.actors.controller.ranks.rank_environment import rank_environment
 from braid.actors.controller.records.span_files import SpanCounts, SpanFiles
 from braid.actors.controller.state.recovery import rank_names
@@ -40,19 +42,54 @@ _START_SECONDS = 300.0
 """Seconds that an actor that has a place may take to start: it fetches the package and imports PyTorch."""
 
 
+@dataclass(frozen=True)
+class Reserved:
+    """Room for ranks in a placement group that belongs to the caller of the run, such as a trial of Ray Tune;
+    the run leaves the group as it is."""
+
+    group: PlacementGroup
+    left: tuple[Mapping[str, float], ...]
+    """Resources of each bundle without those that the caller itself holds."""
+
+    @staticmethod
+    def here() -> "Reserved | None":
+        """Return the group of the task or actor that calls this, if its children are to be placed in it."""
+        context = ray.get_runtime_context()
+        group = ray.util.get_current_placement_group()
+        if group is None or not context.should_capture_child_tasks_in_placement_group:
+            return None
+        first, *others = group.bundle_specs  # Ray Tune places the trial itself in the first bundle
+        own = context.get_assigned_resources()
+        left = {name: value - own.get(name, 0.0) for name, value in first.items()}
+        return Reserved(group, (left, *others))
+
+
 class RayLauncher:
     """Starts one actor per rank in one placement group."""
 
-    def __init__(self, config: Config, places: str = "") -> None:
+    def __init__(self, config: Config, places: str = "", reserved: Reserved | None = None) -> None:
         """``places``: name of the placement group, of which only one exists at a time: a group of this name
-        that a dead controller left, and that outlives its actors, is removed."""
+        that a dead controller left, and that outlives its actors, is removed. ``reserved``: room that is
+        used instead, if it is enough for any rank."""
         self._config, self._cluster, self._places = config, config.cluster, places
         device = config.cluster.device
         gpus = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self._bundle = {"CPU": config.cluster.cpus_per_rank, **({"GPU": 1.0} if gpus else {})}
+        self._reserved = reserved
+        bundles = enumerate(reserved.left if reserved is not None else ())
+        self._slots = [number for number, left in bundles for _ in range(self._room(left))]
+        """For each rank that the reserved group has room for, the number of its bundle."""
 
     def check(self, ranks: int) -> None:
-        """Raise `NoRoomError` if the whole cluster is too small and cannot be scaled up automatically."""
+        """Raise `NoRoomError` if the reserved group, or the whole cluster, is too small and does not grow."""
+        if len(self._slots) >= ranks:
+            return
+        if self._slots:
+            raise NoRoomError(
+                f"the layout asks for {ranks} ranks, and the placement group of this task has room for "
+                f"{len(self._slots)} beside the task; reserve a bundle for every rank, or lower parallel.dp, "
+                f"parallel.tp or parallel.pp"
+            )
         total = ray.cluster_resources()
         fits = all(total.get(name, 0.0) >= need * ranks for name, need in self._bundle.items())
         grows = any(name in os.environ for name in ("RAY_ENABLE_AUTOSCALER_V2", "KUBERAY_GEN_RAY_START_CMD"))
@@ -77,8 +114,10 @@ class RayLauncher:
         """Place and start the actors; raise `NoRoomError` after ``cluster.placement_timeout_s`` without
         room."""
         self.check(ranks)
-        with contextlib.suppress(ValueError):  # there is none of that name
-            remove_placement_group(get_placement_group(self._places))
+        if self._reserved is not None and self._slots:
+            places = self._slots[:ranks]
+            return ActorGroup(self._reserved.group, places, self._bundle, self._config, stopped, owned=False)
+        self.release()
         strategy = "SPREAD" if self._cluster.spread else "PACK"
         bundles = self._bundles(ranks, avoid, stopped)
         group = placement_group(bundles, strategy=strategy, name=self._places)
@@ -88,7 +127,12 @@ class RayLauncher:
         except (NoRoomError, StoppedError):
             remove_placement_group(group)
             raise
-        return ActorGroup(group, ranks, self._bundle, self._config, stopped)
+        return ActorGroup(group, range(ranks), self._bundle, self._config, stopped)
+
+    def release(self) -> None:
+        """Remove the placement group that a controller which has ended has left."""
+        with contextlib.suppress(ValueError):  # there is none of that name
+            remove_placement_group(get_placement_group(self._places))
 
     def _bundles(
         self, ranks: int, avoid: Sequence[str], stopped: Callable[[], bool]
@@ -135,6 +179,8 @@ class RayLauncher:
     def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
         """Return how many ranks there is room for on nodes that stay and are not in ``avoid``, and whether a
         node of the group is leaving."""
+        if self._slots:
+            return len(self._slots), False
         leaving = ray._private.state.state.get_draining_nodes()  # by id, with deadlines
         held = [*zip(group.node_ids, group.addresses, strict=True)] if isinstance(group, ActorGroup) else []
         stay = sum(node not in leaving and address not in avoid for node, address in held)
@@ -195,19 +241,24 @@ class ActorGroup(WorkerGroup):
     def __init__(
         self,
         group: PlacementGroup,
-        ranks: int,
+        places: Sequence[int],
         bundle: dict[str, float],
         config: Config,
         stopped: Callable[[], bool],
+        *,
+        owned: bool = True,
     ) -> None:
+        """``places``: number of each rank's bundle in the placement group. ``owned``: whether the group ends
+        with the ranks."""
+        ranks = len(places)
         super().__init__(ranks, config.failure, config.cluster, on_gpus="GPU" in bundle)
-        self._group, self._bundle, self._config = group, bundle, config
+        self._group, self._bundle, self._config, self._owned = group, bundle, config, owned
         self._timeout_s = config.cluster.placement_timeout_s
         self._calls: dict[int, Any] = {}
         """Calls under way, by rank."""
         self._questions: dict[Any, tuple[int, str]] = {}
         """Questions without an answer yet: the rank and the question's name, by the reference of the call."""
-        self._bundle_of = list(range(ranks))
+        self._bundle_of = list(places)
         """Each rank's bundle index in the placement group."""
         self._actors = [self._start(rank) for rank in range(ranks)]
         self._nodes: list[dict[str, Any]] = [{} for _ in range(ranks)]
@@ -328,12 +379,8 @@ class ActorGroup(WorkerGroup):
                 ray.wait(leaving, num_returns=len(leaving), timeout=_EXIT_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self._group)
-
-
-def machine_name(has: Mapping[str, float]) -> str:
-    kinds = sorted(name for name in has if name.startswith("accelerator_type:"))
-    return " ".join([f"{has.get('CPU', 0):g} CPU {has.get('GPU', 0):g} GPU", *kinds])
+        if self._owned:
+            remove_placement_group(self._group)
 
 
 def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]) -> bool:
@@ -351,42 +398,3 @@ def _placed(group: PlacementGroup, timeout_s: float, stopped: Callable[[], bool]
 def _no_place(ranks: Sequence[int]) -> str:
     names = rank_names(ranks)
     return f"there is no room to start {names}: its node is gone and no other one is free; add a node"
-
-
-def numbered(nodes: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> list[int]:
-    """Assign the numbers ``ranks`` to the actors that were started with them; return each number's actor.
-
-    Actors are sorted by node and GPU, so that inner mesh axes lie inside nodes. An actor that replaces a lost
-    rank on a node with other ranks takes the free number nearest to theirs. ``nodes``: the nodes of all
-    ranks.
-    """
-
-    def place(rank: int) -> tuple[Any, ...]:
-        node = nodes[rank]
-        return node["address"], node["node"], [(len(gpu), gpu) for gpu in node["gpus"]], rank
-
-    free, waiting = list(ranks), sorted(ranks, key=place)
-    taken: dict[int, int] = {}
-    for actor in list(waiting):
-        beside = [
-            n for n, node in enumerate(nodes) if n not in ranks and node["node"] == nodes[actor]["node"]
-        ]
-        if beside:
-            nearest = min(free, key=lambda rank: min(abs(rank - n) for n in beside))
-            taken[nearest] = actor
-            free.remove(nearest)
-            waiting.remove(actor)
-    taken |= dict(zip(free, waiting, strict=True))
-    return [taken[rank] for rank in ranks]
-
-
-def host_names(addresses: Sequence[str], node_ids: Sequence[str]) -> list[str]:
-    """Name every rank's host by its address; add the start of the node's id if several nodes share the
-    address."""
-    ids: dict[str, set[str]] = {}
-    for address, node in zip(addresses, node_ids, strict=True):
-        ids.setdefault(address, set()).add(node)
-    return [
-        address if len(ids[address]) == 1 else f"{address} ({node[:8]})"
-        for address, node in zip(addresses, node_ids, strict=True)
-    ]

@@ -89,13 +89,13 @@ def check_run_directory(config: Config, *, resume: bool, overwrite: bool, mark: 
     if path.resolve().parent != config.runs.resolve():
         raise ConfigError(f"name={config.name!r} leads out of runs={config.runs}")
     if resume and not path.is_dir() and not mark:
-        raise ConfigError(f"there is no run in {path} to resume; start it without --resume")
+        raise ConfigError(f"there is no run in {path} to resume; start it without resume=True")
     if (path / ".lock").exists():
         _acquire(path).release()
     if (path / _CONFIG).exists() and not resume and not overwrite:
         raise ConfigError(
-            f"run directory {path} already holds a run; continue it with --resume, "
-            f"choose another with --set name=..., or replace it with --overwrite"
+            f"run directory {path} already holds a run; continue it with resume=True, "
+            f"choose another with name=..., or replace it with overwrite=True"
         )
 
 
@@ -105,7 +105,7 @@ def _acquire(path: Path) -> FileHold:
         lock.take()
     except HeldError as error:
         raise HeldError(
-            f"run directory {path} is in use by {error}; wait for it, or choose another with --set name=..."
+            f"run directory {path} is in use by {error}; wait for it, or choose another with name=..."
         ) from None
     return lock
 
@@ -295,7 +295,7 @@ def _unwritable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "see to its rights, or name another folder with --set runs=..."
+        remedy = "see to its rights, or name another folder with runs=..."
         raise ConfigError(f"{path} cannot be written: {error.strerror}; {remedy}") from None
 
 

@@ -139,7 +139,7 @@ class Homes:
             raise (AwayError if away else CheckpointError)("; ".join([*complaints, nowhere]))
         others = set(self.store.steps()) - here
         text = f"; step-{max(others)} there is another run's" if others else ""
-        raise AwayError(f"there is no checkpoint in {places}{text}", "start without --resume")
+        raise AwayError(f"there is no checkpoint in {places}{text}", "start without resume=True")
 
     def _read(self, step: int, verify: Verify | None, complaints: Sequence[str]) -> Found:
         path = self.store.directory / f"step-{step}"

@@ -41,7 +41,7 @@ class RunIdentity:
     mark: str
     """Random mark, drawn when the run begins; its manifests contain it."""
     replaces: tuple[str, ...] = ()
-    """Marks of the runs of this name that this run replaces, as its user asked (``--overwrite``)."""
+    """Marks of the runs of this name that this run replaces, as its user asked (``overwrite``)."""
 
 
 def check_url(url: str) -> None:

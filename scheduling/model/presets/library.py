@@ -62,7 +62,7 @@ def cluster_preset(name: str, nodes: int | None = None) -> ClusterSpec:
 
     For an unknown name the `ValueError` suggests a similar preset.
     """
-    entry = _known("--cluster", name, _content("clusters.yaml")["clusters"])
+    entry = _known("cluster", name, _content("clusters.yaml")["clusters"])
     spec = from_mapping(ClusterSpec, _whole_cluster(name, entry), f"preset {name}")
     if nodes is None:
         return spec
@@ -82,7 +82,7 @@ def load_cluster(reference: str, nodes: int | None = None) -> ClusterSpec:
         text = Path(reference).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"--cluster {reference} cannot be read: {reason}") from None
+        raise ValueError(f"cluster {reference} cannot be read: {reason}") from None
     spec = parse_cluster(parse_yaml(text, reference), reference)
     return spec if nodes is None else _with_nodes(spec, nodes)
 
@@ -103,7 +103,7 @@ def parse_cluster(content: Any, where: str) -> ClusterSpec:
 
 def _with_nodes(spec: ClusterSpec, nodes: int) -> ClusterSpec:
     if nodes < 1:
-        raise ValueError(f"--nodes {nodes} must be at least 1")
+        raise ValueError(f"nodes={nodes} must be at least 1")
     return replace(spec, nodes=nodes)
 
 
