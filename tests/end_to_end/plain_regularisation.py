@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from braid.actors.config import TrainConfig
 from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
 
+REGULARISED = {"dropout": 0.2, "label_smoothing": 0.15, "z_loss": 0.003}
+"""Keys of the section ``train``."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.plain_regularisation import RegularisedTrainer
+from tests.end_to_end.plain_regularisation import REGULARISED, RegularisedTrainer
 from tests.end_to_end.runs import planned, run_layout, run_plain
 from tests.end_to_end.test_ranks import assert_alike, content, data
 
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 __all__ = ["data"]
 
-REGULARISED = {"dropout": 0.2, "label_smoothing": 0.15, "z_loss": 0.003}
 GPT = {"family": "gpt", "kv_heads": 4, "tied_head": True}
 MOE = {"family": "moe", "experts": 4, "top_k": 2, "ffn": 96, "shared_experts": 1, "balance_loss": 0.02}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Mapping[str, Any]]]] = [
