@@ -51,9 +51,9 @@ class CrossEntropyStatistics(ComputeOperator):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        self.z_loss = z_loss
-        self.kept, self.spread = 1 - label_smoothing, label_smoothing / vocabulary
-        """Probability that smoothing leaves a target, and that every token of the vocabulary gets."""
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.spread = label_smoothing / vocabulary
+        """Probability of every token that is not the target."""
         self.shard = VocabularyShard(rows=rows, first_row=first_row, vocabulary=vocabulary)
 
     def forward(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor]:
@@ -76,13 +76,14 @@ class CrossEntropyStatistics(ComputeOperator):
     def input_gradient(
         self, logits_TV: Tensor, log_partition_T: Tensor, targets_T: Tensor, scale: Tensor | float
     ) -> tuple[Tensor]:
-        """Return d_logits_TV = scale * (softmax * (1 + 2 z log_partition) - kept * onehot - spread), written
-        OVER the logits, as no later operator reads them.
+        """Return d_logits_TV, written OVER the logits, as no later operator reads them.
+
+        It is scale * (softmax * (1 + 2 z_loss log_partition) - (1 - label_smoothing) onehot - spread).
 
         ``scale`` (a number or a 0-dim tensor) is the gradient of the sum of the tokens' losses.
         """
         row_T, outside_T = self.shard.locate(targets_T)
-        minus_onehot_T = log_partition_T.new_full(row_T.shape, -self.kept)
+        minus_onehot_T = log_partition_T.new_full(row_T.shape, self.label_smoothing - 1)
         if outside_T is not None:
             minus_onehot_T.masked_fill_(outside_T, 0)
         in_place = logits_TV.dtype == log_partition_T.dtype
@@ -92,7 +93,7 @@ class CrossEntropyStatistics(ComputeOperator):
             d_cV.sub_(log_partition_T[chunk].unsqueeze(-1)).exp_()
             if self.z_loss:
                 d_cV.mul_((1 + 2 * self.z_loss * log_partition_T[chunk]).unsqueeze(-1))
-            if self.spread:
+            if self.label_smoothing:
                 d_cV.sub_(self.spread)
             d_cV.scatter_add_(1, row_T[chunk].unsqueeze(-1), minus_onehot_T[chunk].unsqueeze(-1))
             d_cV.mul_(scale)

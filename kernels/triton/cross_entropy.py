@@ -131,8 +131,8 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
             across = ceil_div(width, block)
             tensors = logits_TV, log_partition_T, targets_T, logits_TV if tensor is None else tensor
             sizes = width, logits_TV.stride(0), self.shard.first_row
-            numbers = factor, self.z_loss, self.kept, self.spread
-            flags = {"SCALED": tensor is not None, "PLAIN": not (self.z_loss or self.spread)}
+            numbers = factor, self.z_loss, 1 - self.label_smoothing, self.spread
+            flags = {"SCALED": tensor is not None, "PLAIN": not (self.z_loss or self.label_smoothing)}
             gradient_kernel[(tokens * across,)](
                 *tensors, *sizes, *numbers, across, **flags, BLOCK=block, num_warps=warps
             )
