@@ -55,9 +55,7 @@ class TrainConfig(Section):
     # probability with which an element of the embedding, and of what attention and MLP add, becomes 0
     dropout: Beta = 0.0
     label_smoothing: Beta = 0.0  # share of a target's probability that is spread over the whole vocabulary
-    z_loss: AtLeast0 = (
-        0.0  # factor of the squared log-partition of the logits, which keeps logits small: 1e-4
-    )
+    z_loss: AtLeast0 = 0.0  # factor of the squared log-partition of the logits, which keeps them small: 1e-4
     # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
     # one for all layers, or one for each: [full, full, none], or "2*full none". auto: the fastest that fits
     recompute: Annotated[str, BeforeValidator(_policies)] = "none"

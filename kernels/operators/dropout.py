@@ -20,7 +20,7 @@ _STEPS: Final = 1 << 16
 """Number of values of the 16 bits that decide about a feature: rates are multiples of 1 / 2^16."""
 _CHUNK_WORDS: Final = {"cpu": 1 << 15}
 """Number of outputs that are computed at a time, by type of device: as many as stay in a core's cache."""
-_LARGEST_CHUNK_WORDS: Final = 1 << 25
+_LARGEST_CHUNK_WORDS: Final = 1 << 23
 """The same for other devices, where only the memory of temporary values matters."""
 
 
