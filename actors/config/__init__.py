@@ -170,9 +170,16 @@ class Config(Section):
         return Workload(global_batch=self.train.global_batch, micro_batch=self.train.micro_batch)
 
     def shape(self, vocabulary: int) -> ModelShape:
-        """Return the model's sizes, including the data's attention mask; ``vocabulary`` is the
-        tokenizer's."""
-        return replace(self.model.shape(vocabulary), documents=self.data.document_mask)
+        """Return the model's sizes, including the data's attention mask and the regularisation of training;
+        ``vocabulary`` is the tokenizer's."""
+        train = self.train
+        return replace(
+            self.model.shape(vocabulary),
+            documents=self.data.document_mask,
+            dropout=train.dropout,
+            label_smoothing=train.label_smoothing,
+            logit_z_loss=train.z_loss,
+        )
 
     @as_config_error()
     def check(self, vocabulary: int) -> ModelShape:

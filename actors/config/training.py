@@ -44,7 +44,7 @@ class TrainConfig(Section):
     tf32: bool = False  # fp32 products on GPUs may round their operands to 10 bits, as tensor cores do
     # the same bits in every run on the same GPUs: kernels without atomics, one algorithm for all sums; slower
     deterministic: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and the order of samples
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights, the order of samples and dropout
     lr: Above0 = 1e-3  # peak learning rate of AdamW
     min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
     warmup_steps: Count = 10  # over which the learning rate rises
@@ -52,6 +52,10 @@ class TrainConfig(Section):
     eps: Above0 = 1e-8  # of AdamW
     weight_decay: AtLeast0 = 0.1  # of matrices; norms and biases do not decay
     clip_norm: AtLeast0 = 1.0  # 0: no clipping
+    # probability with which an element of the embedding, and of what attention and MLP add, becomes 0
+    dropout: Beta = 0.0
+    label_smoothing: Beta = 0.0  # share of a target's probability that is spread over the whole vocabulary
+    z_loss: AtLeast0 = 0.0  # factor of the squared log-partition of the logits, which keeps them small: 1e-4
     # of a layer's values, for its backward pass: none, selective, full, or fine, which repeats no collective;
     # one for all layers, or one for each: [full, full, none], or "2*full none". auto: the fastest that fits
     recompute: Annotated[str, BeforeValidator(_policies)] = "none"

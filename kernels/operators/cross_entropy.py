@@ -6,6 +6,9 @@ combined log-partition. Megatron-LM (Shoeybi et al. 2019, section 3) reduces thr
 combination of partial maxima and sums is that of Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax".
 
+Label smoothing and z-loss change the gradient alone, for which these numbers suffice: losses are plain
+cross-entropies, which runs with and without them, and training and validation, have in common.
+
 Legend: T tokens, V local vocabulary rows, 3 statistics per token, G groups of columns (the ranks of the
 tensor group), c tokens of a chunk. Accumulation is in fp32, in float64 for float64 logits. No matrix of
 probabilities is stored: exponentials are computed chunk by chunk of tokens.
@@ -32,10 +35,25 @@ def _chunks(logits_TV: Tensor) -> Iterator[slice]:
 
 
 class CrossEntropyStatistics(ComputeOperator):
-    """The rank's share of the loss: columns [first_row, first_row + rows) of the logits."""
+    """The rank's share of the loss: columns [first_row, first_row + rows) of the logits.
 
-    def __init__(self, *, rows: int, first_row: int, vocabulary: int) -> None:
+    The gradient is that of the cross-entropy with targets of which the share ``label_smoothing`` is spread
+    evenly over the vocabulary, plus ``z_loss`` x log-partition^2 (PaLM: Chowdhery et al. 2022, section 5).
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        first_row: int,
+        vocabulary: int,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.spread = label_smoothing / vocabulary
+        """Probability of every token that is not the target."""
         self.shard = VocabularyShard(rows=rows, first_row=first_row, vocabulary=vocabulary)
 
     def forward(self, logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor]:
@@ -58,13 +76,14 @@ class CrossEntropyStatistics(ComputeOperator):
     def input_gradient(
         self, logits_TV: Tensor, log_partition_T: Tensor, targets_T: Tensor, scale: Tensor | float
     ) -> tuple[Tensor]:
-        """Return d_logits_TV = scale * (softmax - onehot), written OVER the logits, as no later operator
-        reads them.
+        """Return d_logits_TV, written OVER the logits, as no later operator reads them.
+
+        It is scale * (softmax * (1 + 2 z_loss log_partition) - (1 - label_smoothing) onehot - spread).
 
         ``scale`` (a number or a 0-dim tensor) is the gradient of the sum of the tokens' losses.
         """
         row_T, outside_T = self.shard.locate(targets_T)
-        minus_onehot_T = log_partition_T.new_full(row_T.shape, -1)
+        minus_onehot_T = log_partition_T.new_full(row_T.shape, self.label_smoothing - 1)
         if outside_T is not None:
             minus_onehot_T.masked_fill_(outside_T, 0)
         in_place = logits_TV.dtype == log_partition_T.dtype
@@ -72,6 +91,10 @@ class CrossEntropyStatistics(ComputeOperator):
             logits_cV = logits_TV[chunk]
             d_cV = logits_cV if in_place else logits_cV.to(log_partition_T.dtype)
             d_cV.sub_(log_partition_T[chunk].unsqueeze(-1)).exp_()
+            if self.z_loss:
+                d_cV.mul_((1 + 2 * self.z_loss * log_partition_T[chunk]).unsqueeze(-1))
+            if self.label_smoothing:
+                d_cV.sub_(self.spread)
             d_cV.scatter_add_(1, row_T[chunk].unsqueeze(-1), minus_onehot_T[chunk].unsqueeze(-1))
             d_cV.mul_(scale)
             if not in_place:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from braid.kernels.operators.accumulation import accumulate_product, accumulate_sum, prepare_to_accumulate
+from braid.kernels.operators.dropout import dropped
 from braid.kernels.operators.operator import ComputeOperator, Home
 
 ALL = slice(None)
@@ -56,22 +57,35 @@ class Linear(ComputeOperator):
 
 
 class Residual(ComputeOperator):
-    """Residual connection y = x + branch (+ bias_D)."""
+    """Residual connection y = x + branch (+ bias_D).
 
-    def __init__(self, *, hidden: int, bias: bool, **home: Unpack[Home]) -> None:
+    If ``token_numbers_t`` are given, branch and bias are subject to dropout at the rate ``dropout``, by the
+    same mask in both directions (`braid.kernels.operators.dropout`).
+    """
+
+    def __init__(self, *, hidden: int, bias: bool, dropout: float = 0.0, **home: Unpack[Home]) -> None:
         super().__init__()
+        self.rate = dropout
         self.bias = nn.Parameter(torch.empty(hidden, **home)) if bias else None
 
-    def forward(self, branch_tD: Tensor, x_tD: Tensor) -> tuple[Tensor]:
+    def forward(
+        self, branch_tD: Tensor, x_tD: Tensor, token_numbers_t: Tensor | None = None
+    ) -> tuple[Tensor]:
         """Return y_tD, the sum of both inputs (and the bias)."""
-        y_tD = x_tD + branch_tD
-        return (y_tD if self.bias is None else y_tD.add_(self.bias),)
+        if token_numbers_t is None:
+            y_tD = x_tD + branch_tD
+            return (y_tD if self.bias is None else y_tD.add_(self.bias),)
+        branch_tD = branch_tD if self.bias is None else branch_tD + self.bias
+        return (self._dropped(branch_tD, token_numbers_t).add_(x_tD),)
 
-    def input_gradient(self, dy_tD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of branch and x: both are dy itself, without a copy."""
-        return dy_tD, dy_tD
+    def input_gradient(self, dy_tD: Tensor, token_numbers_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the gradients of branch and x. Without dropout both are dy itself, without a copy."""
+        return self._dropped(dy_tD, token_numbers_t), dy_tD
 
-    def weight_gradient(self, dy_tD: Tensor) -> None:
+    def weight_gradient(self, dy_tD: Tensor, token_numbers_t: Tensor | None = None) -> None:
         """Accumulate the bias's gradient; must not be called without a bias."""
         assert self.bias is not None, "a residual connection without bias has no weight gradient"
-        accumulate_sum(self.gradients["bias"], dy_tD)
+        accumulate_sum(self.gradients["bias"], self._dropped(dy_tD, token_numbers_t))
+
+    def _dropped(self, x_tD: Tensor, token_numbers_t: Tensor | None) -> Tensor:
+        return x_tD if token_numbers_t is None else dropped(x_tD, token_numbers_t, self.site, self.rate)

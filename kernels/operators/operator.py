@@ -48,6 +48,10 @@ class ComputeOperator(nn.Module):
         """Sums of gradients by parameter name, of the parameter's shape and perhaps a wider dtype; set by the
         training code.
         """
+        self.site = 0
+        """Number of the operator's place in the model, the same in every layout, which selects its random
+        numbers; set by the model.
+        """
 
     def forward(self, *values: Any, **optional: Any) -> tuple[Any, ...]:
         """Compute the operator's outputs: first the values that the graph passes on, then the values that it

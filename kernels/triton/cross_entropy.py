@@ -64,18 +64,30 @@ def gradient_kernel(
     stride,
     first_row,
     factor,
+    z_loss,
+    kept,
+    spread,
     tiles_across,
     SCALED: tl.constexpr,
+    PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute one tile of one token's gradient. ``PLAIN``: there is neither z-loss nor smoothing of labels,
+    whose arguments are then not read.
+    """
     program = tl.program_id(0)
     token = (program // tiles_across).to(tl.int64)
     column = (program % tiles_across) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     logits_ptr += token * stride
     logit = tl.load(logits_ptr + column, mask=mask, other=0).to(tl.float32)
-    d = tl.exp(logit - tl.load(log_partition_ptr + token))
-    d = tl.where(column == tl.load(targets_ptr + token) - first_row, d - 1, d)
+    log_partition = tl.load(log_partition_ptr + token)
+    d = tl.exp(logit - log_partition)
+    target = column == tl.load(targets_ptr + token) - first_row
+    if PLAIN:
+        d = tl.where(target, d - 1, d)
+    else:
+        d = d * (1 + 2 * z_loss * log_partition) - spread - tl.where(target, kept, 0.0)
     if SCALED:
         factor *= tl.load(scale_ptr).to(tl.float32)
     tl.store(logits_ptr + column, (d * factor).to(logits_ptr.dtype.element_ty), mask=mask)
@@ -118,8 +130,10 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
             block, warps = tile_of(width)
             across = ceil_div(width, block)
             tensors = logits_TV, log_partition_T, targets_T, logits_TV if tensor is None else tensor
-            sizes = width, logits_TV.stride(0), self.shard.first_row, factor, across
+            sizes = width, logits_TV.stride(0), self.shard.first_row
+            numbers = factor, self.z_loss, 1 - self.label_smoothing, self.spread
+            flags = {"SCALED": tensor is not None, "PLAIN": not (self.z_loss or self.label_smoothing)}
             gradient_kernel[(tokens * across,)](
-                *tensors, *sizes, SCALED=tensor is not None, BLOCK=block, num_warps=warps
+                *tensors, *sizes, *numbers, across, **flags, BLOCK=block, num_warps=warps
             )
         return (logits_TV,)

@@ -107,12 +107,30 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
 
     def residual(self, name: str, branch: str, skip: str, *, bias: bool = False) -> str:
         """Write the sum of ``branch`` (plus a bias, with ``bias``) and ``skip``, the residual stream or
-        another branch."""
+        another branch.
+
+        If ``skip`` is the residual stream (the layer's input, or such a sum), the result is, too, and the
+        branch is subject to dropout.
+        """
         y = self._value(f"{name}.out", self.dims(skip))
-        op = self._emit(name, Kind.RESIDUAL, (branch, skip), (y,))
+        numbers: tuple[str, ...] = ()
+        if skip in self._stream:
+            self._stream.add(y)
+            numbers = self._token_numbers()
+        op = self._emit(name, Kind.RESIDUAL, (branch, skip, *numbers), (y,))
         self._holds(name, whole=self.dims(skip).width if bias else 0)
-        gradient = gradient_of(op, (f"d.{y}",), phase=Phase.GRADIENT)
-        self._one_gradient(gradient, (branch, skip), alias=f"d.{y}")
+        gradient = gradient_of(op, (f"d.{y}", *numbers), phase=Phase.GRADIENT)
+        self._one_gradient(gradient, (branch, skip), alias=f"d.{y}", apart=(branch,) if numbers else ())
+        return y
+
+    def dropout(self, name: str, x: str) -> str:
+        """Write dropout of ``x``, this rank's tokens of full width; without dropout return ``x``."""
+        numbers = self._token_numbers()
+        if not numbers:
+            return x
+        y = self._value(f"{name}.out", self.dims(x))
+        op = self._emit(name, Kind.ACTIVATION, (x, *numbers), (y,))
+        self._one_gradient(gradient_of(op, (f"d.{y}", *numbers)), (x,))
         return y
 
     def custom(

@@ -10,6 +10,7 @@ from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.model.graph import Dims, GraphBuilder, gradient_of
 from braid.scheduling.model.operators import Kind, Operator, Precision
 from braid.scheduling.model.sizes import PartSizes
+from braid.scheduling.text.pattern import TOKEN_NUMBERS
 
 
 class CollectiveBuilder(GraphBuilder):
@@ -20,12 +21,24 @@ class CollectiveBuilder(GraphBuilder):
         self.sizes = sizes
         self.shape = sizes.shape
         self.beyond = beyond(sizes.own) if sizes.own else ""
+        self._stream: set[str] = set()
+        """Names of values that hold the residual stream."""
 
     # -- inputs --------------------------------------------------------------------------------------------
 
     def input(self, name: str = "x") -> str:
         """Add the residual stream as input: this rank's tokens of full width."""
+        self._stream.add(name)
         return self._input(name, Dims(self.sizes.local_tokens, self.shape.hidden))
+
+    def _token_numbers(self) -> tuple[str, ...]:
+        """Add, if it is missing, the input with a number for each of this rank's tokens, from which dropout
+        draws; return its name. Without dropout there is no such input, and the result is empty."""
+        if not self.shape.dropout:
+            return ()
+        if TOKEN_NUMBERS not in self._values:
+            self._input(TOKEN_NUMBERS, Dims(self.sizes.local_tokens, 1), Precision.INDEX)
+        return (TOKEN_NUMBERS,)
 
     def token_ids(self, name: str) -> str:
         """Add an input without gradient that holds one index per token; return its name."""

@@ -158,10 +158,19 @@ class GraphBuilder:
         self._forward.append(op)
         return op
 
-    def _one_gradient(self, gradient: Operator, receivers: tuple[str, ...], alias: str | None = None) -> None:
+    def _one_gradient(
+        self,
+        gradient: Operator,
+        receivers: tuple[str, ...],
+        alias: str | None = None,
+        apart: tuple[str, ...] = (),
+    ) -> None:
         """Define a backward pass that consists of one operator, ``gradient``, which writes the gradients of
-        ``receivers``; ``alias``: value whose memory holds them."""
-        self._reverse.append(lambda: self._contribute(gradient, receivers, alias))
+        ``receivers``.
+
+        ``alias``: value whose memory holds them, except the gradients of ``apart``.
+        """
+        self._reverse.append(lambda: self._contribute(gradient, receivers, alias, apart))
 
     def _both_gradients(
         self,
@@ -207,16 +216,23 @@ class GraphBuilder:
         name, whole = (f"d.{x}", x) if last else (f"d.{x}~{count}", None)
         return self._value(name, self._dims[x], self._values[x].precision, alias=alias, gradient_of=whole)
 
-    def _contribute(self, operator: Operator, receivers: Iterable[str], alias: str | None = None) -> None:
+    def _contribute(
+        self,
+        operator: Operator,
+        receivers: Iterable[str],
+        alias: str | None = None,
+        apart: tuple[str, ...] = (),
+    ) -> None:
         """Append a backward operator that contributes to the gradients of the values ``receivers``.
 
         If a value has a partial gradient already, an operator that adds both follows.
         """
         partials = {x: self._partial(x) for x in receivers}
+        shared = {x: None if x in apart else alias for x in partials}
         writes = tuple(
-            self._value(f"d.{x}@{operator.module}", self._dims[x], self._values[x].precision, alias=alias)
+            self._value(f"d.{x}@{operator.module}", self._dims[x], self._values[x].precision, alias=shared[x])
             if partial
-            else self._arrive(x, alias)
+            else self._arrive(x, shared[x])
             for x, partial in partials.items()
         )
         self._backward.append(replace(operator, writes=writes))

@@ -87,7 +87,8 @@ def embedding(sizes: PartSizes) -> Part:
     g = LayerBuilder(ENDS[0], sizes)
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
-    return g.build(g.positions("positions", x) if sizes.shape.family == "gpt" else x)
+    x = g.positions("positions", x) if sizes.shape.family == "gpt" else x
+    return g.build(g.dropout("embedding_dropout", x))
 
 
 def head(sizes: PartSizes) -> Part:

@@ -18,6 +18,9 @@ _NOT_OF_GPT: Final = ("rotary_scaling", "qkv_bias", "projection_bias", "head_bia
 
 CONTEXT_MODES: Final = ("all_gather", "ring")
 
+OF_TRAINING: Final = ("documents", "dropout", "label_smoothing", "logit_z_loss")
+"""Fields of a shape that no parameters depend on, and that may change when a run is resumed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -81,6 +84,13 @@ class ModelShape:
     training."""
     documents: bool = False
     """Whether tokens attend only to tokens of their own document."""
+    dropout: float = 0.0
+    """Probability that training sets an element of an embedding, or of what a layer adds to the residual
+    stream, to 0."""
+    label_smoothing: float = 0.0
+    """Share of the training target's probability that is spread evenly over the vocabulary."""
+    logit_z_loss: float = 0.0
+    """Factor of the loss that keeps the log-partition of the model's logits near 0."""
     pattern: str = UNIFORM
     """Kinds of layers, such as ``2*layer wide``, repeated until there are ``layers`` of them; it is stored in
     its shortest form."""
@@ -182,6 +192,12 @@ class ModelShape:
     def expert_width(self) -> int:
         """Number of elements of an expert's activation for one token."""
         return self.expert_ffn or self.ffn
+
+    @property
+    def loss_terms(self) -> dict[str, float]:
+        """Terms that training adds to the cross-entropy, by argument of its operator; empty if none is."""
+        terms = {"label_smoothing": self.label_smoothing, "z_loss": self.logit_z_loss}
+        return {name: value for name, value in terms.items() if value}
 
     def capacity(self, tokens: int) -> int:
         """Return the number of rows that an expert takes from a rank of ``tokens`` tokens under

@@ -16,6 +16,8 @@ DENSE: Final = "dense"
 
 ENDS: Final = ("embedding", "head")
 """Names of the parts before and after the layers."""
+TOKEN_NUMBERS: Final = "token_numbers"
+"""Name of the input that holds a number for each of a rank's tokens."""
 _WORD: Final = re.compile(r"(?:([1-9][0-9]*)\*)?([A-Za-z][A-Za-z0-9_]*)")
 
 

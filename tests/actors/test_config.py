@@ -234,6 +234,9 @@ def test_other_variables_have() -> None:
     assert parse_config({"cluster": {"env": variables}}).cluster.env == variables
 
 
+SHARE = "must be a number at least 0, < 1"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -248,6 +251,15 @@ def test_other_variables_have() -> None:
         ("train.betas=[true, 0.9]", "train.betas=[true, 0.9]: must be a list of 2 numbers at least 0, < 1"),
         ("train.betas=[0.9]", "train.betas=[0.9]: must be a list of 2 numbers at least 0, < 1"),
         ("train.seed=-1", "train.seed=-1: must be a whole number at least 0, < 4294967296"),
+        *((f"train.dropout={odd}", f"train.dropout={odd}: {SHARE}") for odd in (1, -0.1, "true")),
+        ("train.dropout=.nan", f"train.dropout=nan: {SHARE}"),
+        ("train.label_smoothing=1.0", f"train.label_smoothing=1.0: {SHARE}"),
+        ("train.label_smoothing=-1e-3", f"train.label_smoothing=-0.001: {SHARE}"),
+        ("train.z_loss=-1e-4", "train.z_loss=-0.0001: must be a number at least 0"),
+        ("train.z_loss=.inf", "train.z_loss=inf: must be a number at least 0"),
+        ("model.dropout=0.1", "unknown key 'model.dropout'; did you mean 'train.dropout'?"),
+        ("train.resid_pdrop=0.1", "unknown key 'train.resid_pdrop'; did you mean 'train.dropout'?"),
+        ("train.lm_z_loss=1e-4", "unknown key 'train.lm_z_loss'; did you mean 'train.z_loss'?"),
         ("telemetry.page=1", "telemetry.page=1: must be true or false"),
         ("overlap.cuda_graphs=maybe", "overlap.cuda_graphs='maybe': must be true or false, or auto"),
         ("cluster.env={A: 1}", 'cluster.env.A=1: must be text; write it in quotes: "1"'),

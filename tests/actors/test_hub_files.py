@@ -30,7 +30,7 @@ from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config, initial_shape
 from braid.scheduling.model.presets.library import model_preset
 from braid.scheduling.model.rotary import RotaryScaling
-from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.shape import OF_TRAINING, ModelShape
 from braid.scheduling.model.sizes import part_sizes
 from tests.actors.saved import Marker
 from tests.foreign_models import LONG, SEQUENCE, random_model
@@ -77,7 +77,7 @@ def edit(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("kind", ["llama", "llama 3.1", "qwen2", "qwen3", *MIXTURES])
 def test_sizes_that_agree_may_stand_in_the_configuration(stored: dict[str, Path], kind: str) -> None:
     free = load(stored[kind])
-    sizes = {key: value for key, value in asdict(free).items() if key not in ("documents", "route_evenly")}
+    sizes = {key: value for key, value in asdict(free).items() if key not in (*OF_TRAINING, "route_evenly")}
     assert load(stored[kind], **sizes) == free
     assert load(stored[kind], sequence=16) == replace(free, sequence=16)
 

@@ -44,7 +44,8 @@ def settings_of(operator: ComputeOperator) -> dict[str, Any]:
         case "attention":
             return {name: getattr(module, name) for name in (*HEADS, "sequence", "rotary_base")}
         case "cross_entropy_statistics":
-            return vars(module.shard)
+            terms = {"label_smoothing": module.label_smoothing, "z_loss": module.z_loss}
+            return {**vars(module.shard), **{name: value for name, value in terms.items() if value}}
         case _:
             return {}
 
@@ -72,6 +73,7 @@ MOE = replace(LLAMA, family="moe", experts=8, top_k=2, expert_ffn=48)
 SHAPES = {
     "llama": LLAMA,
     "gpt": GPT,
+    "regularised": replace(GPT, dropout=0.1, label_smoothing=0.2, logit_z_loss=1e-4),
     "uneven": replace(LLAMA, vocabulary=97),
     "moe": MOE,
     "moe with a capacity": replace(MOE, capacity_factor=1.25),

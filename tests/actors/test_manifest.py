@@ -273,6 +273,13 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
             homes.newest_of(odd)
 
 
+def test_a_run_may_go_on_with_another_regularisation(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    saved.publish(store, 1, shape=asdict(LLAMA))
+    other = replace(LLAMA, dropout=0.1, label_smoothing=0.1, logit_z_loss=1e-4, documents=True)
+    assert Homes(store, None, "").newest_of(other).manifest.step == 1
+
+
 def test_a_step_is_saved_again_though_its_older_save_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

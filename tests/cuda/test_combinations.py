@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from braid.jobs.bench.plain_torch import PlainTrainer
 from braid.scheduling.generate.named import SCHEDULES
 from braid.scheduling.generate.partitions import mega_scale
 from tests.cuda.training import SEED, Runs, assert_near, assert_predicted, assert_same_bits, sections
+from tests.end_to_end.plain_regularisation import REGULARISED, RegularisedTrainer
 
 pytestmark = pytest.mark.alone
 
@@ -59,7 +61,10 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "documents": (False, True),
     "degrees": (False, True),
     "context": ("all_gather", "ring"),
+    "regularised": (False, True),
 }
+FREE = ("dtype", "recompute", "documents", "regularised")
+"""Factors that go with everything."""
 SEVERAL_STAGES = ("interleaved", "zbv", "dualpipev", "eager_1f1b", "folded", "eager_w/3", "v")
 
 
@@ -106,6 +111,7 @@ class Case(make_dataclass("Choices", FACTORS, frozen=True, kw_only=True)):  # ty
             parallel["tensor_degrees"] = [2, 1] * (layers // 2)
         recompute = " ".join([RECOMPUTE[self.recompute]] * (layers // 2 if self.recompute == "mixed" else 1))
         train = {"dtype": self.dtype, "recompute": recompute, "micro_batch": 2 if self.degrees else 1}
+        train |= REGULARISED if self.regularised else {}
         restart = self.documents and self.model != "gpt"
         data = {"document_mask": self.documents, "restart_positions": restart}
         model = {**MODELS[self.model], "layers": layers}
@@ -124,16 +130,15 @@ def pairs_of(case: Case) -> set[Pair]:
 
 @cache
 def possible() -> tuple[Case, ...]:
-    """All cases that differ in more than dtype, recomputation and documents, which go with everything."""
-    free = {"dtype": ("fp64",), "recompute": ("none",), "documents": (False,)}
-    levels = {**FACTORS, **free}
+    """All cases that differ in more than the factors that go with everything."""
+    levels = {**FACTORS, **{name: FACTORS[name][:1] for name in FREE}}
     found = (Case(**dict(zip(levels, chosen, strict=True))) for chosen in product(*levels.values()))
     return tuple(case for case in found if case.possible)
 
 
 def drawn(generator: random.Random, given: Mapping[str, Any]) -> Case | None:
     """A possible case with some choices given; None if there is none."""
-    free = {name: FACTORS[name] for name in ("dtype", "recompute", "documents")}
+    free = {name: FACTORS[name] for name in FREE}
     bound = {name: level for name, level in given.items() if name not in free}
     found = [case for case in possible() if all(getattr(case, name) == bound[name] for name in bound)]
     if not found:
@@ -191,10 +196,12 @@ def test_a_combination(runs: Runs, case: Case) -> None:
     outcome, run = runs.of(content, **({"partitions": mega_scale(2)} if cut else {}))
     assert run.faults == []
     assert_predicted(outcome, run)
+    trainer = RegularisedTrainer if case.regularised else PlainTrainer
     if rounded:
-        assert_near(run, runs.plain(content, dtype="fp32"), ROUNDED, None)
+        assert_near(run, runs.plain(content, trainer_of=trainer, dtype="fp32"), ROUNDED, None)
         return
-    assert_near(run, runs.plain(content), TOLERANCE[case.dtype], TOLERANCE[case.dtype])
+    plain = runs.plain(content, trainer_of=trainer)
+    assert_near(run, plain, TOLERANCE[case.dtype], TOLERANCE[case.dtype])
     # Gradients in shares are summed more often; the ends of a tied model add to one table as they come.
     if case.zero < 2 and "tied" not in case.model:
         assert_same_bits(run, runs.serial(content))

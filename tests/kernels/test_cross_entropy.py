@@ -31,10 +31,15 @@ def parallel_loss(
     cut: Cut,
     scale: Tensor | float,
     kind: type[CrossEntropyStatistics] = CrossEntropyStatistics,
+    **terms: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, log-partition and gradient as the ranks of a group that is cut like this compute them."""
     shards = [shard.clone() for shard in logits_TV.split(cut, dim=1)]
-    ranks = [kind(rows=rows, first_row=sum(cut[:rank]), vocabulary=sum(cut)) for rank, rows in enumerate(cut)]
+    first = [sum(cut[:rank]) for rank in range(len(cut))]
+    ranks = [
+        kind(rows=rows, first_row=begin, vocabulary=sum(cut), **terms)
+        for rows, begin in zip(cut, first, strict=True)
+    ]
     with torch.no_grad():
         statistics = [rank(shard, targets_T)[0] for rank, shard in zip(ranks, shards, strict=True)]
         assert all(torch.equal(s, x) for s, x in zip(shards, logits_TV.split(cut, dim=1), strict=True))
@@ -47,13 +52,24 @@ def parallel_loss(
     return losses_T, log_partition_T, torch.cat(gradients, dim=1)
 
 
-def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float, **kind: Any) -> None:
-    """Compare with float64 autograd."""
+def check(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    cut: Cut,
+    scale: Tensor | float,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    **kind: Any,
+) -> None:
+    """Compare with float64 autograd: the losses without smoothing and z-loss, the gradients with them."""
     tolerance = TOLERANCE[logits_TV.dtype]
     leaf = wide_leaf(logits_TV)
     expected_T = F.cross_entropy(leaf, targets_T, reduction="none")
-    (d_expected,) = torch.autograd.grad(expected_T.sum() * float(scale), leaf)
-    losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale, **kind)
+    sought = F.cross_entropy(leaf, targets_T, reduction="sum", label_smoothing=label_smoothing)
+    sought = sought + z_loss * leaf.logsumexp(-1).square().sum()
+    (d_expected,) = torch.autograd.grad(sought * float(scale), leaf)
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale, **terms, **kind)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     assert losses_T.dtype == log_partition_T.dtype == wide
     assert d_logits_TV.dtype == logits_TV.dtype
@@ -70,13 +86,16 @@ def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float,
     scale=st.floats(-2, 2),
     spread=st.sampled_from([1.0, 30.0, 1e4]),
     tensor_scale=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.1, 0.9]),
+    z_loss=st.sampled_from([0.0, 1e-4, 0.5]),
 )
 @settings(max_examples=80, deadline=None)
-def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale):
+def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale, smoothing, z_loss):
     torch.manual_seed(seed)
     logits_TV = spread * normal(tokens, sum(cut), dtype=torch.float64)
     targets_T = torch.randint(sum(cut), (tokens,))
-    check(logits_TV, targets_T, cut, torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale)
+    given_scale = torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale
+    check(logits_TV, targets_T, cut, given_scale, smoothing, z_loss)
 
 
 @pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
@@ -86,7 +105,8 @@ def test_narrow_dtypes(dtype, cut, family):
     torch.manual_seed(0)
     logits_TV, targets_T = 4 * normal(13, sum(cut), dtype=dtype), torch.randint(sum(cut), (13,))
     for scale in (0.125, torch.tensor(0.125)):
-        check(logits_TV, targets_T, cut, scale, kind=family.cross_entropy_statistics)
+        for terms in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.02)):
+            check(logits_TV, targets_T, cut, scale, *terms, kind=family.cross_entropy_statistics)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1 << 20])

@@ -35,6 +35,9 @@ USES = (
     ),
     use_of("attention", heads=4, kv_heads=2, head_dim=8, sequence=6, rotary_base=100.0),
     use_of("cross_entropy_statistics", rows=30, first_row=10, vocabulary=50),
+    use_of(
+        "cross_entropy_statistics", rows=30, first_row=10, vocabulary=50, label_smoothing=0.1, z_loss=0.01
+    ),
 )
 SWIGLU = use_of("swiglu", tokens=5, width=7)
 

@@ -11,7 +11,7 @@ from braid.actors.config import Config
 from braid.actors.controller.records.run_records import read_identity
 from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, mark_at
-from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.model.shape import OF_TRAINING, ModelShape
 
 Verify = Callable[[Path], None]
 """Reads all files of a checkpoint; raises `CheckpointError` if one is not as it was saved."""
@@ -97,9 +97,10 @@ class Homes:
         Without ``verify``, only manifests and file sizes are checked, and nothing is fetched.
         """
         found = self.newest_good(verify)
-        # Fields that older checkpoints lack have their defaults; attention masks have no parameters.
+        # Fields that older checkpoints lack have their defaults.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
-        ours, theirs = asdict(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
+        of_training = {name: getattr(shape, name) for name in OF_TRAINING}
+        ours, theirs = asdict(shape), {**usual, **found.manifest.shape, **of_training}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             raise CheckpointError(

@@ -1,7 +1,8 @@
 """Samples of a rank's data-parallel replica, as micro-batches on the rank's device.
 
 Shape suffixes: N samples, S = sequence + 1 tokens of a window, s tokens of a window that a rank has as inputs
-(and their successors as targets), M micro-batches, T tokens of a micro-batch.
+(and their successors as targets), M micro-batches, T tokens of a micro-batch, t of these that a rank has
+between tensor-parallel regions.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from braid.kernels.operators.context_blocks import (
     document_order,
     documents_of,
 )
+from braid.kernels.operators.dropout import token_numbers
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import beyond
 from braid.scheduling.text.pattern import documents_seen
@@ -95,8 +97,8 @@ class ReplicaSamples:
         """Return the micro-batches of a training step (from 0); those of the next step are read in the
         background.
         """
-        self._newest, own = self._ahead.of(step)
-        return self._batches(self._newest, own)
+        self._newest, own, numbers = self._ahead.of(step)
+        return self._batches(self._newest, own, numbers=numbers)
 
     def digest(self) -> int:
         """Return a digest that identifies the samples of the newest step (`samples_digest`)."""
@@ -118,7 +120,8 @@ class ReplicaSamples:
         return self._batches(ids, self._tokens(self._validation, ids), counted)
 
     def documents(self) -> list[Mapping[str, Documents]]:
-        return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
+        ids, own, _ = self._read(0)
+        return [{} if batch is None else batch.documents for batch in self._batches(ids, own)]
 
     def facts(self) -> dict[str, int | str | None]:
         """Return the data's fingerprint, and the number of tokens that a validation predicts and of their
@@ -143,10 +146,24 @@ class ReplicaSamples:
         turns = ids.reshape(-1, self._layout.sample_ranks, self._config.train.micro_batch)
         return turns[:, self._replica].flatten()
 
-    def _read(self, step: int) -> tuple[np.ndarray, _Own]:
+    def _read(self, step: int) -> tuple[np.ndarray, _Own, torch.Tensor | None]:
         seed, batch = self._config.train.seed, self._config.train.global_batch
         ids = self._mine(sample_ids(seed, self._train.samples, step * batch, batch))
-        return ids, self._tokens(self._train, ids)
+        own = self._tokens(self._train, ids)
+        return ids, own, self._numbers(step * batch, own) if self._config.train.dropout else None
+
+    def _numbers(self, start: int, own: _Own) -> torch.Tensor:
+        """Return the numbers of this rank's tokens, M x t, in a step whose first sample has the place
+        ``start`` in the order of samples.
+        """
+        train, sequence = self._config.train, self._train.sequence
+        places_N = torch.from_numpy(self._mine(np.arange(start, start + train.global_batch)))
+        orders = [order for documents in (own[1] if own else []) for order in documents.orders]
+        orders = orders or [causal_order(self._layout.cp, self._context, sequence)]
+        own_Ns = torch.tensor([order.own for order in orders])
+        places_MT = (places_N[:, None] * sequence + own_Ns).view(len(places_N) // train.micro_batch, -1)
+        numbers_Mt = token_numbers(train.seed, places_MT.chunk(self._layout.tp, dim=1)[self._place.on("tp")])
+        return numbers_Mt.pin_memory() if self._device.type == "cuda" else numbers_Mt
 
     def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own:
         """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them."""
@@ -177,13 +194,22 @@ class ReplicaSamples:
             orders.append(document_order(ranks, self._context, sequence, documents, place))
         return orders
 
-    def _batches(self, ids: np.ndarray, own: _Own, counted: np.ndarray | None = None) -> Batches:
+    def _batches(
+        self,
+        ids: np.ndarray,
+        own: _Own,
+        counted: np.ndarray | None = None,
+        numbers: torch.Tensor | None = None,
+    ) -> Batches:
         """Split samples into micro-batches on the device. ``counted``: for each sample, whether its loss
-        counts; None: all count.
+        counts; None: all count. ``numbers``: of this rank's tokens, if there is dropout.
         """
         count = len(ids) // self._config.train.micro_batch
+        numbers_M: Sequence[torch.Tensor | None] = [None] * count
+        if numbers is not None:
+            numbers_M = numbers.to(self._device, non_blocking=True).unbind()
         if own is None:
-            return [None] * count
+            return [one if one is None else MicroBatch(None, None, token_numbers=one) for one in numbers_M]
         tokens_2Ns, of_documents = own
         inputs_MT, targets_MT = tokens_2Ns.to(self._device, non_blocking=True).reshape(2, count, -1)
         documents = [_by_degree(one.on(self._device), self._layout, self._place) for one in of_documents]
@@ -192,7 +218,8 @@ class ReplicaSamples:
         if counted is not None:
             counted_Ns = torch.from_numpy(counted)[:, None].expand(tokens_2Ns.shape[1:]).to(self._device)
             counted_MT = counted_Ns.reshape(count, -1).unbind()
-        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
+        columns = (inputs_MT, targets_MT, documents, counted_MT, numbers_M)
+        return [MicroBatch(*one) for one in zip(*columns, strict=True)]
 
 
 def documents_to_measure(

@@ -96,7 +96,8 @@ def uses(sizes: PartSizes) -> Iterator[Use]:
         "rotary_base": None if shape.family == "gpt" else shape.rotary_base,
     }
     yield Use(operator="attention", tokens=sizes.tokens, times=layers, settings=settings)
-    settings = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    rows = {"rows": sizes.vocabulary_rows, "first_row": 0, "vocabulary": shape.vocabulary}
+    settings = {**rows, **shape.loss_terms}
     yield Use(operator="cross_entropy_statistics", tokens=sizes.tokens, times=1, settings=settings)
 
 

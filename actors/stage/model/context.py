@@ -110,7 +110,8 @@ class ModuleContext:
         """
         hidden, bias = self.shape.hidden, bool(bias_name)
         slices = {"bias": whole(GlobalParameter(name=f"{bias_name}.bias", shape=(hidden,)))} if bias else {}
-        return OperatorModule(module=Residual(hidden=hidden, bias=bias, **self.home), slices=slices)
+        module = Residual(hidden=hidden, bias=bias, dropout=self.shape.dropout, **self.home)
+        return OperatorModule(module=module, slices=slices)
 
     def attention(self) -> OperatorModule:
         """Build attention for this rank's heads, and with context parallelism for this rank's tokens."""

@@ -24,6 +24,7 @@ from braid.actors.stage.state.parameters import (
     whole,
 )
 from braid.kernels.operators.cross_entropy import CrossEntropyLoss
+from braid.kernels.operators.dropout import Dropout
 from braid.kernels.operators.embedding import PositionEmbedding, VocabularyEmbedding
 from braid.scheduling.model.builder import LayerBuilder
 from braid.scheduling.model.layers import transformer_layer
@@ -153,6 +154,8 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
         size = (shape.sequence, shape.hidden)
         table = GlobalParameter(name="positions.weight", shape=size, deviation=INITIAL_DEVIATION)
         modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
+    if shape.dropout:
+        modules["embedding_dropout"] = OperatorModule(module=Dropout(shape.dropout))
     return modules
 
 
@@ -164,7 +167,8 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     shape = context.shape
     name = "embedding" if shape.tied_head else "head"
     head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias)
-    statistics = context.operators.cross_entropy_statistics(**_rows(context, head.slices["weight"][0]))
+    rows = _rows(context, head.slices["weight"][0])
+    statistics = context.operators.cross_entropy_statistics(**rows, **shape.loss_terms)
     return {
         "final_norm": context.norm("final_norm"),
         "head": head,

@@ -9,6 +9,7 @@ from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.model.layers import LayerDefinition, embedding_modules, head_modules, load_layers
 from braid.actors.stage.state.parameters import OperatorModule, Place, StageParameter, main_gradient_dtype
 from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.dropout import site_number
 from braid.kernels.operators.operator import ComputeOperator
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.layers import model_parts
@@ -113,7 +114,7 @@ class StageModel:
                     self._tied = held
                 assert set(held.factors) <= set(self.context.place.mesh.cut), slices[0].source.name
                 self.parameters.append(held)
-        return PartInstance(name=name, index=index, modules=_by_operator(modules))
+        return PartInstance(name=name, index=index, modules=_by_operator(modules, index))
 
     def of_every_kind(self, seed: int) -> dict[str, list[PartInstance]]:
         """Return the rank's parts by name, layers first, with one additional layer of every kind that it does
@@ -143,7 +144,7 @@ class StageModel:
                 parameter = StageParameter(tensor=tensor, slices=slices, chunk=-1, operators=operators)
                 parameter.initialise(seed)
                 parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(tensor.dtype))
-        return PartInstance(name=kind, index=index, modules=_by_operator(entries))
+        return PartInstance(name=kind, index=index, modules=_by_operator(entries, index))
 
     def initialise(self, seed: int) -> None:
         """Set every parameter to its initial value, which is the same in every layout."""
@@ -151,10 +152,11 @@ class StageModel:
             parameter.initialise(seed)
 
 
-def _by_operator(entries: Mapping[str, OperatorModule]) -> dict[str, ComputeOperator]:
-    """Return the module of every operator of a part, by the operator's name."""
+def _by_operator(entries: Mapping[str, OperatorModule], index: int) -> dict[str, ComputeOperator]:
+    """Return the module of every operator of part ``index``, by the operator's name."""
     found = {}
     for name, entry in entries.items():
         found[name] = entry.module
         found.update({f"{name}{more}": module for more, module in entry.parts.items()})
+        entry.module.site = site_number(index, name)
     return found

@@ -10,13 +10,19 @@ from braid.kernels.operators.context_blocks import Documents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Token ids of one micro-batch on the device: T inputs and T targets (the next tokens)."""
+    """Token ids of one micro-batch on the device: T inputs and T targets (the next tokens); None on a rank
+    whose part of the model reads none.
+    """
 
-    tokens: Tensor
-    targets: Tensor
+    tokens: Tensor | None
+    targets: Tensor | None
     documents: Mapping[str, Documents] = field(default_factory=dict)
     """Documents of the samples, by name of the graph's input (`documents_seen`), if tokens attend to their
     own document only; empty if tokens attend to their whole sample.
     """
     counted: Tensor | None = None
     """T booleans: whether a token's loss counts (False for padding). None: all tokens count."""
+    token_numbers: Tensor | None = None
+    """Numbers of this rank's t tokens between tensor-parallel regions, from which dropout draws; None: no
+    dropout.
+    """

@@ -22,7 +22,7 @@ from braid.kernels.triton.launch import power_of_two, warps_for
 
 CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOAT_ARGUMENTS = {"eps", "factor"}
+FLOAT_ARGUMENTS = {"eps", "factor", "z_loss", "kept", "spread"}
 UNALIGNED = {"rows", "count", "first_row"}
 """Sizes of batches: not multiples of 16, whereas widths and strides are."""
 
@@ -65,9 +65,12 @@ def compilations() -> Iterator[Compilation]:
     block, warps = cross_entropy.tile_of(128256)
     wide = dict.fromkeys(("statistics_ptr", "log_partition_ptr", "scale_ptr"), "fp32")
     pointers = {"targets_ptr": "i64", **wide}
-    for kind, flags in (("statistics", {}), ("gradient", {"SCALED": True})):
-        kernel, name = getattr(cross_entropy, f"{kind}_kernel"), f"cross_entropy_{kind}"
-        yield Compilation(name, kernel, {**flags, "BLOCK": block}, pointers, warps=warps)
+    for part, kernel, flags in (
+        ("statistics", cross_entropy.statistics_kernel, {}),
+        ("gradient", cross_entropy.gradient_kernel, {"SCALED": True, "PLAIN": True}),
+        ("gradient_smoothed", cross_entropy.gradient_kernel, {"SCALED": True, "PLAIN": False}),
+    ):
+        yield Compilation(f"cross_entropy_{part}", kernel, {**flags, "BLOCK": block}, pointers, warps=warps)
     floats, integers = ("weights_ptr", "d_weights_ptr"), ("slots_ptr", "sources_ptr")
     pointers = {**dict.fromkeys(floats, "fp32"), **dict.fromkeys(integers, "i32")}
     for kind, flags in (
