@@ -4,13 +4,14 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError
+from braid.actors.controller.ranks.rendezvous import JoinedProcess, joined, on_torchrun
 from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.submission import JobError, jobs, submit
@@ -63,7 +64,7 @@ def train(
     """Train a model."""
     from braid.jobs.planning.work import with_plan
 
-    resolved = with_plan(read_config(config, overrides, launcher, address), plan)
+    resolved = on_torchrun(with_plan(read_config(config, overrides, launcher, address), plan))
     if dry_run:
         _dry_run(Console(), resolved, resume=resume or resume_if_begun)
         return
@@ -181,9 +182,20 @@ def _in_utf8() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run a command, turn errors into messages and exit codes."""
+    """Entry point: run a command, turn errors into messages and exit codes. Under torchrun, all processes but
+    that of rank 0 become ranks of its run."""
     if arguments is None:
         _in_utf8()
+    trains = (sys.argv[1:] if arguments is None else arguments)[:1] == ["train"]
+    try:
+        process = JoinedProcess.of(os.environ) if trains else None
+    except ConfigError as error:
+        sys.exit(_report(error))
+    with joined(process):
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
     # Ray's import errors are noisy and of little use; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:

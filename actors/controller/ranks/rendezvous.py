@@ -1,0 +1,430 @@
+"""Joins processes that torchrun has started, or another launcher that sets the same variables: the process of
+rank 0 is the command, with the controller, and every other process becomes a rank.
+
+The processes meet at torchrun's store. There rank 0 tells the others where its `Door` is and which token opens
+it, or, if it refuses the run, how to end. Calls, questions and spans then travel over TCP connections to the
+door, as they travel over pipes between processes of one machine. Rank 0 itself is a child of the command.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import socketserver
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from braid.actors.config import Config, ConfigError
+from braid.actors.config.variables import inherited
+from braid.actors.controller.ranks.failures import GuardError
+from braid.actors.controller.ranks.group import Collector, StoppedError, WorkerError, WorkerGroup, never
+from braid.actors.controller.ranks.parent import HELD, die_with
+from braid.actors.controller.ranks.processes import (
+    Child,
+    PipeEnd,
+    ProcessGroup,
+    ProcessLauncher,
+    ProcessPlace,
+    Serve,
+    answer,
+    check_room,
+    obey,
+)
+from braid.actors.controller.ranks.rank_environment import rank_environment
+from braid.actors.controller.records.span_files import SpanFiles, socket_collector
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_WAIT: Final = timedelta(days=30)
+"""Longest time for which a process waits for rank 0, which may have data to prepare."""
+_END_SECONDS: Final = 10.0
+"""Seconds for all processes to end together: then each has exit code of rank 0."""
+_GREETING_SECONDS: Final = 5
+_DOOR, _END, _LEFT = "door", "end", "left"
+"""Keys in the store: address and token of the door (empty: the run was refused), the exit code, and the number
+of processes that have read it."""
+
+
+@dataclass(frozen=True)
+class JoinedProcess:
+    """This process among those that torchrun has started."""
+
+    rank: int
+    ranks: int
+    address: str
+    port: int
+    """Address of the store."""
+    on_this_host: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "JoinedProcess | None":
+        """Read torchrun's variables; return None unless all are set. Raise `ConfigError` for other values."""
+        found = {name: environment.get(name, "") for name in _VARIABLES}
+        if not all(found.values()):
+            return None
+        numbers = {**found, "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])}
+        del numbers["MASTER_ADDR"]
+        for name, text in numbers.items():
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} must be a number, as torchrun sets it; {_unset(found)}")
+        rank, ranks, port, here = map(int, numbers.values())
+        if rank >= ranks:
+            raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={ranks}; {_unset(found)}")
+        return cls(rank, ranks, found["MASTER_ADDR"], port, here)
+
+    def store(self) -> "Store":
+        """Connect to torchrun's store, or host it, if this is rank 0 and the launcher has none."""
+        from torch.distributed import PrefixStore, rendezvous
+
+        store, *_ = next(rendezvous("env://", timeout=_WAIT))
+        attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+        return PrefixStore("/".join(["braid", *attempt]), store)
+
+    def own_address(self) -> str:
+        """Return the IPv4 address of this host from which it reaches the store."""
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((self.address, self.port))  # sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={self.address!r} is not reached from here ({error.strerror or error}); give "
+                f"torchrun an IPv4 address or a name of the first node"
+            ) from None
+
+
+def _unset(found: Mapping[str, str]) -> str:
+    return f"or unset {', '.join(found)} to start braid without torchrun"
+
+
+@contextlib.contextmanager
+def joined(process: JoinedProcess | None) -> Iterator[None]:
+    """Run the command of rank 0 in the block, and tell other processes its exit code. In these, be a rank, and
+    exit. Outside of torchrun (None) do nothing."""
+    if process is None:
+        yield
+        return
+    if process.rank:
+        sys.exit(serve(process))
+    store = process.store()  # held, as this process may host it
+    try:
+        yield
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if not store.check([_DOOR]):
+            store.set(_DOOR, "")
+        store.set(_END, str(code))
+        deadline = time.monotonic() + _END_SECONDS
+        while store.add(_LEFT, 0) < process.ranks - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise
+
+
+def on_torchrun(config: Config) -> Config:
+    """Return the configuration of a run whose processes torchrun has started. Raise `ConfigError` if it asks
+    for Ray."""
+    if config.cluster.launcher == "processes" or JoinedProcess.of(os.environ) is None:
+        return config
+    if "launcher" in config.cluster.model_fields_set:
+        raise ConfigError(
+            f"cluster.launcher={config.cluster.launcher!r} starts its own ranks, and torchrun has started "
+            f"processes; leave cluster.launcher out, or start braid without torchrun"
+        )
+    return config.changed(cluster={"launcher": "processes"})
+
+
+def launcher_here(config: Config, places: Sequence[ProcessPlace] | None = None) -> ProcessLauncher:
+    """Return the launcher of plain processes: it joins torchrun's, or, without torchrun, starts its own."""
+    process = JoinedProcess.of(os.environ) if places is None else None
+    return ProcessLauncher(config, places) if process is None else JoinedLauncher(config, process)
+
+
+# -- the process of rank 0 -----------------------------------------------------------------------------------
+
+
+class JoinedLauncher(ProcessLauncher):
+    """Takes as ranks the processes that torchrun has started, within the block of `gathered`."""
+
+    def __init__(self, config: Config, process: JoinedProcess) -> None:
+        super().__init__(config)
+        self._process = process
+        self._door: Door | None = None
+
+    def check(self, ranks: int) -> None:
+        """Raise `ConfigError` if there are more or fewer processes than ranks, or this host has no room."""
+        process, parallel = self._process, self._config.parallel
+        if ranks != process.ranks:
+            degrees = ", ".join(
+                f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("dp", "tp", "pp", "cp")
+            )
+            raise ConfigError(
+                f"the layout has {ranks} ranks ({degrees}), and torchrun has started {process.ranks} "
+                f"processes; start {ranks} (--nproc-per-node times --nnodes), or change the degrees"
+            )
+        if self._config.elastic.max_ranks is not None:
+            raise ConfigError(
+                f"elastic.max_ranks={self._config.elastic.max_ranks}: torchrun's processes do not come and "
+                f"go; set elastic.max_ranks to null, or train on Ray"
+            )
+        check_room(self._config, process.on_this_host)
+
+    def capacity(self, group: WorkerGroup | None, avoid: Sequence[str] = ()) -> tuple[int, bool]:
+        return self._process.ranks, False
+
+    def hosts(self, ranks: int) -> list[str]:
+        alone = self._config.cluster.emulated_link_mbit is not None
+        each = 1 if alone else self._process.on_this_host
+        return [f"node {rank // each}" for rank in range(ranks)]
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        with Door(self._process.own_address()) as door:
+            self._process.store().set(_DOOR, json.dumps(door.plate))
+            self._door = door
+            yield
+
+    def start(
+        self, ranks: int, avoid: Sequence[str] = (), stopped: Callable[[], bool] = never
+    ) -> WorkerGroup:
+        """Take the processes of the first ranks as they arrive."""
+        assert self._door is not None, "ranks start within the block of `gathered`"
+        limit_s = self._config.cluster.group_timeout_s
+        guests = {rank: self._door.take(rank, limit_s, stopped) for rank in range(1, ranks)}
+        own = self._process.own_address()
+        addresses = [own, *(guest.address for guest in guests.values())]
+        alone = self._config.cluster.emulated_link_mbit is not None
+        places = [
+            ProcessPlace(address, machine=f"emulated host {rank}" if alone else None)
+            for rank, address in enumerate(addresses)
+        ]
+        return JoinedGroup(places, self._config, self._serve, guests)
+
+    @contextlib.contextmanager
+    def collector(self, files: Path, bytes_per_rank: int) -> Iterator[Collector]:
+        assert self._door is not None
+        spans = SpanFiles(files, bytes_per_rank)
+        with socket_collector(spans), self._door.collecting(spans):  # of rank 0, and of the others
+            yield spans
+
+
+class JoinedGroup(ProcessGroup):
+    """Ranks of which all but the first are processes that torchrun has started."""
+
+    def __init__(
+        self, places: Sequence[ProcessPlace], config: Config, serve: Serve, guests: Mapping[int, "Guest"]
+    ) -> None:
+        self._guests = guests
+        super().__init__(places, config, serve)
+        for rank in guests:
+            self._children[rank].calls.send(config)
+
+    def _start(self, rank: int) -> Child:
+        if (guest := self._guests.get(rank)) is None:
+            return super()._start(rank)
+        return Child(guest, PipeEnd(guest.calls), PipeEnd(guest.pulse))
+
+    def _ended(self, rank: int) -> WorkerError:
+        """Only torchrun can start another process in place of one that has ended, and starts all again."""
+        if rank not in self._guests:
+            return super()._ended(rank)
+        text = (
+            "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes again, "
+            "and --resume-if-begun goes on from the newest checkpoint"
+        )
+        return GuardError(rank, text, died=True)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A process of another rank, and the controller's ends of its connections."""
+
+    address: str
+    pid: int
+    calls: Connection
+    pulse: Connection
+    exitcode: int | None = None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the rank has closed its connections."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.calls.poll(timeout):
+                self.calls.recv_bytes()
+
+    def kill(self) -> None:
+        """Let the process end: a rank whose connections close in the middle of its work exits."""
+        for connection in (self.calls, self.pulse):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class Plate(NamedTuple):
+    """Where a door is, and the token that opens it."""
+
+    address: str
+    port: int
+    token: str
+
+    def knock(self, kind: str, process: JoinedProcess) -> Connection:
+        """Connect, show the token, see that the other side has it too, and tell who comes for what."""
+        connection = Client((self.address, self.port), authkey=self.token.encode())
+        connection.send((kind, process.rank, process.own_address(), os.getpid()))
+        return cast("Connection", connection)
+
+
+class Door(socketserver.ThreadingTCPServer):
+    """Lets in processes that show the token, and nobody else; what others send is never unpickled."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024
+
+    def __init__(self, address: str) -> None:
+        super().__init__((address, 0), _Greeting)
+        self.plate = Plate(address, self.server_address[1], secrets.token_hex(32))
+        self._arrived: dict[tuple[str, int], tuple[Connection, str, int]] = {}
+        self._changed = threading.Condition()
+        self._files: SpanFiles | None = None
+        self._streams = 0
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="door", daemon=True)
+
+    def __enter__(self) -> "Door":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+        for connection, *_ in self._arrived.values():
+            connection.close()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close this end of a connection's descriptor; its copy in `_Greeting.handle` stays open."""
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: strangers may send anything."""
+
+    def welcome(self, connection: Connection) -> None:
+        """Take what a process with the token has come for."""
+        kind, rank, address, pid = connection.recv()
+        if kind == "spans":
+            self._read_spans(connection)
+            return
+        with self._changed:
+            self._arrived[kind, rank] = connection, address, pid
+            self._changed.notify_all()
+
+    def take(self, rank: int, limit_s: float, stopped: Callable[[], bool] = never) -> Guest:
+        """Wait for a rank's process. Raise `StoppedError`, or an error that ends the run if it does not come
+        within ``limit_s`` seconds."""
+        keys, deadline = [("calls", rank), ("pulse", rank)], time.monotonic() + limit_s
+        with self._changed:
+            while not all(key in self._arrived for key in keys):
+                if stopped():
+                    raise StoppedError
+                if time.monotonic() > deadline:
+                    text = f"its process has not come within {limit_s:g} s (cluster.group_timeout_s)"
+                    raise GuardError(rank, text)
+                self._changed.wait(0.1)
+            (calls, address, pid), (pulse, *_) = (self._arrived.pop(key) for key in keys)
+        return Guest(address, pid, calls, pulse)
+
+    @contextlib.contextmanager
+    def collecting(self, files: SpanFiles) -> Iterator[None]:
+        """Write the spans that ranks send within the block; at its end wait for those under way."""
+        self._files = files
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._streams, _GREETING_SECONDS)
+                self._files = None
+
+    def _read_spans(self, connection: Connection) -> None:
+        with self._changed:
+            self._streams += 1
+        try:
+            while self._files is not None:
+                self._files.take(connection.recv_bytes())
+        finally:
+            with self._changed:
+                self._streams -= 1
+                self._changed.notify_all()
+
+
+class _Greeting(socketserver.BaseRequestHandler):
+    server: Door
+
+    def handle(self) -> None:
+        """Exchange proofs of the token, in both directions, before anything is unpickled."""
+        token = self.server.plate.token.encode()
+        self._limit(_GREETING_SECONDS)
+        connection = Connection(os.dup(self.request.fileno()))
+        deliver_challenge(connection, token)
+        answer_challenge(connection, token)
+        self._limit(0)
+        self.server.welcome(connection)
+
+    def _limit(self, seconds: int) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+# -- the processes of the other ranks ------------------------------------------------------------------------
+
+
+def serve(process: JoinedProcess) -> int:
+    """Be a rank of the run of rank 0's process, until that ends; return its exit code."""
+    die_with(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run, whose controller decides when to end
+    store = process.store()
+    if plate := store.get(_DOOR):
+        for number in HELD:
+            signal.signal(number, signal.SIG_IGN)
+        while _served(process, Plate(*json.loads(plate))):
+            pass
+    store.set_timeout(timedelta(seconds=_END_SECONDS))
+    try:
+        code = int(store.get(_END))
+        store.add(_LEFT, 1)
+    except RuntimeError:  # the process of rank 0 was killed
+        return 1
+    return code
+
+
+def _served(process: JoinedProcess, plate: Plate) -> bool:
+    """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
+    from braid.actors.stage.rank.joined import JoinedWorker
+
+    try:
+        calls, pulse = (plate.knock(kind, process) for kind in ("calls", "pulse"))
+        config = calls.recv()
+    except (OSError, EOFError):  # the door is closed
+        return False
+    os.environ.update({**rank_environment(config, os.environ), **inherited(config.cluster.env, os.environ)})
+    served: list[Any] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        answer(pulse, served)
+        if not over.is_set():  # the controller is gone, or has given this rank up
+            os._exit(1)
+
+    threading.Thread(target=watch, name="pulse", daemon=True).start()
+    served.append(JoinedWorker(process.rank, process.own_address(), lambda: plate.knock("spans", process)))
+    obey(served[0], process.rank, calls)
+    over.set()
+    calls.close()
+    pulse.close()
+    return True
