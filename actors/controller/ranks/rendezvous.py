@@ -1,9 +1,10 @@
 """Joins processes that torchrun has started, or another launcher that sets the same variables: the process of
 rank 0 is the command, with the controller, and every other process becomes a rank.
 
-The processes meet at torchrun's store. There rank 0 tells the others where its `Door` is and which token opens
-it, or, if it refuses the run, how to end. Calls, questions and spans then travel over TCP connections to the
-door, as they travel over pipes between processes of one machine. Rank 0 itself is a child of the command.
+The processes meet at torchrun's store. There rank 0 tells the others where its `Door` is and which token
+opens it, or, if it refuses the run, how to end. Calls, questions and spans then travel over TCP connections
+to the door, as they travel over pipes between processes of one machine. Rank 0 itself is a child of the
+command.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ _END_SECONDS: Final = 10.0
 """Seconds for all processes to end together: then each has exit code of rank 0."""
 _GREETING_SECONDS: Final = 5
 _DOOR, _END, _LEFT = "door", "end", "left"
-"""Keys in the store: address and token of the door (empty: the run was refused), the exit code, and the number
-of processes that have read it."""
+"""Keys in the store: address and token of the door (empty: the run was refused), the exit code, and the
+number of processes that have read it."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def _unset(found: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def joined(process: JoinedProcess | None) -> Iterator[None]:
-    """Run the command of rank 0 in the block, and tell other processes its exit code. In these, be a rank, and
-    exit. Outside of torchrun (None) do nothing."""
+    """Run the command of rank 0 in the block, and tell other processes its exit code. In these, be a rank,
+    and exit. Outside of torchrun (None) do nothing."""
     if process is None:
         yield
         return
@@ -122,6 +123,7 @@ def joined(process: JoinedProcess | None) -> Iterator[None]:
     try:
         yield
     except SystemExit as ended:
+        _ignore_signals()  # torchrun ends all processes as soon as one has failed
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if not store.check([_DOOR]):
             store.set(_DOOR, "")
@@ -240,8 +242,8 @@ class JoinedGroup(ProcessGroup):
         if rank not in self._guests:
             return super()._ended(rank)
         text = (
-            "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes again, "
-            "and --resume-if-begun goes on from the newest checkpoint"
+            "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes "
+            "again, and --resume-if-begun goes on from the newest checkpoint"
         )
         return GuardError(rank, text, died=True)
 
@@ -389,9 +391,9 @@ def serve(process: JoinedProcess) -> int:
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run, whose controller decides when to end
     store = process.store()
-    if plate := store.get(_DOOR):
-        for number in HELD:
-            signal.signal(number, signal.SIG_IGN)
+    plate = store.get(_DOOR)
+    _ignore_signals()
+    if plate:
         while _served(process, Plate(*json.loads(plate))):
             pass
     store.set_timeout(timedelta(seconds=_END_SECONDS))
@@ -401,6 +403,11 @@ def serve(process: JoinedProcess) -> int:
     except RuntimeError:  # the process of rank 0 was killed
         return 1
     return code
+
+
+def _ignore_signals() -> None:
+    for number in HELD:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _served(process: JoinedProcess, plate: Plate) -> bool:
