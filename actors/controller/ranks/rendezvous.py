@@ -167,6 +167,11 @@ class JoinedLauncher(ProcessLauncher):
     def check(self, ranks: int) -> None:
         """Raise `ConfigError` if there are more or fewer processes than ranks, or this host has no room."""
         process, parallel = self._process, self._config.parallel
+        if self._config.elastic.max_ranks is not None:
+            raise ConfigError(
+                f"elastic.max_ranks={self._config.elastic.max_ranks}: torchrun's processes do not come and "
+                f"go; set elastic.max_ranks to null, or train on Ray"
+            )
         if ranks != process.ranks:
             degrees = ", ".join(
                 f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("dp", "tp", "pp", "cp")
@@ -174,11 +179,6 @@ class JoinedLauncher(ProcessLauncher):
             raise ConfigError(
                 f"the layout has {ranks} ranks ({degrees}), and torchrun has started {process.ranks} "
                 f"processes; start {ranks} (--nproc-per-node times --nnodes), or change the degrees"
-            )
-        if self._config.elastic.max_ranks is not None:
-            raise ConfigError(
-                f"elastic.max_ranks={self._config.elastic.max_ranks}: torchrun's processes do not come and "
-                f"go; set elastic.max_ranks to null, or train on Ray"
             )
         check_room(self._config, process.on_this_host)
 
