@@ -81,6 +81,8 @@ class MlflowSink(Tracker):
 
     def __init__(self, mark: str, options: Mapping[str, Any]) -> None:
         """``options``: ``uri`` and ``experiment``, the run's ``name`` and ``config``."""
+        if options["uri"].startswith("file:"):  # MLflow asks for a word of consent to folders
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         entities = importlib.import_module("mlflow.entities")
         self._client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=options["uri"])
         self._metric = entities.Metric

@@ -14,6 +14,7 @@ from braid.actors.config import Config, ConfigError
 from braid.actors.controller.ranks.rendezvous import JoinedProcess, joined, on_torchrun
 from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
+from braid.jobs.cluster.slurm import slurm
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
@@ -151,6 +152,7 @@ for command, call in (
     (dashboard, "dashboard runs/first --port 8080"),
     (drill, "drill first.yaml --faults kill-forward,nan --launcher processes"),
     (submit, "submit first.yaml --address http://10.0.0.1:8265 --follow"),
+    (slurm, "slurm first.yaml --nodes 8 --gpus-per-node 8 --time 12:00:00 --output first.sh"),
     (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
 ):
     app.command(epilog=example(call))(command)

@@ -109,8 +109,8 @@ class Config(Section):
         profiled = self.telemetry.profile.steps
         if profiled is not None and profiled[0] > train.steps:
             raise ValueError(
-                f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower them, "
-                f"or raise train.steps"
+                f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower "
+                f"them, or raise train.steps"
             )
         if data.restart_positions and not data.document_mask:
             raise ValueError(
@@ -192,8 +192,8 @@ class Config(Section):
         profile, ranks = self.telemetry.profile, self.layout().ranks
         if profile.steps is not None and max(profile.ranks) >= ranks:
             raise ConfigError(
-                f"telemetry.profile.ranks={list(profile.ranks)} names a rank that is not there: the layout has "
-                f"ranks 0 to {ranks - 1}"
+                f"telemetry.profile.ranks={list(profile.ranks)} names a rank that is not there: the layout "
+                f"has ranks 0 to {ranks - 1}"
             )
         # Whether a rank has a device for Triton's kernels, the rank checks.
         if self.train.kernels == "triton" and self.train.dtype == "fp64":
