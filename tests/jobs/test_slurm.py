@@ -17,6 +17,7 @@ import pytest
 
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import ROOT, environment, write_config, write_corpus
+from tests.end_to_end.test_readme import write_first
 from tests.in_process import Capture, Outcome, called, refused
 
 
@@ -178,3 +179,17 @@ def test_the_container_file_copies_what_is_there() -> None:
     assert steps.index(["USER", user]) < steps.index(["ENTRYPOINT", '["braid"]'])
     arguments = dict(rest.partition("=")[::2] for step, rest in steps if step == "ARG")
     assert (ROOT / arguments["CONSTRAINTS"]).exists()
+
+
+def test_the_scripts_of_the_page_can_be_written(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configuration of the README."""
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("$ braid slurm"))
+    monkeypatch.chdir(tmp_path)
+    write_first(tmp_path)
+    assert called(capsys, *shlex.split(line)[2:], "--launcher", "ray").code == 0
+    assert "--nproc-per-node" not in (tmp_path / "first.sh").read_text()
+    written(called(capsys, *shlex.split(line)[2:]))
+    assert "--nnodes 2 --nproc-per-node 1" in (tmp_path / "first.sh").read_text()
