@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from braid.actors.controller.ranks.rendezvous import Door, JoinedProcess, Plate
+from braid.actors.controller.ranks.door import Door, Plate
+from braid.actors.controller.ranks.rendezvous import JoinedProcess
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
@@ -174,12 +175,11 @@ def test_the_end_of_the_command_ends_all(config: Path, tmp_path: Path, started: 
 
 def test_a_door_opens_to_nobody_without_the_token() -> None:
     """What strangers send is not unpickled, and keeps nobody else waiting."""
-    process = JoinedProcess(1, 2, "127.0.0.1", 1, 2)
     with Door("127.0.0.1") as door:
-        silent = socket.create_connection(door.server_address)
+        silent = socket.create_connection(door.plate[:2])
         with pytest.raises(Exception, match=r"digest|Authentication|reject"):
-            Plate(*door.plate[:2], "another token").knock("calls", process)
-        connections = [door.plate.knock(kind, process) for kind in ("calls", "pulse")]
+            Plate(*door.plate[:2], "another token").knock("calls", 1, "127.0.0.1")
+        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in ("calls", "pulse")]
         guest = door.take(1, 5.0)
         guest.calls.send("hello")
         assert connections[0].recv() == "hello"

@@ -144,7 +144,7 @@ def test_torchrun_on_two_nodes_trains(
 
 REFUSED = {
     "": "braid slurm needs --nodes: Number of nodes",
-    "--nodes 0": "Invalid value for '--nodes'|at least 1",
+    "--nodes 0": "Invalid value for '--nodes': must be greater than or equal to 1",
     "--nodes 3": "--nodes 3 does not divide the layout's 16 ranks evenly; change --nodes",
     "--nodes 2 --gpus-per-node 4": "--gpus-per-node 4 is less than the 8 ranks of a node|need --nodes 4",
     "--nodes 2 --gpus-per-node 8 --set cluster.device=cpu": "--gpus-per-node 8 and cluster.device=cpu",
@@ -153,7 +153,7 @@ REFUSED = {
     "--nodes 2 --set cluster.address=auto": "cluster.address='auto': the script starts a cluster of its own",
     "--nodes 2 --set cluster.launcher=ray": "cluster.launcher='ray' does not go with --launcher torchrun",
     "--nodes 2 --launcher ray --set cluster.launcher=processes": "does not go with --launcher ray; set it to",
-    "--nodes 2 --set parallel=auto": "parallel|--nodes|auto is decided when a run starts",
+    "--nodes 2 --set parallel=auto": "parallel: auto is decided when a run starts, or by `braid plan`",
     "--nodes 2 --output no/run.sh": "--output no/run.sh: the folder no does not exist",
 }
 

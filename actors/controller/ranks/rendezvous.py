@@ -10,25 +10,23 @@ command.
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
-import socketserver
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
+from braid.actors.controller.ranks.door import Door, Guest, Plate
 from braid.actors.controller.ranks.failures import GuardError
-from braid.actors.controller.ranks.group import Collector, StoppedError, WorkerError, WorkerGroup, never
+from braid.actors.controller.ranks.group import Collector, WorkerError, WorkerGroup, never
 from braid.actors.controller.ranks.parent import HELD, die_with
 from braid.actors.controller.ranks.processes import (
     Child,
@@ -52,7 +50,6 @@ _WAIT: Final = timedelta(days=30)
 """Longest time for which a process waits for rank 0, which may have data to prepare."""
 _END_SECONDS: Final = 10.0
 """Seconds for all processes to end together: then each has exit code of rank 0."""
-_GREETING_SECONDS: Final = 5
 _DOOR, _END, _LEFT = "door", "end", "left"
 """Keys in the store: address and token of the door (empty: the run was refused), the exit code, and the
 number of processes that have read it."""
@@ -248,141 +245,6 @@ class JoinedGroup(ProcessGroup):
         return GuardError(rank, text, died=True)
 
 
-@dataclass(frozen=True)
-class Guest:
-    """A process of another rank, and the controller's ends of its connections."""
-
-    address: str
-    pid: int
-    calls: Connection
-    pulse: Connection
-    exitcode: int | None = None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the rank has closed its connections."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.calls.poll(timeout):
-                self.calls.recv_bytes()
-
-    def kill(self) -> None:
-        """Let the process end: a rank whose connections close in the middle of its work exits."""
-        for connection in (self.calls, self.pulse):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
-
-
-class Plate(NamedTuple):
-    """Where a door is, and the token that opens it."""
-
-    address: str
-    port: int
-    token: str
-
-    def knock(self, kind: str, process: JoinedProcess) -> Connection:
-        """Connect, show the token, see that the other side has it too, and tell who comes for what."""
-        connection = Client((self.address, self.port), authkey=self.token.encode())
-        connection.send((kind, process.rank, process.own_address(), os.getpid()))
-        return cast("Connection", connection)
-
-
-class Door(socketserver.ThreadingTCPServer):
-    """Lets in processes that show the token, and nobody else; what others send is never unpickled."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024
-
-    def __init__(self, address: str) -> None:
-        super().__init__((address, 0), _Greeting)
-        self.plate = Plate(address, self.server_address[1], secrets.token_hex(32))
-        self._arrived: dict[tuple[str, int], tuple[Connection, str, int]] = {}
-        self._changed = threading.Condition()
-        self._files: SpanFiles | None = None
-        self._streams = 0
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="door", daemon=True)
-
-    def __enter__(self) -> "Door":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
-        self.server_close()
-        for connection, *_ in self._arrived.values():
-            connection.close()
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close this end of a connection's descriptor; its copy in `_Greeting.handle` stays open."""
-        self.close_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: strangers may send anything."""
-
-    def welcome(self, connection: Connection) -> None:
-        """Take what a process with the token has come for."""
-        kind, rank, address, pid = connection.recv()
-        if kind == "spans":
-            self._read_spans(connection)
-            return
-        with self._changed:
-            self._arrived[kind, rank] = connection, address, pid
-            self._changed.notify_all()
-
-    def take(self, rank: int, limit_s: float, stopped: Callable[[], bool] = never) -> Guest:
-        """Wait for a rank's process. Raise `StoppedError`, or an error that ends the run if it does not come
-        within ``limit_s`` seconds."""
-        keys, deadline = [("calls", rank), ("pulse", rank)], time.monotonic() + limit_s
-        with self._changed:
-            while not all(key in self._arrived for key in keys):
-                if stopped():
-                    raise StoppedError
-                if time.monotonic() > deadline:
-                    text = f"its process has not come within {limit_s:g} s (cluster.group_timeout_s)"
-                    raise GuardError(rank, text)
-                self._changed.wait(0.1)
-            (calls, address, pid), (pulse, *_) = (self._arrived.pop(key) for key in keys)
-        return Guest(address, pid, calls, pulse)
-
-    @contextlib.contextmanager
-    def collecting(self, files: SpanFiles) -> Iterator[None]:
-        """Write the spans that ranks send within the block; at its end wait for those under way."""
-        self._files = files
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._streams, _GREETING_SECONDS)
-                self._files = None
-
-    def _read_spans(self, connection: Connection) -> None:
-        with self._changed:
-            self._streams += 1
-        try:
-            while self._files is not None:
-                self._files.take(connection.recv_bytes())
-        finally:
-            with self._changed:
-                self._streams -= 1
-                self._changed.notify_all()
-
-
-class _Greeting(socketserver.BaseRequestHandler):
-    server: Door
-
-    def handle(self) -> None:
-        """Exchange proofs of the token, in both directions, before anything is unpickled."""
-        token = self.server.plate.token.encode()
-        self._limit(_GREETING_SECONDS)
-        connection = Connection(os.dup(self.request.fileno()))
-        deliver_challenge(connection, token)
-        answer_challenge(connection, token)
-        self._limit(0)
-        self.server.welcome(connection)
-
-    def _limit(self, seconds: int) -> None:
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
 # -- the processes of the other ranks ------------------------------------------------------------------------
 
 
@@ -393,14 +255,20 @@ def serve(process: JoinedProcess) -> int:
     store = process.store()
     plate = store.get(_DOOR)
     _ignore_signals()
-    if plate:
-        while _served(process, Plate(*json.loads(plate))):
-            pass
+    groups = 0
+    while plate and _served(process, Plate(*json.loads(plate))):
+        groups += 1
     store.set_timeout(timedelta(seconds=_END_SECONDS))
     try:
         code = int(store.get(_END))
         store.add(_LEFT, 1)
-    except RuntimeError:  # the process of rank 0 was killed
+    except RuntimeError:  # the process of rank 0 was killed, or cannot be reached
+        if plate and not groups:
+            where = ":".join(map(str, json.loads(plate)[:2]))
+            print(
+                f"braid: rank {process.rank} does not reach rank 0 at {where}; see MASTER_ADDR",
+                file=sys.stderr,
+            )
         return 1
     return code
 
@@ -414,8 +282,9 @@ def _served(process: JoinedProcess, plate: Plate) -> bool:
     """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
     from braid.actors.stage.rank.joined import JoinedWorker
 
+    address = process.own_address()
     try:
-        calls, pulse = (plate.knock(kind, process) for kind in ("calls", "pulse"))
+        calls, pulse = (plate.knock(kind, process.rank, address) for kind in ("calls", "pulse"))
         config = calls.recv()
     except (OSError, EOFError):  # the door is closed
         return False
@@ -429,7 +298,7 @@ def _served(process: JoinedProcess, plate: Plate) -> bool:
             os._exit(1)
 
     threading.Thread(target=watch, name="pulse", daemon=True).start()
-    served.append(JoinedWorker(process.rank, process.own_address(), lambda: plate.knock("spans", process)))
+    served.append(JoinedWorker(process.rank, address, partial(plate.knock, "spans", process.rank, address)))
     obey(served[0], process.rank, calls)
     over.set()
     calls.close()
