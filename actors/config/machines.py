@@ -1,6 +1,6 @@
 """Defines the configuration of where a run's ranks are, and of what is recorded while they train."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -122,7 +122,7 @@ class MlflowConfig(Switched):
         )
 
 
-WEBHOOK_EVENTS: Final = ("start", "failure", "checkpoint", "end")
+_EVENT = Literal["start", "failure", "checkpoint", "end"]
 
 
 class WebhookConfig(Switched):
@@ -130,7 +130,7 @@ class WebhookConfig(Switched):
 
     # http:// or https://; $NAME: the value of that environment variable, for addresses that are secret
     url: str | None = None
-    events: tuple[Literal["start", "failure", "checkpoint", "end"], ...] = WEBHOOK_EVENTS  # that are told
+    events: tuple[_EVENT, ...] = get_args(_EVENT)  # that are told
 
     @field_validator("url")
     @classmethod

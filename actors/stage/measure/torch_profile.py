@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from braid.actors.config import Config
 from braid.scheduling.schedule.operations import Compute, Operation, Start, Wait, name_of
+
+if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
+    from braid.actors.config import Config
 
 FOLDER: Final = "profile"
 _OF_NVTX: Final = "NVTX_INJECTION64_PATH"
@@ -51,7 +53,7 @@ class TorchProfile:
     """The profiler of one rank: records the wanted steps and writes them into the run's directory."""
 
     def __init__(
-        self, config: Config, rank: int, device: torch.device, environment: Mapping[str, str]
+        self, config: "Config", rank: int, device: torch.device, environment: Mapping[str, str]
     ) -> None:
         """``environment``: shows whether a tool records NVTX ranges."""
         wanted = config.telemetry.profile
