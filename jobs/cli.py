@@ -11,7 +11,7 @@ from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError
-from braid.actors.controller.ranks.rendezvous import JoinedProcess, joined, on_torchrun
+from braid.actors.config.joined import JoinedProcess, on_torchrun
 from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.slurm import slurm
@@ -193,6 +193,10 @@ def main(arguments: list[str] | None = None) -> None:
         process = JoinedProcess.of(os.environ) if trains else None
     except ConfigError as error:
         sys.exit(_report(error))
+    if process is None:
+        _run(arguments)
+    from braid.actors.controller.ranks.rendezvous import joined
+
     with joined(process):
         _run(arguments)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from braid.actors.config.joined import JoinedProcess
 from braid.actors.controller.ranks.door import Door, Plate
-from braid.actors.controller.ranks.rendezvous import JoinedProcess
 from braid.actors.controller.records.json_lines import read_lines
 from tests.end_to_end.command import (
     braid,
@@ -149,19 +149,24 @@ def test_signals_stop_a_run_with_a_checkpoint(config: Path, tmp_path: Path, star
     nothing_left(tmp_path)
 
 
-def test_a_lost_process_ends_all(config: Path, tmp_path: Path, started: list[Joined]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_ends_all(
+    config: Path, tmp_path: Path, started: list[Joined], number: signal.Signals
+) -> None:
     """The copy of its state that its partner holds is saved before."""
-    started.append(
-        Joined(tmp_path, 2, str(config), "--set", "train.steps=100000", "--set", "checkpoint.copies_every=1")
-    )
+    more = ["--set", "checkpoint.copies_every=1", "--set", "failure.silence_s=3"]
+    started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000", *more))
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     assert within(120, lambda: len(read_lines(metrics)) >= 2)
     begin = time.monotonic()
+    started[0].processes[1].send_signal(number)
+    started[0].processes[0].wait(60)
     started[0].processes[1].kill()
     (code, _, errors), (killed, *_) = started[0].ended()
     assert (code, killed) == (1, -signal.SIGKILL)
     assert "rank 1: its process has ended, and with it the run; `torchrun --max-restarts`" in errors
     assert time.monotonic() - begin < 60
+    assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
     nothing_left(tmp_path)
 
 

@@ -17,6 +17,7 @@ from braid.actors.controller.ranks.group import StoppedError, never
 from braid.actors.controller.records.span_files import SpanFiles
 
 _LAST_SPANS_SECONDS: Final = 5.0
+_LEAVE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Guest:
     exitcode: int | None = None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the rank has closed its connections."""
+        """Wait until the rank has closed its connections: for long, as torchrun takes a killed rank for a
+        failure of the run."""
         with contextlib.suppress(EOFError, OSError):
-            while self.calls.poll(timeout):
+            while self.calls.poll(_LEAVE_SECONDS):
                 self.calls.recv_bytes()
 
     def kill(self) -> None:
@@ -84,7 +86,8 @@ class Door:
             while True:
                 try:
                     connection = self._listener.accept()
-                except OSError:  # whoever came has left already
+                except OSError:  # whoever came has left already, or too many files are open
+                    time.sleep(0.1)
                     continue
                 if not self._open:
                     connection.close()

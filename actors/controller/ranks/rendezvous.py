@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.joined import JoinedProcess
 from braid.actors.config.variables import inherited
 from braid.actors.controller.ranks.door import Door, Guest, Plate
 from braid.actors.controller.ranks.failures import GuardError
@@ -45,7 +45,6 @@ from braid.actors.controller.records.span_files import SpanFiles, socket_collect
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WAIT: Final = timedelta(days=30)
 """Longest time for which a process waits for rank 0, which may have data to prepare."""
 _END_SECONDS: Final = 10.0
@@ -55,93 +54,47 @@ _DOOR, _END, _LEFT = "door", "end", "left"
 number of processes that have read it."""
 
 
-@dataclass(frozen=True)
-class JoinedProcess:
-    """This process among those that torchrun has started."""
+def store() -> "Store":
+    """Connect to torchrun's store, or host it, if this is rank 0 and the launcher has none."""
+    from torch.distributed import PrefixStore, rendezvous
 
-    rank: int
-    ranks: int
-    address: str
-    port: int
-    """Address of the store."""
-    on_this_host: int
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "JoinedProcess | None":
-        """Read torchrun's variables; return None unless all are set. Raise `ConfigError` for other values."""
-        found = {name: environment.get(name, "") for name in _VARIABLES}
-        if not all(found.values()):
-            return None
-        numbers = {**found, "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])}
-        del numbers["MASTER_ADDR"]
-        for name, text in numbers.items():
-            if not text.isdecimal():
-                raise ConfigError(f"{name}={text!r} must be a number, as torchrun sets it; {_unset(found)}")
-        rank, ranks, port, here = map(int, numbers.values())
-        if rank >= ranks:
-            raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={ranks}; {_unset(found)}")
-        return cls(rank, ranks, found["MASTER_ADDR"], port, here)
-
-    def store(self) -> "Store":
-        """Connect to torchrun's store, or host it, if this is rank 0 and the launcher has none."""
-        from torch.distributed import PrefixStore, rendezvous
-
-        store, *_ = next(rendezvous("env://", timeout=_WAIT))
-        attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-        return PrefixStore("/".join(["braid", *attempt]), store)
-
-    def own_address(self) -> str:
-        """Return the IPv4 address of this host from which it reaches the store."""
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((self.address, self.port))  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigError(
-                f"MASTER_ADDR={self.address!r} is not reached from here ({error.strerror or error}); give "
-                f"torchrun an IPv4 address or a name of the first node"
-            ) from None
+    found, *_ = next(rendezvous("env://", timeout=_WAIT))
+    attempt = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    return PrefixStore("/".join(["braid", *attempt]), found)
 
 
-def _unset(found: Mapping[str, str]) -> str:
-    return f"or unset {', '.join(found)} to start braid without torchrun"
+def own_address(process: JoinedProcess) -> str:
+    """Return the IPv4 address of this host from which it reaches the store."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((process.address, process.port))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={process.address!r} is not reached from here ({error.strerror or error}); give "
+            f"torchrun an IPv4 address or a name of the first node"
+        ) from None
 
 
 @contextlib.contextmanager
-def joined(process: JoinedProcess | None) -> Iterator[None]:
+def joined(process: JoinedProcess) -> Iterator[None]:
     """Run the command of rank 0 in the block, and tell other processes its exit code. In these, be a rank,
-    and exit. Outside of torchrun (None) do nothing."""
-    if process is None:
-        yield
-        return
+    and exit."""
     if process.rank:
         sys.exit(serve(process))
-    store = process.store()  # held, as this process may host it
+    meeting = store()  # held, as this process may host it
     try:
         yield
     except SystemExit as ended:
         _ignore_signals()  # torchrun ends all processes as soon as one has failed
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if not store.check([_DOOR]):
-            store.set(_DOOR, "")
-        store.set(_END, str(code))
+        if not meeting.check([_DOOR]):
+            meeting.set(_DOOR, "")
+        meeting.set(_END, str(code))
         deadline = time.monotonic() + _END_SECONDS
-        while store.add(_LEFT, 0) < process.ranks - 1 and time.monotonic() < deadline:
+        while meeting.add(_LEFT, 0) < process.ranks - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         raise
-
-
-def on_torchrun(config: Config) -> Config:
-    """Return the configuration of a run whose processes torchrun has started. Raise `ConfigError` if it asks
-    for Ray."""
-    if config.cluster.launcher == "processes" or JoinedProcess.of(os.environ) is None:
-        return config
-    if "launcher" in config.cluster.model_fields_set:
-        raise ConfigError(
-            f"cluster.launcher={config.cluster.launcher!r} starts its own ranks, and torchrun has started "
-            f"processes; leave cluster.launcher out, or start braid without torchrun"
-        )
-    return config.changed(cluster={"launcher": "processes"})
 
 
 def launcher_here(config: Config, places: Sequence[ProcessPlace] | None = None) -> ProcessLauncher:
@@ -189,8 +142,8 @@ class JoinedLauncher(ProcessLauncher):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        with Door(self._process.own_address()) as door:
-            self._process.store().set(_DOOR, json.dumps(door.plate))
+        with Door(own_address(self._process)) as door:
+            store().set(_DOOR, json.dumps(door.plate))
             self._door = door
             yield
 
@@ -201,7 +154,7 @@ class JoinedLauncher(ProcessLauncher):
         assert self._door is not None, "ranks start within the block of `gathered`"
         limit_s = self._config.cluster.group_timeout_s
         guests = {rank: self._door.take(rank, limit_s, stopped) for rank in range(1, ranks)}
-        own = self._process.own_address()
+        own = own_address(self._process)
         addresses = [own, *(guest.address for guest in guests.values())]
         alone = self._config.cluster.emulated_link_mbit is not None
         places = [
@@ -234,6 +187,11 @@ class JoinedGroup(ProcessGroup):
             return super()._start(rank)
         return Child(guest, PipeEnd(guest.calls), PipeEnd(guest.pulse))
 
+    def _restart(self, ranks: Sequence[int]) -> None:
+        for rank in self._guests.keys() & set(ranks):
+            raise self._ended(rank)
+        super()._restart(ranks)
+
     def _ended(self, rank: int) -> WorkerError:
         """Only torchrun can start another process in place of one that has ended, and starts all again."""
         if rank not in self._guests:
@@ -252,16 +210,16 @@ def serve(process: JoinedProcess) -> int:
     """Be a rank of the run of rank 0's process, until that ends; return its exit code."""
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run, whose controller decides when to end
-    store = process.store()
-    plate = store.get(_DOOR)
+    meeting = store()
+    plate = meeting.get(_DOOR)
     _ignore_signals()
     groups = 0
     while plate and _served(process, Plate(*json.loads(plate))):
         groups += 1
-    store.set_timeout(timedelta(seconds=_END_SECONDS))
+    meeting.set_timeout(timedelta(seconds=_END_SECONDS))
     try:
-        code = int(store.get(_END))
-        store.add(_LEFT, 1)
+        code = int(meeting.get(_END))
+        meeting.add(_LEFT, 1)
     except RuntimeError:  # the process of rank 0 was killed, or cannot be reached
         if plate and not groups:
             where = ":".join(map(str, json.loads(plate)[:2]))
@@ -282,7 +240,7 @@ def _served(process: JoinedProcess, plate: Plate) -> bool:
     """Be a rank of the next group of ranks (of a profile, of the run); return False if no other will come."""
     from braid.actors.stage.rank.joined import JoinedWorker
 
-    address = process.own_address()
+    address = own_address(process)
     try:
         calls, pulse = (plate.knock(kind, process.rank, address) for kind in ("calls", "pulse"))
         config = calls.recv()
