@@ -1,6 +1,7 @@
-"""Writes a run's numbers for existing tools: TensorBoard event files, Weights & Biases.
+"""Tells a run's numbers and events to existing tools: TensorBoard event files, Weights & Biases, MLflow, a
+webhook.
 
-Both are optional packages, imported only on request.
+Their packages are optional, and imported only on request.
 """
 
 import contextlib
@@ -8,24 +9,18 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from braid.dashboards.run_files import flat, is_number, shown_config
+from braid.dashboards.background_sinks import InBackground, MlflowSink, WebhookSink, webhook_url
+from braid.dashboards.run_files import shown_config
+from braid.dashboards.tracker import GoesOnError, Tracker, scalars
 
-_NO_CHARTS: Final = ("step", "time", "samples", "generation")  # fields of a step's record that need no chart
-
-
-def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of ``metrics.jsonl``; numbers of a section are named ``SECTION/NAME``, a
-    group of charts."""
-    seconds = line.get("wall_seconds") or line["seconds"]
-    found = {**flat(line), "tokens_per_second": line["tokens"] / seconds if seconds else None}
-    numbers = {name.replace(".", "/"): value for name, value in found.items() if is_number(value)}
-    return {name: float(value) for name, value in numbers.items() if name not in _NO_CHARTS}
+_PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
-class TensorBoardSink:
+class TensorBoardSink(Tracker):
     """Writes event files into a folder, for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +45,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Tracker):
     """Logs to a run of Weights & Biases; ``options`` are ``wandb.init``'s, which writes all files into
     ``dir``.
 
@@ -80,31 +75,57 @@ class Sinks:
     continues."""
 
     def __init__(self, wanted: Mapping[str, Mapping[str, Any]], tell: Callable[[str], None]) -> None:
-        """``wanted``: ``tensorboard`` without options, ``wandb`` with options of ``wandb.init``; ``tell``:
-        receives failure messages. Raise `ValueError` if a package is missing."""
+        """``wanted``: ``tensorboard`` without options, ``wandb`` with options of ``wandb.init``, ``mlflow``
+        and ``webhook`` with their keys; ``tell``: receives failure messages. Raise `ValueError` if a package
+        or a webhook's address is missing."""
         self._wanted, self._tell = wanted, tell
-        self._open: dict[str, TensorBoardSink | WandbSink] = {}
+        self._open: dict[str, Tracker] = {}
+        self._troubled: set[str] = set()
         for tool in wanted:
-            if importlib.util.find_spec(tool) is None:
+            if (package := _PACKAGES.get(tool)) is not None and importlib.util.find_spec(tool) is None:
                 raise ValueError(
-                    f"telemetry.{tool} needs the package {tool}: pip install {tool}, or unset it"
+                    f"telemetry.{tool} needs the package {package}: pip install {package}, or unset it"
                 )
+        if "webhook" in wanted:
+            webhook_url(wanted["webhook"]["url"])
 
     def begin(self, folder: Path, mark: str, name: str, config: Mapping[str, Any]) -> None:
         """Start the tools, which write their files into ``folder``. ``mark``: unique id of this run."""
         for tool, options in self._wanted.items():
             with self._survived(tool):
-                if tool == "tensorboard":
-                    self._open[tool] = TensorBoardSink(folder / tool)
-                else:
-                    about = {"name": name, "dir": str(folder), "config": shown_config(config)}
-                    self._open[tool] = WandbSink(mark, {**options, **about})
+                about = {"name": name, "config": shown_config(config)}
+                match tool:
+                    case "tensorboard":
+                        self._open[tool] = TensorBoardSink(folder / tool)
+                    case "wandb":
+                        self._open[tool] = WandbSink(mark, {**options, **about, "dir": str(folder)})
+                    case "mlflow":
+                        self._open[tool] = InBackground(partial(MlflowSink, mark, {**options, **about}))
+                    case "webhook":
+                        self._open[tool] = InBackground(partial(WebhookSink, mark, {**options, **about}))
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Report a finished step; ``line``: its line of ``metrics.jsonl``."""
         for tool in list(self._open):
             with self._survived(tool):
                 self._open[tool].step(line)
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Report an event, see `Tracker.event`."""
+        for tool in list(self._open):
+            with self._survived(tool):
+                self._open[tool].event(kind, facts)
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the tools; if the run has failed, report that first."""
+        if isinstance(error, Exception):
+            text = str(error).strip() or type(error).__name__
+            self.event("failure", kind="failed", text=text)
+            self.event("end", complete=False, error=text)
+        self.close()
 
     def close(self) -> None:
         for tool in list(self._open):
@@ -115,6 +136,10 @@ class Sinks:
     def _survived(self, tool: str) -> Iterator[None]:
         try:
             yield
+        except GoesOnError as error:
+            if tool not in self._troubled:
+                self._troubled.add(tool)
+                self._tell(f"telemetry.{tool} {error}; the run goes on, and further trouble is not told")
         except Exception as error:  # no failure of a tool justifies losing a training run
             self._open.pop(tool, None)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,15 +4,17 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from braid import __version__
 from braid.actors.config import Config, ConfigError
+from braid.actors.config.joined import JoinedProcess, on_torchrun
 from braid.jobs.bench.cli import bench
 from braid.jobs.cluster.kubernetes import kubernetes
+from braid.jobs.cluster.slurm import slurm
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
@@ -64,7 +66,7 @@ def train(
     """Train a model."""
     from braid.jobs.planning.work import with_plan
 
-    resolved = with_plan(read_config(config, overrides, launcher, address), plan)
+    resolved = on_torchrun(with_plan(read_config(config, overrides, launcher, address), plan))
     if dry_run:
         _dry_run(Console(), resolved, resume=resume or resume_if_begun)
         return
@@ -154,6 +156,7 @@ for command, call in (
     (dashboard, "dashboard runs/first --port 8080"),
     (drill, "drill first.yaml --faults kill-forward,nan --launcher processes"),
     (submit, "submit first.yaml --address http://10.0.0.1:8265 --follow"),
+    (slurm, "slurm first.yaml --nodes 8 --gpus-per-node 8 --time 12:00:00 --output first.sh"),
     (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
 ):
     app.command(epilog=example(call))(command)
@@ -185,9 +188,24 @@ def _in_utf8() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run a command, turn errors into messages and exit codes."""
+    """Entry point: run a command, turn errors into messages and exit codes. Under torchrun, all processes but
+    that of rank 0 become ranks of its run."""
     if arguments is None:
         _in_utf8()
+    trains = (sys.argv[1:] if arguments is None else arguments)[:1] == ["train"]
+    try:
+        process = JoinedProcess.of(os.environ) if trains else None
+    except ConfigError as error:
+        sys.exit(_report(error))
+    if process is None:
+        _run(arguments)
+    from braid.actors.controller.ranks.rendezvous import joined
+
+    with joined(process):
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
     # Ray's import errors are noisy and of little use; its logs stay in its session directory.
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     try:

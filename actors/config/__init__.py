@@ -106,6 +106,12 @@ class Config(Section):
                 f"train.recompute={train.recompute!r} is given layer by layer, and "
                 f"parallel.tensor_degrees=auto; set both to auto, or give both"
             )
+        profiled = self.telemetry.profile.steps
+        if profiled is not None and profiled[0] > train.steps:
+            raise ValueError(
+                f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower "
+                f"them, or raise train.steps"
+            )
         if data.restart_positions and not data.document_mask:
             raise ValueError(
                 "data.restart_positions=true counts positions by documents that see each other; set "
@@ -190,6 +196,12 @@ class Config(Section):
             return shape
         check_runnable(shape, self.layout())
         check_fit(shape, self.layout(), self.workload())
+        profile, ranks = self.telemetry.profile, self.layout().ranks
+        if profile.steps is not None and max(profile.ranks) >= ranks:
+            raise ConfigError(
+                f"telemetry.profile.ranks={list(profile.ranks)} names a rank that is not there: the layout "
+                f"has ranks 0 to {ranks - 1}"
+            )
         # Whether a rank has a device for Triton's kernels, the rank checks.
         if self.train.kernels == "triton" and self.train.dtype == "fp64":
             raise ConfigError(

@@ -1,10 +1,11 @@
 """Defines the configuration of where a run's ranks are, and of what is recorded while they train."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from braid.actors.config.model import Above0, Positive, Section
+from braid.actors.config.model import Above0, Count, Positive, Section
+from braid.actors.config.urls import checked_address
 from braid.actors.config.variables import check_variables
 
 
@@ -80,6 +81,63 @@ class WandbConfig(Section):
         return {"mode": content} if isinstance(content, str) else content
 
 
+class Switched(Section):
+    """A section that is off until its first key is set; ``null`` is off, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_null(cls, content: Any) -> Any:
+        return {} if content is None else content
+
+
+class ProfileConfig(Switched):
+    """Steps that `torch.profiler` records, as Chrome traces in runs/NAME/profile."""
+
+    steps: tuple[Positive, Positive] | None = None  # the first and the last, counted from 1; null: none
+    ranks: tuple[Count, ...] = (0,)  # the ranks that are recorded
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ProfileConfig":
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            first, last = self.steps
+            raise ValueError(
+                f"steps=[{first}, {last}] names the last step first; set it to [{last}, {first}]"
+            )
+        if not self.ranks:
+            raise ValueError("ranks=[] names no rank; set it to [0], or steps to null")
+        return self
+
+
+class MlflowConfig(Switched):
+    """A run of MLflow beside this one, with its configuration and its numbers."""
+
+    uri: str | None = None  # of the tracking server, http://HOST:PORT, or a folder, file:FOLDER; null: none
+    experiment: str = "braid"  # where the run appears; made if it is not there
+
+    @field_validator("uri")
+    @classmethod
+    def _checked(cls, uri: str | None) -> str | None:
+        return (
+            None if uri is None else checked_address(uri, ("http", "https", "file", "sqlite", "databricks"))
+        )
+
+
+_EVENT = Literal["start", "failure", "checkpoint", "end"]
+
+
+class WebhookConfig(Switched):
+    """An address that is told what happens to the run, by a POST of JSON."""
+
+    # http:// or https://; $NAME: the value of that environment variable, for addresses that are secret
+    url: str | None = None
+    events: tuple[_EVENT, ...] = get_args(_EVENT)  # that are told
+
+    @field_validator("url")
+    @classmethod
+    def _checked(cls, url: str | None) -> str | None:
+        return url if url is None or url.startswith("$") else checked_address(url, ("http", "https"))
+
+
 class TelemetryConfig(Section):
     """What is written down while training."""
 
@@ -88,5 +146,8 @@ class TelemetryConfig(Section):
     trace_mb_per_rank: Positive = 64  # disk for the spans of the latest steps; older ones are removed
     tensorboard: bool = False  # also event files in runs/NAME/tensorboard
     wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    webhook: WebhookConfig = WebhookConfig()
+    profile: ProfileConfig = ProfileConfig()
     page: bool = True  # the live page of the run, on this machine's loopback
     page_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one

@@ -1,7 +1,9 @@
 """Opens file systems by URL: object stores, the web, memory. Their packages are loaded when they are
 needed."""
 
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from braid.actors.config.model import ConfigError
 from braid.scheduling.text.suggestions import nearest
@@ -14,6 +16,20 @@ _IN_EXTRA = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl")
 def is_url(place: str) -> bool:
     """Return whether a place is a URL instead of a path."""
     return "://" in place or "::" in place
+
+
+def checked_address(address: str, schemes: Sequence[str]) -> str:
+    """Return the address of a tool; raise `ValueError` for another scheme, a missing host, or a password in
+    it."""
+    scheme, _, rest = address.partition(":")
+    parts = urlsplit(address)
+    if scheme not in schemes or not rest:
+        raise ValueError(f"must begin with {' or '.join(f'{one}:' for one in schemes)}")
+    if scheme in ("http", "https") and not parts.hostname:
+        raise ValueError("names no host; write it as http://HOST:PORT")
+    if parts.password is not None:
+        raise ValueError("has a password, and a configuration is written down and shown; leave it out")
+    return address
 
 
 def check_protocol(key: str, url: str) -> None:

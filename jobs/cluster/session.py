@@ -20,7 +20,8 @@ from braid.actors.controller.ranks.cpus import whole_cpus
 from braid.actors.controller.ranks.group import Launcher, StoppedError
 from braid.actors.controller.ranks.parent import signals_held
 from braid.actors.controller.ranks.private_folders import private_folder
-from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher, ProcessPlace, check_loopback
+from braid.actors.controller.ranks.processes import LOOPBACK, ProcessPlace, check_loopback
+from braid.actors.controller.ranks.rendezvous import launcher_here
 from braid.jobs.cluster.doors import check_cluster, head_is_silent
 from braid.jobs.cluster.guardian import MARK, guarded
 from braid.jobs.data.executors import Executor, local_map, ray_map
@@ -154,7 +155,9 @@ def launcher_of(
     command is connected to the run's Ray cluster, if it runs on Ray. ``places``: places of plain processes,
     if they are not all on this host."""
     if config.cluster.launcher == "processes":
-        yield ProcessLauncher(config, places), local_map
+        launcher = launcher_here(config, places)
+        with launcher.gathered():
+            yield launcher, local_map
         return
     with ray_session(config):
         from braid.actors.controller.ranks.placement import RayLauncher, Reserved

@@ -13,8 +13,9 @@ from braid.actors.config.variables import inherited
 from braid.actors.controller.controller import RunOptions, check_begin
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.ranks.cpus import memory_here
-from braid.actors.controller.ranks.processes import ProcessLauncher, ProcessPlace, check_room
+from braid.actors.controller.ranks.processes import ProcessPlace, check_room
 from braid.actors.controller.ranks.rank_environment import gpus_here
+from braid.actors.controller.ranks.rendezvous import launcher_here
 from braid.actors.controller.state.mirror import check_url
 from braid.actors.stage.files.hub_files import check_initial
 from braid.jobs.cluster.session import check_installed, check_lasting, is_private
@@ -68,7 +69,7 @@ def check_place_of_ranks(
     fixed = not config.parallel.auto
     if config.cluster.launcher == "processes":
         check_script()
-        launcher = ProcessLauncher(config, places)
+        launcher = launcher_here(config, places)
         if fixed:
             launcher.check(config.layout().ranks)
     else:

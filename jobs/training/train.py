@@ -43,6 +43,7 @@ from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
 from braid.jobs.training.remarks import on_learning_rate
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
+from braid.jobs.training.tracking import network_tools, tell_event
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.text import write
 
@@ -216,8 +217,8 @@ def training(
         tools: dict[str, dict[str, Any]] = {"tensorboard": {}} if telemetry.tensorboard else {}
         if telemetry.wandb.mode != "off":
             tools["wandb"] = telemetry.wandb.model_dump()
-        sinks = Sinks(tools, lambda text: show(_warning("telemetry", text)))
-        stack.callback(sinks.close)
+        tools |= network_tools(telemetry)
+        sinks = stack.enter_context(Sinks(tools, lambda text: show(_warning("telemetry", text))))
         page = LivePage(telemetry.page_port)
         stack.callback(page.close)
         launcher, executor = stack.enter_context(launcher_of(config, places))
@@ -247,6 +248,7 @@ def training(
                     sinks.begin(run, mark, config.name, config.model_dump(mode="json"))
                 case StepDone(record=record):
                     sinks.step(asdict(record))
+            tell_event(sinks, event)
             yield event
 
 

@@ -139,7 +139,7 @@ def test_a_rank_takes_the_device_of_its_number_on_its_host(
 def test_an_error_does_not_end_the_thread_that_shows_life(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = Mock(pulse=Mock(side_effect=[RuntimeError("CUDA error: of something else"), 2]))
-    thread = threading.Thread(target=processes._answer, args=(theirs, [rank]), daemon=True)
+    thread = threading.Thread(target=processes.answer, args=(theirs, [rank]), daemon=True)
     thread.start()
     answers = []
     for _ in range(2):

@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from braid.actors.config import Config, ConfigError
 from braid.actors.config.variables import inherited
@@ -135,6 +134,10 @@ class ProcessLauncher:
     def hosts(self, ranks: int) -> list[str]:
         return [place.host for place in self._placed(ranks)]
 
+    def gathered(self) -> AbstractContextManager[object]:
+        """Return a block within which ranks may start; here it does nothing."""
+        return contextlib.nullcontext()
+
 
 def separate_places(ranks: int) -> list[ProcessPlace]:
     """Give each rank CPUs of its own, as if on a host of its own, if there are enough."""
@@ -166,7 +169,8 @@ class ProcessGroup(WorkerGroup):
         """Unanswered calls of each rank; more than one after a call that another rank's error ended."""
         self._children = [self._start(rank) for rank in range(len(places))]
 
-    def _start(self, rank: int) -> "_Child":
+    def _start(self, rank: int) -> "Child":
+        """Start the process of a rank."""
         shorten_multiprocessing()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -183,7 +187,7 @@ class ProcessGroup(WorkerGroup):
             process.start()
         theirs.close()
         their_pulse.close()
-        return _Child(process, _PipeEnd(calls), _PipeEnd(pulse))
+        return Child(process, PipeEnd(calls), PipeEnd(pulse))
 
     def _submit(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._owed[rank] += 1
@@ -256,7 +260,7 @@ class ProcessGroup(WorkerGroup):
             child.kill()
 
 
-class _PipeEnd:
+class PipeEnd:
     """This process's end of a pipe. A separate thread sends, because a send to a stopped process whose pipe
     is full would block for ever."""
 
@@ -283,13 +287,27 @@ class _PipeEnd:
         self.connection.close()
 
 
+class RankProcess(Protocol):
+    """What the controller knows of a rank's process; `BaseProcess` documents it."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass(frozen=True)
-class _Child:
+class Child:
     """A rank's process and the controller's ends of its pipes."""
 
-    process: BaseProcess
-    calls: _PipeEnd
-    pulse: _PipeEnd
+    process: RankProcess
+    calls: PipeEnd
+    pulse: PipeEnd
 
     def kill(self) -> None:
         """End the process, if it lives, and close the pipes. Do not wait long for a process that the kernel
@@ -318,7 +336,7 @@ def _run(
     pulse: Connection,
     environment: Mapping[str, str],
 ) -> None:
-    """Run a rank's main loop: receive a method's name and arguments, send back its result or its failure."""
+    """Run a rank's process: calls in its main loop, questions in a thread."""
     die_with(os.getppid())  # the parent is the fork server, which ends with whoever started it
     os.environ.update(environment)  # the fork server keeps the environment of its own start
     if place.namespace is not None:
@@ -329,9 +347,14 @@ def _run(
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # children of a rank inherit ignored signals
     served: list[Any] = []
-    threading.Thread(target=_answer, args=(pulse, served), name="pulse", daemon=True).start()
-    worker = serve(rank, place.address)
-    served.append(worker)
+    threading.Thread(target=answer, args=(pulse, served), name="pulse", daemon=True).start()
+    served.append(serve(rank, place.address))
+    obey(served[0], rank, calls)
+
+
+def obey(worker: Any, rank: int, calls: Connection) -> None:
+    """Run a rank's main loop until ``close``, or until the connection ends: receive a method's name and
+    arguments, send back its result or its failure."""
     method = ""
     with contextlib.suppress(EOFError, OSError):  # the pipe is closed
         while method != "close":
@@ -343,7 +366,7 @@ def _run(
             calls.send(outcome)
 
 
-def _answer(pulse: Connection, served: list[Any]) -> None:
+def answer(pulse: Connection, served: list[Any]) -> None:
     """Answer ``pulse`` and ``interrupt`` while the main loop works; the served object need not have these
     methods."""
     with contextlib.suppress(EOFError, OSError):

@@ -12,6 +12,7 @@ import torch
 
 from braid.actors.stage.measure.kernel_choice import KernelChoice
 from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.measure.torch_profile import Around
 from braid.actors.stage.model.layers import LayerDefinition, load_layers
 from braid.actors.stage.model.model import StageModel
 from braid.actors.stage.model.routing import routing_of
@@ -94,6 +95,7 @@ def assemble(
     device: torch.device,
     accelerator: Accelerator | None,
     kernels: KernelChoice | None = None,
+    around: Around | None = None,
 ) -> Assembly:
     """Assemble a rank from the plan of a run; all ranks call this together (see `put_together`)."""
     config, train = plan.config, plan.config.train
@@ -118,6 +120,7 @@ def assemble(
         captured=False if plan.shape.documents or plan.faults else config.overlap.cuda_graphs,
         spans=config.telemetry.spans,
         solo_ns=plan.solo_ns,
+        around=around,
     )
 
 
@@ -140,12 +143,13 @@ def put_together(
     captured: bool | Literal["auto"] = False,
     spans: bool = True,
     solo_ns: Mapping[str, int] | None = None,
+    around: Around | None = None,
 ) -> Assembly:
     """Assemble a rank; all ranks call this together, since they choose kernels together.
 
     ``accelerator`` has the streams of ``device``; None on a CPU. ``layers``: the user's own layers, by kind.
     ``choice`` stores the kernels that earlier calls chose. ``solo_ns``: times of operators run alone, for the
-    recorder of spans.
+    recorder of spans. ``around``: runs operations inside of ranges with their names.
     """
     layout = mesh.layout
     model_of = partial(
@@ -176,6 +180,7 @@ def put_together(
         recorder=recorder,
         graph=step_graph(streams, recorder, captured, layout.ranks, mesh.groups.gather),
         routing=routing_of(model),
+        around=around,
     )
     return Assembly(
         mesh=mesh,

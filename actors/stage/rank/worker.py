@@ -19,6 +19,7 @@ from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.measure.span_stream import Sink, SocketSink, SpanStream
 from braid.actors.stage.measure.telemetry import Recorder
+from braid.actors.stage.measure.torch_profile import TorchProfile
 from braid.actors.stage.model.routing import ChoicesMade
 from braid.actors.stage.rank.allocator import keep_freed_memory, set_aside_what_lasts
 from braid.actors.stage.rank.assembly import Assembly, assemble, join
@@ -63,6 +64,7 @@ class Worker(Logged, Rank):
         self._copies = Copies()
         self._saves: Saves | None = None
         self._samples: ReplicaSamples | None = None
+        self._profile: TorchProfile | None = None
 
     def pulse(self) -> Pulse:
         """Answer `Rank.pulse`; this method and `interrupt` are called from another thread."""
@@ -117,7 +119,8 @@ class Worker(Logged, Rank):
 
     def _build(self, plan: RunPlan, mesh: Mesh) -> None:
         layout, device = self._layout, self._device
-        parts = assemble(plan, mesh, device, accelerator_of(device), self._kernels)
+        self._profile = profile = TorchProfile(plan.config, self.rank, device, os.environ)
+        parts = assemble(plan, mesh, device, accelerator_of(device), self._kernels, profile.around)
         self._assembly, self._model_of = parts, parts.model_of
         self._membership.graph = parts.executor.graph
         exchange = Peers(mesh, parts.streams, device).told
@@ -133,6 +136,11 @@ class Worker(Logged, Rank):
     # -- steps -------------------------------------------------------------------------------------------
 
     def train_step(self, step: int) -> StepResult:
+        assert self._profile is not None
+        with self._profile.step(step + 1):
+            return self._train_step(step)
+
+    def _train_step(self, step: int) -> StepResult:
         begin = time.perf_counter()
         self._memory.begin()
         assert self._samples is not None
@@ -293,6 +301,9 @@ class Worker(Logged, Rank):
         self.leave()
 
     def leave(self) -> None:
+        if self._profile is not None:
+            self._profile.end()
+            self._profile = None
         if self._stream is not None:
             self._stream.close()
             self._stream = None

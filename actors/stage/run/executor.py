@@ -70,14 +70,16 @@ class Executor:
         watch: Callable[[Operation], None] | None = None,
         graph: StepGraph | None = None,
         routing: "Routing | None" = None,
+        around: Callable[[Operation, Bound], Bound] | None = None,
     ) -> None:
         """``buckets``: parameters and gradients; None for code without sums and gathers. ``watch`` is called
         after every operation, before registers are freed. ``graph`` captures the operations before the
-        update. ``routing`` adds up the routers' statistics.
+        update. ``routing`` adds up the routers' statistics. ``around`` returns a function to run in place
+        of an operation's.
         """
         self._model, self._mesh, self._streams, self._recorder = model, mesh, streams, recorder
         self._binder = Binder(model, mesh, streams, recorder, routing)
-        self._watch, self.graph, self._routing = watch, graph, routing
+        self._watch, self._around, self.graph, self._routing = watch, around, graph, routing
         self.before: Callable[[int], None] | None = None
         """Function called before every instruction with its position; drills inject faults there."""
         self.ended: Callable[[], None] | None = None
@@ -213,7 +215,8 @@ class Executor:
 
     def _bind(self, operation: Operation, stretch: Stretch) -> Bound:
         if self._watch is None:
-            return self._bound(operation, stretch)
+            run = self._bound(operation, stretch)
+            return run if self._around is None else self._around(operation, run)
         run, watch = self._bound(replace(operation, frees=()), stretch), self._watch
 
         def watched(frames: Sequence[Registers], passes: Sequence[Pass]) -> None:

@@ -1,0 +1,212 @@
+"""`braid train` under torchrun, and in processes for which somebody else has set torchrun's variables."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braid.actors.config.joined import JoinedProcess
+from braid.actors.controller.ranks.door import Door, Plate
+from braid.actors.controller.records.json_lines import read_lines
+from tests.end_to_end.command import (
+    braid,
+    environment,
+    losses_of,
+    processes_mentioning,
+    write_config,
+    write_corpus,
+)
+from tests.waiting import within
+
+TRAIN = ["-m", "braid", "train"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    cluster = {"launcher": "processes", "cpus_per_rank": 0.5, "device": "cpu"}
+    return write_config(tmp_path, parallel={"tp": 2}, cluster=cluster)
+
+
+class Joined:
+    """Processes of `braid train` with torchrun's variables."""
+
+    def __init__(self, folder: Path, ranks: int, *arguments: str) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        options: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *TRAIN, *arguments],
+                env={**environment(), **common, "RANK": str(rank)},
+                start_new_session=True,
+                text=True,
+                **options,
+            )
+            for rank in range(ranks)
+        ]
+
+    def ended(self) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of every process."""
+        told = [process.communicate(timeout=120) for process in self.processes]
+        return [(process.returncode, *texts) for process, texts in zip(self.processes, told, strict=True)]
+
+
+@pytest.fixture
+def started(config: Path) -> Iterator[list[Joined]]:
+    """Holds what a test starts; it ends with the test."""
+    made: list[Joined] = []
+    yield made
+    for process in (process for one in made for process in one.processes if process.poll() is None):
+        process.kill()
+        process.communicate()
+
+
+def nothing_left(folder: Path) -> None:
+    """Neither processes of the run nor of its ranks."""
+    pids = json.loads((folder / "runs" / "run" / "cluster.json").read_text())["processes"]
+    assert within(10, lambda: not [pid for pid in pids if pid and Path(f"/proc/{pid}").exists()])
+    assert not processes_mentioning(str(folder), patience=5)
+
+
+def test_torchrun_trains_as_plain_processes_do(config: Path, tmp_path: Path) -> None:
+    """To the bit, with the spans of all ranks; no key says that there is torchrun."""
+    alone = braid(tmp_path, "train", str(config), "--set", "name=alone")
+    assert alone.code == 0, alone.errors
+    config.write_text(config.read_text().replace("  launcher: processes\n", ""))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *torchrun, *TRAIN, str(config)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ranks   2 (tp 2); steps 1 to 4") == 1
+    assert losses_of(tmp_path, "run") == losses_of(tmp_path, "alone")
+    assert len(list((tmp_path / "runs" / "run" / "trace").glob("rank-0000[01].*"))) == 2
+    nothing_left(tmp_path)
+
+
+@pytest.mark.thorough
+def test_a_profile_and_the_run_take_the_same_processes(
+    config: Path, tmp_path: Path, started: list[Joined]
+) -> None:
+    """One group of ranks after the other."""
+    started.append(Joined(tmp_path, 2, str(config), "--set", "overlap.schedule=auto"))
+    assert [code for code, *_ in started[0].ended()] == [0, 0]
+    assert (tmp_path / "runs" / "run" / "profile.json").exists()
+    nothing_left(tmp_path)
+
+
+REFUSED = {
+    "": "the layout has 2 ranks (parallel.dp=1, parallel.tp=2|torchrun has started 3 processes; start 2",
+    "--launcher ray": "cluster.launcher='ray' starts its own ranks|leave cluster.launcher out",
+    "--set parallel.dp=x": "parallel.dp='x'",
+    "--set elastic.max_ranks=4": "elastic.max_ranks=4: torchrun's processes do not come and go",
+    "--resume": "there is no run|start it without --resume",
+    "--oops": "braid train has no option --oops",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_run_is_refused_by_one_process(
+    config: Path, tmp_path: Path, started: list[Joined], call: str
+) -> None:
+    started.append(Joined(tmp_path, 3, str(config), *call.split()))
+    ended = started[0].ended()
+    assert [code for code, *_ in ended] == [2, 2, 2]
+    (line,) = [line for _, output, errors in ended for line in (output + errors).splitlines()]
+    assert all(part in line for part in REFUSED[call].split("|")), line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_signals_stop_a_run_with_a_checkpoint(config: Path, tmp_path: Path, started: list[Joined]) -> None:
+    """To all processes at once, as torchrun, Slurm and a terminal send them."""
+    started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    for process in started[0].processes:
+        os.killpg(process.pid, signal.SIGTERM)
+    ended = started[0].ended()
+    assert [code for code, *_ in ended] == [130, 130], ended
+    (saved,) = (tmp_path / "runs" / "run" / "checkpoints").glob("step-*")
+    assert saved.name == f"step-{len(read_lines(metrics))}"
+    nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_ends_all(
+    config: Path, tmp_path: Path, started: list[Joined], number: signal.Signals
+) -> None:
+    """The copy of its state that its partner holds is saved before."""
+    more = ["--set", "checkpoint.copies_every=1", "--set", "failure.silence_s=3"]
+    started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000", *more))
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    assert within(120, lambda: len(read_lines(metrics)) >= 2)
+    begin = time.monotonic()
+    started[0].processes[1].send_signal(number)
+    started[0].processes[0].wait(60)
+    started[0].processes[1].kill()
+    (code, _, errors), (killed, *_) = started[0].ended()
+    assert (code, killed) == (1, -signal.SIGKILL)
+    assert "rank 1: its process has ended, and with it the run; `torchrun --max-restarts`" in errors
+    assert time.monotonic() - begin < 60
+    assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+    nothing_left(tmp_path)
+
+
+def test_the_end_of_the_command_ends_all(config: Path, tmp_path: Path, started: list[Joined]) -> None:
+    started.append(Joined(tmp_path, 2, str(config), "--set", "train.steps=100000"))
+    assert within(120, lambda: len(read_lines(tmp_path / "runs" / "run" / "metrics.jsonl")) >= 1)
+    started[0].processes[0].kill()
+    assert [code for code, *_ in started[0].ended()] == [-signal.SIGKILL, 1]
+    nothing_left(tmp_path)
+
+
+def test_a_door_opens_to_nobody_without_the_token() -> None:
+    """What strangers send is not unpickled, and keeps nobody else waiting."""
+    with Door("127.0.0.1") as door:
+        silent = socket.create_connection(door.plate[:2])
+        with pytest.raises(Exception, match=r"digest|Authentication|reject"):
+            Plate(*door.plate[:2], "another token").knock("calls", 1, "127.0.0.1")
+        connections = [door.plate.knock(kind, 1, "127.0.0.1") for kind in ("calls", "pulse")]
+        guest = door.take(1, 5.0)
+        guest.calls.send("hello")
+        assert connections[0].recv() == "hello"
+        assert guest.pid == os.getpid()
+        silent.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RANK", "x", "RANK='x' must be a number"),
+        ("WORLD_SIZE", "-1", "WORLD_SIZE='-1' must be a number"),
+        ("RANK", "2", "RANK=2 must be less than WORLD_SIZE=2"),
+        ("MASTER_PORT", "http", "MASTER_PORT='http' must be a number"),
+    ],
+)
+def test_variables_that_torchrun_does_not_set_so(name: str, value: str, says: str) -> None:
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert JoinedProcess.of(whole) == JoinedProcess(1, 2, "127.0.0.1", 29500, 2)
+    assert JoinedProcess.of({**whole, "MASTER_ADDR": ""}) is None
+    with pytest.raises(ValueError, match=says) as refused:
+        JoinedProcess.of({**whole, name: value})
+    assert "unset RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT to start braid without torchrun" in str(
+        refused.value
+    )
