@@ -31,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 def read_config(
     path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
 ) -> Config:
-    """Load a configuration and apply a command's options to it; files that it names on the Hub are fetched."""
+    """Load a configuration and apply a command's options to it; fetch what it names on the Hub."""
     from braid.jobs.data.hub_names import with_hub_files  # loads numpy, which help texts do not need
 
     extra = {"cluster.launcher": launcher, "cluster.address": address and json.dumps(address)}

@@ -45,7 +45,7 @@ class DataConfig(Section):
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    # bytes, or a Hugging Face tokenizer.json or its folder, or its name on the Hub (org/name); default: that of
+    # bytes, or a Hugging Face tokenizer.json, its folder, or its name on the Hub (org/name); default: that of
     # model.initial, else bytes
     tokenizer: str | None = None
     end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say

@@ -66,7 +66,9 @@ def _known(names: list[str], tasks: str, folder: Path | None) -> Any:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        manager = TaskManager(include_path=folder)
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if not names or {*names} - {*manager.all_tasks}:
+            manager = TaskManager(include_path=folder)  # reads thousands of files
         for name in names or [tasks]:
             if name not in manager.all_tasks:
                 near = nearest(name, manager.all_tasks)

@@ -1,7 +1,7 @@
 """Replaces names of repositories on the Hugging Face Hub in a configuration by folders with their files.
 
-``huggingface_hub`` fetches the files into its cache (``HF_HOME``), which all that use the Hub share. Without a
-network, files that the cache has are taken from there.
+``huggingface_hub`` fetches the files into its cache (``HF_HOME``), which all programs that use the Hub share.
+Without a network, the cache's copies are taken.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ _WEIGHTS: Final = (*_TOKENIZER, "model*.safetensors", "model.safetensors.index.j
 
 
 def with_hub_files(config: Config) -> Config:
-    """Return a copy in which ``data.tokenizer`` and ``model.initial`` are paths, after fetching what they name
-    on the Hub. Raise `ConfigError` if a repository cannot be fetched."""
+    """Return a copy in which ``data.tokenizer`` and ``model.initial`` are paths, after fetching the
+    repositories that they name. Raise `ConfigError` if a repository cannot be fetched."""
     initial, tokenizer = config.model.initial, config.data.tokenizer
     if initial is not None and is_hub_name("model.initial", str(initial)):
         config = config.changed(model={"initial": _fetched("model.initial", str(initial), _WEIGHTS)})
@@ -44,11 +44,11 @@ def _fetched(key: str, name: str, patterns: tuple[str, ...]) -> Path:
     except GatedRepoError:
         why = "its owner lets only registered users read it: ask there, then log in with `hf auth login`"
     except RepositoryNotFoundError:
-        why = "the Hub has no such repository, or a private one: correct the name, or log in with `hf auth login`"
+        why = "there is none, or a private one: correct the name, or log in with `hf auth login`"
     except LocalEntryNotFoundError:
         why = "the Hub does not answer, and no copy is here: see to the network, or give a path"
     except HFValidationError as error:
-        why = f"{error}"
-    except OSError as error:
-        why = f"it cannot be fetched: {error}"
+        why = str(error)
+    except Exception as error:  # those of several HTTP clients
+        why = f"it cannot be fetched: {type(error).__name__}: {error}".splitlines()[0]
     raise ConfigError(f"{key}={name!r} is no path here, and as a name on the Hugging Face Hub: {why}")
