@@ -35,6 +35,8 @@ def weights_of(source: Path, which: Which = None) -> Iterator[Path]:
     """Yield a folder with weights and tokenizer: ``source``, or for the length of the block the export of a
     run's checkpoint (`chosen`), in fp32. Raise `ConfigError` if there are no weights."""
     if not (source / CONFIG).is_file():
+        if not source.is_dir():
+            raise ConfigError(f"{source} is neither a run nor a checkpoint, nor a folder of weights")
         found = chosen(source, which)
         with tempfile.TemporaryDirectory(prefix="braid-weights-") as folder:
             write_weights(found, Path(folder))
