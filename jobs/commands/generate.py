@@ -45,8 +45,7 @@ def generate(
         room = length - len(given)
         if room < 1:
             raise ConfigError(
-                f"--prompt has {len(given)} tokens, and {source} was trained on sequences of {length}; "
-                f"shorten it"
+                f"--prompt has {len(given)} tokens, more than sequences of {source} ({length}); shorten it"
             )
         settings = model.generation_config
         if "top_k" not in settings.to_diff_dict():
@@ -55,7 +54,7 @@ def generate(
         if unused and settings.suppress_tokens is None:  # rows that only round the vocabulary up
             drawing["suppress_tokens"] = [*unused]
         ends = settings.eos_token_id
-        pad = ends[0] if isinstance(ends, list) else ends
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if seed is None:
             torch.seed()
         else:
@@ -66,14 +65,10 @@ def generate(
             attention_mask=torch.ones_like(ids),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             max_new_tokens=min(max_tokens, room),
-            pad_token_id=0 if pad is None else pad,
+            pad_token_id=ends[0] if ends else 0,
             **drawing,
         )
-        if (
-            len(made) == length
-            and max_tokens > room
-            and made[-1] not in torch.tensor(ends, device=made.device)
-        ):
+        if len(made) == length and max_tokens > room and int(made[-1]) not in ends:
             complain(f"stopped at {length} tokens, the length of the sequences that {source} was trained on")
 
 

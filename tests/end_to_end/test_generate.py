@@ -224,7 +224,7 @@ def test_wrong_calls_are_one_line(folder: Path, command: Command, tmp_path: Path
             "keep_best",
         ),
         ("runs/run/checkpoints/step-40", *prompt, "--checkpoint", "40"): ("is one checkpoint", "leave"),
-        ("runs/run", "--prompt", "sheep " * 100): ("--prompt has ", "sequences of 64", "shorten it"),
+        ("runs/run", "--prompt", "sheep " * 100): ("--prompt has ", "sequences of runs/run (64); shorten it"),
     }.items():
         assert refused(command("generate", *arguments), *says).count("\n") == 1
     weights = tmp_path / "weights"

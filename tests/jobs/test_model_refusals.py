@@ -37,7 +37,6 @@ MISTAKES = {
     "checkpoint export runs/absent out --checkpoint best": "runs/absent is neither a run nor a checkpoint",
     "train first.yaml --set checkpoint.keep_best=true": "checkpoint.keep_best=true|train.validate_every=0",
     "train first.yaml --set checkpoint.keep_best=2": "checkpoint.keep_best=2: must be true or false",
-    "train first.yaml --set checkpoint.keep_bets=true": "did you mean 'checkpoint.keep_best'?",
 }
 """Calls, and the texts of what is said of them, between bars."""
 

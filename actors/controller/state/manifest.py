@@ -172,7 +172,7 @@ class CheckpointStore:
     def best(self, run: str, newest: int | None = None) -> Manifest | None:
         """Return the manifest of a run's checkpoint with the lowest validation loss, of steps up to
         ``newest``; None if none of them was validated."""
-        own = []
+        own: list[Manifest] = []
         for step in (step for step in self.steps() if newest is None or step <= newest):
             with contextlib.suppress(CheckpointError):
                 manifest = read_manifest(self.directory / f"step-{step}")
