@@ -64,11 +64,12 @@ def opened(source: Path, folder: Path) -> tuple[Any, Any]:
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            model, state = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, use_safetensors=True, output_loading_info=True, **options
             )
     except Exception as error:  # of many types, by the kind of the file
         raise ConfigError(f"transformers cannot read {source}: {first_line(error)}") from None
+    model, state = loaded
     if lost := sorted(state["missing_keys"]):  # these would have random values
         raise ConfigError(f"{source} lacks the tensor {lost[0]}, which {CONFIG} says is there")
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
