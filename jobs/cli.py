@@ -17,6 +17,8 @@ from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.slurm import slurm
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
+from braid.jobs.commands.evaluate import evaluate
+from braid.jobs.commands.generate import generate
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
 from braid.jobs.drill.cli import drill
 from braid.jobs.output import ExitCode, background, check_outputs, complain, say
@@ -150,6 +152,8 @@ for command, call in (
     (compare, "compare plan.yaml other.yaml"),
     (presets, "presets"),
     (profile, "profile first.yaml --launcher processes --svg heat.svg"),
+    (generate, "generate runs/first --prompt 'def main' --temperature 0.8"),
+    (evaluate, "evaluate runs/first --tasks lambada_openai,arc_easy --limit 100"),
     (trace, "trace runs/first --steps 5-8"),
     (report, "report runs/first --output first.html"),
     (logs, "logs runs/first --rank 0"),

@@ -31,9 +31,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 def read_config(
     path: Path, overrides: list[str] | None, launcher: str | None = None, address: str | None = None
 ) -> Config:
-    """Load a configuration and apply a command's options to it."""
+    """Load a configuration and apply a command's options to it; fetch what it names on the Hub."""
+    from braid.jobs.data.hub_names import with_hub_files  # loads numpy, which help texts do not need
+
     extra = {"cluster.launcher": launcher, "cluster.address": address and json.dumps(address)}
-    return load_config(path, [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)])
+    words = [*(overrides or []), *(f"{key}={word}" for key, word in extra.items() if word)]
+    return with_hub_files(load_config(path, words))
 
 
 def as_options(text: str) -> str:

@@ -45,7 +45,8 @@ class DataConfig(Section):
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
+    # bytes, or a Hugging Face tokenizer.json, its folder, or its name on the Hub (org/name); default: that of
+    # model.initial, else bytes
     tokenizer: str | None = None
     end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
     text_field: str = "text"  # of JSON lines and Parquet: where the text is
@@ -111,6 +112,12 @@ class Config(Section):
             raise ValueError(
                 f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower "
                 f"them, or raise train.steps"
+            )
+        if self.checkpoint.keep_best and not (train.validate_every and data.validation_fraction):
+            raise ValueError(
+                f"checkpoint.keep_best=true compares validations, and train.validate_every="
+                f"{train.validate_every}, data.validation_fraction={data.validation_fraction:g}; set both "
+                f"above 0, or checkpoint.keep_best to false"
             )
         if data.restart_positions and not data.document_mask:
             raise ValueError(

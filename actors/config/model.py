@@ -148,8 +148,8 @@ class ModelConfig(Section):
     # which layers follow each other, such as "2*layer wide", repeated until there are model.layers of them:
     # "layer" is the family's own, "dense" (family moe) one without experts, others are names in model.layer
     pattern: str = UNIFORM
-    # a Hugging Face directory with initial weights: config.json and model.safetensors (Llama, Mistral,
-    # Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE)
+    # a Hugging Face directory with initial weights, or its name on the Hub (org/name): config.json and
+    # model.safetensors (Llama, Mistral, Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE)
     initial: Path | None = None
 
     @property

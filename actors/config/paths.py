@@ -33,6 +33,9 @@ _PATTERNS: Final = ("data.exclude",)
 """Keys with relative patterns that match below any folder."""
 _WORDS: Final = {("data.files", PYTHON_STDLIB), ("data.tokenizer", BYTES)}
 """Values that are not paths."""
+_ON_THE_HUB: Final = ("data.tokenizer", "model.initial")
+"""Keys whose value may be the name of a repository on the Hugging Face Hub."""
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_URL: Final = re.compile("(?:file|local):(?://)?")
 
 C = TypeVar("C", bound=BaseModel)
@@ -50,13 +53,21 @@ def anchored(config: C, base: Path, keys: Iterable[str] = _PATHS) -> C:
     """Return a copy with the relative paths of ``keys`` resolved from ``base``; absolute ones stay as they
     are.
 
-    URLs have their own roots, and paths that are not expanded yet stay as they are.
+    URLs and names on the Hub have their own roots, and paths that are not expanded yet stay as they are.
     """
 
     def anchor(key: str, path: str) -> str:
-        return path if path.startswith(("~", "$")) or is_url(path) else os.path.normpath(base / path)
+        elsewhere = path.startswith(("~", "$")) or is_url(path) or is_hub_name(key, path, base)
+        return path if elsewhere else os.path.normpath(base / path)
 
     return _mapped(config, keys, anchor)
+
+
+def is_hub_name(key: str, value: str, base: Path = Path()) -> bool:
+    """Return whether a key's value is a repository of the Hugging Face Hub, such as ``org/name``, and not the
+    path of a file or folder from ``base`` on."""
+    named = key in _ON_THE_HUB and _HUB_NAME.fullmatch(value) and not value.endswith(".json")
+    return bool(named) and not (base / value).exists()
 
 
 def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:

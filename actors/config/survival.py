@@ -17,6 +17,8 @@ class CheckpointConfig(Section):
     lose_at_most: Positive | None = None  # steps beyond the newest checkpoint; then training waits for a save
     keep: Positive = 2  # newest ones
     keep_every: Count = 0  # steps; checkpoints at their multiples are kept for ever
+    # also save and keep the state with the lowest validation loss (train.validate_every)
+    keep_best: bool = False
     # a path, or an fsspec URL such as s3://bucket/run: all checkpoints' second home
     mirror: str | None = None
     copies_every: Count = 0  # steps between copies in ranks' memory; 0: none

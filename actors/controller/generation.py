@@ -113,7 +113,7 @@ class Generation:
             with clock.part("records"):
                 yield from watch.look(run.step, run.generation, event.ranks)
             with clock.part("save"):
-                yield from saver.step_done(run.step)
+                yield from saver.step_done(run.step, event.record.validation_loss)
             if run.step < run.last:
                 with clock.part("nodes"):
                     change = yield from self._look_around(watch, records)

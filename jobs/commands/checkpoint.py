@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
@@ -31,25 +31,41 @@ RunOrCheckpoint = Annotated[
         help="A run, or one checkpoint such as runs/first/checkpoints/step-20.", metavar="RUN|CHECKPOINT"
     ),
 ]
+BEST: Final = "best"
+"""Word for the checkpoint with the lowest validation loss."""
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        help=f"A step of the run, or {BEST}: of lowest validation loss; by default the newest.",
+        metavar=f"STEP|{BEST}",
+    ),
+]
 _STEP = re.compile(r"step-(\d+)")
 
 
 @checkpoint.command("list", epilog=example("checkpoint list runs/first"))
 def list_checkpoints(run: RunFolder, as_json: AsJson = False) -> None:
-    """Show a run's checkpoints: step, size, layout, and whether every file is what was saved."""
+    """Show a run's checkpoints: step, size, layout, validation loss, and whether every file is what was
+    saved."""
     all_saved = [_examined(path) for path in _checkpoints_at(run)]
+    best = _best(run)
     columns = [Column(name, justify="right") for name in ("step", "size")]
-    columns += [Column(name, overflow="fold") for name in ("layout", "state")]
+    columns += [Column(name, overflow="fold") for name in ("layout", "validation", "state")]
     table = Table(*columns, box=None, pad_edge=False)
     for saved in all_saved:
         state = Text(saved.problem or "verified")  # file names must not be read as rich's markup
-        table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", state)
+        loss = "-" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
+        loss += f" {BEST}" if saved.step == best else ""
+        table.add_row(str(saved.step), decimal(saved.size_bytes), saved.layout or "-", loss, state)
     rows = [
         {
             "step": saved.step,
             "path": str(saved.path),
             "size_bytes": saved.size_bytes,
             "layout": saved.layout,
+            "validation_loss": saved.validation_loss,
+            "best": saved.step == best,
             "verified": not saved.problem,
             "problem": saved.problem or None,
         }
@@ -80,38 +96,17 @@ def export_checkpoint(
     max_file_gb: Annotated[
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
+    which: Which = None,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
     Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
     """
-    from braid.jobs.training.beside_weights import copy_kept
-
     if not max_file_gb > 0:
         raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
-    problems: list[str] = []
-    for candidate in reversed(_checkpoints_at(source)):
-        found = _examined(candidate)
-        if found.shape is not None:
-            break
-        problems.append(found.problem)
-    else:
-        raise CheckpointError("; ".join(problems))
-    _check_built_in(found.path)
-    for problem in problems:
-        complain(f"{problem}; falling back to step {found.step}")
-    if found.shape.capacity_factor:
-        complain(
-            f"experts were trained to drop tokens beyond model.capacity_factor="
-            f"{found.shape.capacity_factor}; the exported model drops none"
-        )
+    found = chosen(source, which)
     with new_directory(directory) as partial:
-        from braid.actors.stage.state.exchange import export_model
-
-        tokens = copy_kept(found.path, partial)
-        if tokens is None:
-            complain(f"{source} has kept no tokenizer; the export has weights and config.json only")
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens or {})
+        files = write_weights(found, partial, dtype, int(max_file_gb * 1e9))
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
@@ -131,6 +126,84 @@ class Examined:
     """The layout that wrote it, such as ``tp 2 x pp 2``; None if there is a problem."""
     shape: ModelShape | None = None
     """Sizes of the model; None if there is a problem."""
+    validation_loss: float | None = None
+    """Validation loss of the saved state, in nats per token; None if it was not validated."""
+
+
+def chosen(source: Path, which: str | None = None) -> Examined:
+    """Return the checkpoint of a run that ``which`` names (`Which`), or the one at ``source``; its shape is
+    known.
+
+    By default the newest verified checkpoint is taken, and damaged newer ones are told of. Raise
+    `ConfigError` if there is no such checkpoint, or it has no Hugging Face form, `CheckpointError` if none
+    is good.
+    """
+    paths = _checkpoints_at(source)
+    if which is not None:
+        paths = [_named(source, paths, which)]
+    problems: list[str] = []
+    for candidate in reversed(paths):
+        found = _examined(candidate)
+        if found.shape is not None:
+            break
+        problems.append(found.problem)
+    else:
+        raise CheckpointError("; ".join(problems))
+    _check_built_in(found.path)
+    for problem in problems:
+        complain(f"{problem}; falling back to step {found.step}")
+    return found
+
+
+def write_weights(
+    found: Examined, directory: Path, dtype: str = "fp32", max_file_bytes: int = 5_000_000_000
+) -> list[Path]:
+    """Write a verified checkpoint in Hugging Face's form into an empty directory; return the files of
+    weights."""
+    from braid.actors.stage.state.exchange import export_model
+    from braid.jobs.training.beside_weights import copy_kept
+
+    assert found.shape is not None
+    if found.shape.capacity_factor:
+        complain(
+            f"experts were trained to drop tokens beyond model.capacity_factor="
+            f"{found.shape.capacity_factor}; the exported model drops none"
+        )
+    tokens = copy_kept(found.path, directory)
+    if tokens is None:
+        complain(
+            f"the run of {found.path} has kept no tokenizer; the export has weights and config.json only"
+        )
+    return export_model(found.path, directory, found.shape, dtype, max_file_bytes, tokens or {})
+
+
+def _named(source: Path, paths: list[Path], which: str) -> Path:
+    """Return the checkpoint among a run's that ``which`` names; raise `ConfigError` if there is none."""
+    steps = {path.name.removeprefix("step-"): path for path in paths}
+    if paths == [source]:
+        raise ConfigError(f"--checkpoint {which}: {source} is one checkpoint; leave the option out")
+    if which == BEST and (best := _best(source)) is not None:
+        return steps[str(best)]
+    if which == BEST:
+        raise ConfigError(
+            f"--checkpoint {BEST}: no checkpoint of {source} was validated; train with train.validate_every "
+            f"and checkpoint.keep_best=true"
+        )
+    if which not in steps:
+        raise ConfigError(
+            f"--checkpoint {which}: {source} has checkpoints of steps {', '.join(steps)}; give one of them, "
+            f"or {BEST}"
+        )
+    return steps[which]
+
+
+def _best(run: Path) -> int | None:
+    """Return the step of a run's checkpoint with the lowest validation loss; None if there is none."""
+    from braid.actors.controller.records.run_records import read_identity  # loads numpy
+
+    identity = read_identity(run)
+    best = CheckpointStore(run / "checkpoints").best(identity.mark if identity is not None else "")
+    return best.step if best is not None else None
 
 
 def _examined(path: Path) -> Examined:
@@ -148,6 +221,7 @@ def _examined(path: Path) -> Examined:
             step=manifest.step if found.step is None else found.step,
             layout=from_mapping(ParallelLayout, layout, f"{path / MANIFEST}: layout").describe(),
             shape=from_mapping(ModelShape, manifest.shape, f"{path / MANIFEST}: shape"),
+            validation_loss=manifest.validation_loss,
         )
     except OSError as error:  # its run may remove it while it is read
         problem = f"checkpoint {path}: file {error.filename} cannot be read: {error.strerror}"

@@ -25,8 +25,13 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 GENERATION: Final = "generation_config.json"
-_BESIDE: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, "config.json")
+BESIDE: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, "config.json")
 """Files that may name the end token, the tokenizer's own first: chat models have further end tokens."""
+TOKENIZER_PARTS: Final = (
+    *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files of a tokenizer beside `TOKENIZER_FILE`."""
 _NAMES: Final = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -225,7 +230,7 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
     token: Any = wanted
     names = {number: name for name, number in ids.items()}
     wrong = f"{wanted!r} is no token of {str(path)!r}; name one"
-    for file in _BESIDE if wanted is None else ():
+    for file in BESIDE if wanted is None else ():
         said = _ends(content_of(path.parent / file), names)
         if len(said) == 1:
             token = said[0]

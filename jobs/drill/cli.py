@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from braid.actors.config import load_config
-from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides
+from braid.jobs.usage import AsJson, ConfigFile, Launcher, Overrides, read_config
 from braid.scheduling.text.json_text import json_text
 
 _FAILED = 1
@@ -46,9 +45,7 @@ def drill(
             needs = " (root)" if name in NEED_ROOT else " (Ray, elastic)" if name in NODE_FAULTS else ""
             console.print(f"[bold]{name:16}[/bold] {fault.text}{needs}", highlight=False)
         return
-    resolved = load_config(
-        config, [*(overrides or []), *([f"cluster.launcher={launcher}"] if launcher else [])]
-    )
+    resolved = read_config(config, overrides, launcher)
     kinds = [name.strip() for name in faults.split(",")] if faults is not None else possible_faults(resolved)
     check_faults(resolved, kinds)
     from braid.jobs.drill.command import DrillError

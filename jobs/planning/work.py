@@ -11,6 +11,7 @@ from braid.actors.controller.decisions import find_or_decide
 from braid.actors.controller.planning import build_schedule, setting_of
 from braid.actors.controller.profiling import known_profile
 from braid.jobs.cluster.session import launcher_of
+from braid.jobs.data.hub_names import with_hub_files
 from braid.scheduling.cost.profile import Profile, read_profile
 from braid.scheduling.generate.named import ScheduleName
 from braid.scheduling.generate.setting import Setting
@@ -69,7 +70,7 @@ def _config(reference: str, overrides: list[str]) -> Config:
         near = nearest(reference, model_names())
         remedy = f"did you mean {near!r}?" if near else "`braid presets` lists the presets"
         raise ConfigError(f"{reference} is neither a file nor a model preset; {remedy}")
-    return load_config(path, overrides)
+    return with_hub_files(load_config(path, overrides))
 
 
 def _vocabulary(config: Config) -> int:

@@ -10,24 +10,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import BYTES
 from braid.jobs.data.tokenizer import (
     GENERATION,
-    SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
+    TOKENIZER_PARTS,
     Tokenizer,
     content_of,
 )
 from braid.scheduling.model.presets.hugging_face import CONFIG
 
 FOLDER: Final = "tokenizer"
-_FILES: Final = (
-    *(TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
-)
-"""Files of a tokenizer beside `TOKENIZER_FILE`."""
+_TEMPLATE: Final = "chat_template.jinja"
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of the tokens that begin, end and pad texts, in `GENERATION` and in `CONFIG`."""
 
@@ -39,11 +35,13 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
         files = {TOKENIZER_FILE: _bytes_tokenizer(tokenizer).encode()}
     else:
         path = Path(tokenizer.name)
-        beside = {name: path.with_name(name) for name in _FILES}
+        beside = {name: path.with_name(name) for name in TOKENIZER_PARTS}
         files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
         files[TOKENIZER_FILE] = path.read_bytes()
     made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
     files.setdefault(TOKENIZER_CONFIG, json.dumps(made, indent=2).encode())
+    if (template := _named_template(config)) is not None:
+        files[_TEMPLATE] = template.encode()
     initial = config.model.initial
     settings = {} if initial is None else _settings(initial, files[TOKENIZER_FILE])
     ends = settings.get("eos_token_id")
@@ -68,6 +66,36 @@ def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
         shutil.copyfile(file, export / file.name)
     settings = content_of(folder / GENERATION)
     return {key: settings[key] for key in _TOKEN_IDS if key in settings}
+
+
+def template_of(config: Config, tokenizer_folder: Path | None) -> str | None:
+    """Return the chat template of a run, in Jinja: ``data.chat_template``, or that of the tokenizer's files;
+    None if there is none. ``tokenizer_folder``: None for Braid's tokenizer of bytes.
+
+    Raise `ConfigError` if the file that ``data.chat_template`` names cannot be read.
+    """
+    if (named := _named_template(config)) is not None or tokenizer_folder is None:
+        return named
+    if (tokenizer_folder / _TEMPLATE).is_file():
+        return (tokenizer_folder / _TEMPLATE).read_text(encoding="utf-8")
+    for file in ("chat_template.json", TOKENIZER_CONFIG):
+        found = content_of(tokenizer_folder / file).get("chat_template")
+        if isinstance(found, list):  # several, each with a name
+            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _named_template(config: Config) -> str | None:
+    """Return the content of the file ``data.chat_template``, or the key's text if that is a template."""
+    named = getattr(config.data, "chat_template", None)
+    if named is None or "{" in str(named):
+        return named
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template={str(named)!r} cannot be read: {error}") from None
 
 
 def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from braid.actors.stage.rank.messages import Fault, RunPlan
 from braid.dashboards.sinks import Sinks
 from braid.jobs.cluster.session import launcher_of
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
+from braid.jobs.data.hub_names import with_hub_files
 from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.planning.work import with_plan
@@ -203,7 +204,7 @@ def training(
     alternate in a thread, if the run that began last ends first.
     """
     # ranks do not share the command's working directory
-    config, options = anchored(expanded(config), Path.cwd()), options or RunOptions()
+    config, options = with_hub_files(anchored(expanded(config), Path.cwd())), options or RunOptions()
     run, telemetry = config.run_directory, config.telemetry
     allow_open_files()
     config = with_plan(config)

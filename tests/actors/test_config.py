@@ -102,6 +102,7 @@ def test_homes_and_variables(key: str, place: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("CORPORA", "/corpora")
     monkeypatch.setenv("PWD", "/here")
+    (tmp_path / "b" / "corpora").mkdir(parents=True)  # else it may be the name of a repository
     found = {
         "a": f"{tmp_path}/a" if key != "data.exclude" else "a",
         "/a": "/a",

@@ -62,7 +62,7 @@ class Run:
     """A run's saver and what it told."""
 
     def __init__(self, tmp_path: Path, **keeping: Any) -> None:
-        config = small_config(tmp_path / "runs", checkpoint=keeping)
+        config = small_config(tmp_path / "runs", checkpoint=keeping, train={"validate_every": 1})
         self.directory = RunDirectory(config, resume=False, overwrite=False)
         self.homes = Homes.of(config, self.directory.identity)
         self.saver = Saver(self.homes, self.directory, config.checkpoint)

@@ -11,7 +11,10 @@ from tests.end_to_end.command import ROOT, braid
 README = ROOT / "README.md"
 GUIDES = (
     README,
-    *(ROOT / "docs" / name for name in ("guide.md", "schedules.md", "dashboards.md", "failures.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("guide.md", "schedules.md", "dashboards.md", "failures.md", "models.md")
+    ),
 )
 """Pages whose examples run one after the other, in one folder: those of a page need the runs of others."""
 MOST_LINES = 170

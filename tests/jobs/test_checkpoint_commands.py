@@ -84,7 +84,7 @@ def test_list(run: Path, command: Command) -> None:
     shown = command("list", run)
     assert shown.code == 0
     head, *lines = shown.output.splitlines()
-    assert head.split() == ["step", "size", "layout", "state"]
+    assert head.split() == ["step", "size", "layout", "validation", "state"]
     rows = json.loads(command("list", run, "--json").output)
     for number, line, row in zip((2, 4), lines, rows, strict=True):
         assert line.split()[0] == str(number)
@@ -92,6 +92,7 @@ def test_list(run: Path, command: Command) -> None:
         assert line.rstrip().endswith("verified")
         size = sum(file.stat().st_size for file in step(run, number).iterdir())
         wanted = {"step": number, "size_bytes": size, "layout": "tp 2", "verified": True, "problem": None}
+        wanted["best"] = number == 4  # the only one that was validated
         assert row.items() >= wanted.items()
     edit_manifest(step(run, 2), lambda content: content["layout"].update(late_layers=1))
     assert json.loads(command("list", run, "--json").output)[0]["layout"] == "tp 2", "of an earlier version"

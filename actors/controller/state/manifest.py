@@ -6,6 +6,7 @@ the step, and the layout and data of the run. ``latest`` names the newest. No fi
 checkpoint that does not match its manifest is never loaded (docs/design.md, Failure).
 """
 
+import contextlib
 import errno
 import itertools
 import os
@@ -37,6 +38,8 @@ class Manifest(BaseModel):
     files: dict[str, tuple[int, str]]
     run: str = ""
     """Mark of the run that wrote the checkpoint (`RunDirectory.identity`); empty if the run has none."""
+    validation_loss: float | None = None
+    """Validation loss of the saved state, in nats per token; None if that state was not validated."""
 
     @staticmethod
     def from_json(text: str | bytes) -> "Manifest":
@@ -166,6 +169,16 @@ class CheckpointStore:
         except CheckpointError:
             return None
 
+    def best(self, run: str, newest: int | None = None) -> Manifest | None:
+        """Return the manifest of a run's checkpoint with the lowest validation loss, of steps up to
+        ``newest``; None if none of them was validated."""
+        own: list[Manifest] = []
+        for step in (step for step in self.steps() if newest is None or step <= newest):
+            with contextlib.suppress(CheckpointError):
+                manifest = read_manifest(self.directory / f"step-{step}")
+                own += [manifest] if manifest.run in ("", run) and manifest.step == step else []
+        return best_of(own)
+
     def undo_replacements(self) -> None:
         """Restore the name of an older save of a step, if a crash between the two renames of `publish`
         removed it."""
@@ -183,6 +196,13 @@ def steps_named(folders: Iterable[str]) -> list[int]:
 def to_be_removed(steps: list[int], keep: int, keep_every: int) -> list[int]:
     """Return the steps of checkpoints to remove. ``steps``: the steps of all checkpoints, oldest first."""
     return [step for step in steps[:-keep] if not keep_every or step % keep_every]
+
+
+def best_of(manifests: Iterable[Manifest]) -> Manifest | None:
+    """Return the manifest with the lowest validation loss, of equal ones the first; None if none has a
+    loss."""
+    losses = [(entry.validation_loss, entry) for entry in manifests if entry.validation_loss is not None]
+    return min(losses, key=lambda pair: pair[0])[1] if losses else None
 
 
 def disk_is_full(path: Path, error: Exception | str) -> bool:

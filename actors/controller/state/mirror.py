@@ -20,6 +20,7 @@ from braid.actors.controller.state.manifest import (
     MANIFEST,
     CheckpointStore,
     Manifest,
+    best_of,
     read_manifest,
     steps_named,
     to_be_removed,
@@ -135,11 +136,13 @@ class Mirror:
             manifests = self._files.glob(f"{self._root}/step-*/{MANIFEST}")
         return steps_named(str(path).rsplit("/", 2)[1] for path in manifests)
 
-    def collect(self, keep: int, keep_every: int, newest: int) -> None:
+    def collect(self, keep: int, keep_every: int, newest: int, *, keep_best: bool = False) -> None:
         """Remove old copies by the same rule as in the run's own directory; ``newest``: the step copied
         last."""
         steps = [step for step in self.steps() if step <= newest]
-        for step in to_be_removed(steps, keep, keep_every):
+        old = to_be_removed(steps, keep, keep_every)
+        best = best_of(map(self.manifest, steps)) if keep_best and old else None
+        for step in (step for step in old if best is None or step != best.step):
             folder = f"{self._root}/step-{step}"
             with _using(self.url, f"{folder} cannot be removed"):
                 self.manifest(step)
@@ -181,7 +184,7 @@ class Upload(NamedTuple):
 
 class Uploads:
     """Copies checkpoints to the mirror one at a time, in a background thread. Of waiting copies, only the
-    newest is made, and those of steps that are kept for ever."""
+    newest is made, and those of steps that are kept for ever, or as the best one."""
 
     def __init__(self, mirror: Mirror, keeping: CheckpointConfig) -> None:
         self._mirror, self._keeping = mirror, keeping
@@ -192,10 +195,12 @@ class Uploads:
         self._closed = False
         threading.Thread(target=self._run, name="upload", daemon=True).start()
 
-    def add(self, upload: Upload) -> None:
+    def add(self, upload: Upload, best: int | None = None) -> None:
+        """Queue a copy; ``best``: the step of the checkpoint that is kept for its validation loss."""
         every = self._keeping.keep_every
         with self._changed:
-            self._waiting = [one for one in self._waiting if every and one.step % every == 0] + [upload]
+            kept = (one for one in self._waiting if one.step == best or (every and one.step % every == 0))
+            self._waiting = [*kept, upload]
             self._changed.notify_all()
 
     def in_use(self) -> set[int]:
@@ -230,7 +235,8 @@ class Uploads:
             failed: list[tuple[Upload, str]] = []
             try:
                 self._mirror.put(upload.path)
-                self._mirror.collect(self._keeping.keep, self._keeping.keep_every, upload.step)
+                keep, keep_every = self._keeping.keep, self._keeping.keep_every
+                self._mirror.collect(keep, keep_every, upload.step, keep_best=self._keeping.keep_best)
             except (OSError, ValueError) as error:
                 failed = [(upload, str(error))]
             with self._changed:

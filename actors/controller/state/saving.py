@@ -7,6 +7,7 @@ the checkpoint to its final name and removes old ones. Another thread copies it 
 mirror, if that is another disk. In any case training goes on. One save is under way at a time.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,10 @@ class Saver:
         """Saves whose ranks have failed after writing all files; they are reported once published."""
         self.last_step: int | None = None
         """Step of this run's newest checkpoint."""
+        self._validated: Mapping[int, float] = {}
+        """Validation loss of the newest state, by its step; empty if that state was not validated."""
+        self._lowest = math.inf
+        """Lowest validation loss of this run's checkpoints."""
         self._asked = 0
         """Step for which a checkpoint was last requested, even if there was no room for it."""
         self._asked_at = time.monotonic()
@@ -86,13 +91,18 @@ class Saver:
         self._group, self._generation, self._facts = group, generation, facts
         self.last_step = max((step for step in self._homes.steps() if step <= done), default=None)
         self._asked = self.last_step or 0
+        best = self._homes.store.best(self._homes.run, done) if self._keeping.keep_best else None
+        self._lowest = math.inf if best is None or best.validation_loss is None else best.validation_loss
 
-    def step_done(self, step: int) -> Told:
-        """Between two steps, check the save under way and begin a save that is due.
+    def step_done(self, step: int, validation_loss: float | None = None) -> Told:
+        """Between two steps, check the save under way and begin a save that is due. ``validation_loss``: that
+        of the state, if it was validated.
 
         Wait for it if the next step would exceed the number of steps that may be lost
         (``checkpoint.lose_at_most``).
         """
+        finite = validation_loss is not None and math.isfinite(validation_loss)
+        self._validated = {step: validation_loss} if validation_loss is not None and finite else {}
         yield from self.look()
         if self.due(step):
             yield from self.begin(step)
@@ -107,12 +117,14 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint of this state is wanted: every so many steps, so many seconds after the
-        last one, or to make up for a save that was lost.
+        last one, for the lowest validation loss so far, or to make up for a save that was lost.
 
         A save is lost, for example, with a failure after which the state is restored from copies in memory.
         """
         if step <= self._asked:
             return False
+        if self._keeping.keep_best and self._validated.get(step, math.inf) < self._lowest:
+            return True
         every, now = self._keeping.every, time.monotonic()
         if every and (step % every == 0 or step - self._asked > every):
             return True
@@ -122,7 +134,8 @@ class Saver:
         return seconds > 0 and now - self._asked_at > seconds
 
     def begin(self, step: int) -> Told:
-        save = _Save(step, self._generation, self._facts, self._homes.store)
+        facts = {**self._facts, "validation_loss": self._validated.get(step)}
+        save = _Save(step, self._generation, facts, self._homes.store)
         yield from self.finish()  # the save under way
         self._asked, self._asked_at, self._failed_at = step, time.monotonic(), None
         self._save = save
@@ -288,20 +301,25 @@ class Saver:
             self._homes.mirror.begin()
         run, keeping = self._homes.run, self._keeping
         path = save.home.publish(save.folder, files, step=save.step, run=run, **save.facts)
+        best = save.home.best(run, save.step) if keeping.keep_best else None
+        spared = {best.step} if best is not None else set[int]()
         if uploads is not None:
-            uploads.add(Upload(save.step, save.generation, path))
+            uploads.add(Upload(save.step, save.generation, path), best.step if best is not None else None)
+            spared |= uploads.in_use()
         save.home.collect(
             keeping.keep,
             keeping.keep_every,
             save.step,
             run=run,
             generation=save.generation,
-            spared=uploads.in_use() if uploads is not None else (),
+            spared=spared,
         )
         return path
 
     def _told(self, save: _Save, path: Path) -> Told:
         self.last_step, self.published = save.step, True
+        if (loss := save.facts.get("validation_loss")) is not None:
+            self._lowest = min(self._lowest, loss)
         self._silent_until, self._silence_s = 0.0, _AGAIN_SECONDS
         seconds = time.perf_counter() - save.begun
         if not self._keeping.asynchronous:  # told before `begin` is over
