@@ -8,13 +8,14 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from braid.actors.config.data import DataConfig
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
 from braid.actors.config.model import ConfigError, ModelConfig, Section, as_config_error
-from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
 from braid.actors.config.wording import problems_in, section_of
@@ -36,24 +37,6 @@ _GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "overlap": ("schedule", "pipeline"),
 }
 """Keys that ``overlap.plan`` sets if the configuration does not."""
-
-
-class DataConfig(Section):
-    """The corpus. `PYTHON_STDLIB` among the files stands for the sources of Python's standard library."""
-
-    # paths, patterns, folders or URLs; python-stdlib: Python's sources
-    files: tuple[str, ...] = (PYTHON_STDLIB,)
-    exclude: tuple[str, ...] = ()  # patterns of files to leave out
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
-    tokenizer: str | None = None
-    end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
-    text_field: str = "text"  # of JSON lines and Parquet: where the text is
-    encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
-    directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
-    document_mask: bool = False  # tokens attend to those of their own document only
-    restart_positions: bool = False  # count positions from the begin of each document, with document_mask
 
 
 class Config(Section):
