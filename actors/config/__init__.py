@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from braid.actors.config.data import DataConfig
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
-from braid.actors.config.model import ConfigError, ModelConfig, Section, as_config_error
+from braid.actors.config.model import NAME_PATTERN, ConfigError, ModelConfig, Section, as_config_error
 from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
@@ -28,8 +28,6 @@ from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.sizes import PartSizes, part_sizes
 from braid.scheduling.text.suggestions import nearest
 from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
-
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 _GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "parallel": ParallelConfig.model_fields,
@@ -58,6 +56,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> "Config":
         parallel, train, data = self.parallel, self.train, self.data
+        data.check()
         degrees = parallel.tensor_degrees
         if parallel.zero and parallel.replicas == 1 and not parallel.auto and not self.elastic.max_ranks:
             raise ValueError(

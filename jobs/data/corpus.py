@@ -1,9 +1,9 @@
 """Finds the files of a corpus (section ``data`` of a configuration) and cuts them into work of equal size.
 
-Files lie on this machine's file systems or at any fsspec URL, plain or compressed. There are three formats:
-text (one document a file), JSON-lines (one object a line) and Parquet (one row a document); Parquet is never
-compressed as a whole. Any fault of a user's files raises a `ValueError` of one line that names the key, the
-value and a remedy.
+Files lie on this machine's file systems or at any fsspec URL, plain or compressed. There are four formats:
+text (one document a file), JSON-lines (one object a line), Parquet (one row a document), and Megatron's pairs
+of files with tokens (`megatron.py`); the last two are never compressed as a whole. Any fault of a user's
+files raises a `ValueError` of one line that names the key, the value and a remedy.
 """
 
 import bz2
@@ -31,7 +31,7 @@ from braid.actors.config.paths import PYTHON_STDLIB
 from braid.actors.config.urls import file_system, is_url
 
 KEY = "data.files"
-Format = Literal["text", "jsonl", "parquet"]
+Format = Literal["text", "jsonl", "parquet", "megatron", "hub"]
 
 
 def _zstd(file: BinaryIO) -> Any:
@@ -98,7 +98,8 @@ class Source:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Part of a source: byte range of JSON-lines, row groups of Parquet; text is always whole."""
+    """Part of a source: byte range of JSON-lines, row groups of Parquet, documents of Megatron's files, rows
+    or files of a data set of the Hub; text is always whole."""
 
     path: str
     format: Format
@@ -124,7 +125,8 @@ def find_sources(data: DataConfig) -> tuple[Source, ...]:
     if not data.files:
         raise ValueError(f"{KEY}: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
     sources: dict[str, Source] = {}
-    for entry in data.files:
+    entries = data.files if data.format != "megatron" else [path for e in data.files for path in pair_of(e)]
+    for entry in entries:
         for source in _standard_library() if entry == PYTHON_STDLIB else _find(entry):
             path = source.path
             # a pattern without a slash is compared with the file's name, else with the whole path
@@ -135,6 +137,13 @@ def find_sources(data: DataConfig) -> tuple[Source, ...]:
     if not sources:
         raise ValueError(f"data.exclude: {list(data.exclude)!r} leaves no file of {KEY}; drop a pattern")
     return tuple(sources[path] for path in sorted(sources))
+
+
+def pair_of(entry: str) -> tuple[str, str]:
+    """Return the paths, or globs, of Megatron's pair of files for either path, or for what they share."""
+    stem, ending = os.path.splitext(entry)
+    stem = stem if ending in (".bin", ".idx") else entry
+    return f"{stem}.bin", f"{stem}.idx"
 
 
 def _standard_library() -> list[Source]:
@@ -233,6 +242,8 @@ def _format(path: str, wanted: str) -> Format:
         kind = _FORMATS.get(ending, "text")
     if kind == "parquet" and packed:
         raise ValueError(f"{KEY}: {path!r} is Parquet in {packed!r}; unpack it first")
+    if kind == "megatron" and is_url(path):
+        raise ValueError(f"{KEY}: {path!r} is a URL, and Megatron's files are read in place; copy them here")
     return kind
 
 
@@ -332,8 +343,7 @@ def choices(names: list[str]) -> str:
 
 def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
     """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet."""
-    total = sum(source.size_bytes for source in sources)
-    target = min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
+    target = item_bytes(sources)
     items: list[list[FileRange]] = []
     size = 0
     for part in (part for source in sources for part in _ranges(source, target, text_field)):
@@ -343,6 +353,12 @@ def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
         items[-1].append(part)
         size += part.size_bytes
     return tuple(WorkItem(number, tuple(ranges)) for number, ranges in enumerate(items))
+
+
+def item_bytes(sources: Sequence[Source]) -> int:
+    """Return the size of a work item, about which the corpus alone decides."""
+    total = sum(source.size_bytes for source in sources)
+    return min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
 
 
 def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]:
@@ -362,5 +378,7 @@ def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]
                     if size >= target or group == file.num_row_groups - 1:
                         yield FileRange(path, kind, start, group + 1, size)
                         start, size = group + 1, 0
+        case "megatron" | "hub":
+            raise AssertionError(f"{kind} has a module of its own, which cuts it")
         case _:
             assert_never(kind)

@@ -21,6 +21,7 @@ from braid.jobs.data.corpus import (
     opened,
     refuse_array,
 )
+from braid.jobs.data.hub import hub_documents
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
@@ -43,6 +44,10 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
             yield from _lines(part, data)
         case "parquet":
             yield from _rows(part, data)
+        case "hub":
+            yield from hub_documents(part, data)
+        case "megatron":
+            raise AssertionError("its documents are tokens already")
         case _:
             assert_never(part.format)
 

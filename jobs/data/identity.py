@@ -14,8 +14,10 @@ from typing import Any
 from braid.actors.config import Config, DataConfig
 from braid.actors.config.urls import is_url
 from braid.actors.stage.data.token_files import INDEX_VERSION, DataIndex
-from braid.jobs.data.corpus import Source, find_sources, unreadable
+from braid.jobs.data.corpus import Source, WorkItem, cut, find_sources, unreadable
 from braid.jobs.data.executors import Executor
+from braid.jobs.data.hub import hub_items, hub_source
+from braid.jobs.data.megatron import megatron_items
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
@@ -35,13 +37,25 @@ class DataRequest:
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
-        return cls(config.data, find_sources(config.data), tokenizer_of(config))
+        data = config.data
+        sources = find_sources(data) if data.hub is None else (hub_source(data.hub),)
+        return cls(data, sources, tokenizer_of(config))
+
+    def items(self) -> tuple[WorkItem, ...]:
+        """Cut the corpus into work; raise `ValueError` for data that cannot be read."""
+        if self.data.hub is not None:
+            return hub_items(self.data.hub, self.sources[0])
+        if self.data.format == "megatron":
+            return megatron_items(self.sources)
+        return cut(self.sources, self.data.text_field)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """Settings on which tokens depend besides the files and the tokenizer."""
         names = ("text_field", "validation_fraction", "encoding_errors")
-        return {name: getattr(self.data, name) for name in names}
+        hub = self.data.hub
+        of_hub = {} if hub is None else {"hub": hub.model_dump(exclude={"id", "streaming"})}
+        return {name: getattr(self.data, name) for name in names} | of_hub
 
     @property
     def digest(self) -> str:

@@ -36,9 +36,10 @@ from braid.actors.stage.data.token_files import (
     read_index,
 )
 from braid.actors.stage.files.reading import UnreadableError
-from braid.jobs.data.corpus import WorkItem, cut
+from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.identity import DataRequest
+from braid.jobs.data.megatron import copy_tokens
 from braid.jobs.data.tokenise import ItemResult, Split, dtype_of, tokenise
 from braid.jobs.output import on_disk
 
@@ -68,6 +69,8 @@ class Prepared:
     output: Path
     index: DataIndex
     reused: bool = True
+    name: str = ""
+    """Name of the set in ``data.mixture``; empty without a mixture."""
 
     @property
     def documents(self) -> int:
@@ -102,7 +105,7 @@ def prepare(
                 f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
                 "name a new folder"
             )
-        items = cut(request.sources, request.data.text_field)
+        items = request.items()
         folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
         try:
             folder.mkdir()
@@ -141,7 +144,8 @@ def _tokenised(
     fraction, tokenizer = request.data.validation_fraction, request.tokenizer
     one_text = [source.format for source in request.sources] == ["text"]
     split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
-    task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint)
+    work = copy_tokens if request.data.format == "megatron" else tokenise
+    task = partial(work, folder, request.data, tokenizer.name, tokenizer.fingerprint)
     results = _run(executor, partial(task, split), items, progress)
     counts = _counts(results)
     if not counts["documents"]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION,
 from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.documents import read_documents
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
+
+D = TypeVar("D", str, np.ndarray)
 
 _PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, to limit memory
 _SHARD_TOKENS = 1 << 27  # tokens after which a shard is full
@@ -95,7 +97,7 @@ def tokenise(
 
     ``fingerprint``: of the tokenizer when the preparation began. Raise `ValueError` for a bad document.
     """
-    tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
+    tokenizer = checked_tokenizer(tokenizer_name, data.end_token, fingerprint)
     end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
     train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
     counts, lowest, highest = Counter[str](), 2**64, -1
@@ -107,7 +109,7 @@ def tokenise(
             counts["documents"] += 1
             number = document_hash(document)
             lowest, highest = min(lowest, number), max(highest, number)
-            for name, text, ends in _split_document(split, document, number):
+            for name, text, ends in split_document(split, document, number):
                 writer = train if name == TRAIN else validation
                 for piece in _pieces(text):
                     encoded = tokenizer.encode(piece)
@@ -122,7 +124,7 @@ def tokenise(
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(name: str, end: str | None, fingerprint: str) -> Tokenizer:
+def checked_tokenizer(name: str, end: str | None, fingerprint: str) -> Tokenizer:
     """Load a tokenizer once per process, since a large one takes longer to load than a work item takes."""
     tokenizer = load_tokenizer(name, end)
     if tokenizer.fingerprint != fingerprint:
@@ -148,12 +150,12 @@ def document_hash(text: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
-    """Return the parts of a document whose hash is ``number``, each as (split, text, whether the document
-    ends there)."""
+def split_document(split: Split, document: D, number: int) -> tuple[tuple[str, D, bool], ...]:
+    """Return the parts of a document whose hash is ``number``, each as (split, text or tokens, whether the
+    document ends there)."""
     if not split.tail:
         return ((VALIDATION if number < split.threshold else TRAIN, document, True),)
     stop = max(1, min(round(len(document) * (1 - split.tail)), len(document) - 1))
-    if not document[stop:]:
+    if not len(document[stop:]):
         return ((TRAIN, document, True),)
     return (TRAIN, document[:stop], False), (VALIDATION, document[stop:], True)

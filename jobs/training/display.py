@@ -84,8 +84,9 @@ class Display:
                 self._update(Text(f"tokenising: {event.items_done}/{event.items} parts, {tokens}"))
             case Prepared():
                 train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
+                name = f"{event.name}: " if event.name else ""
                 self._say(
-                    f"data    {train} training and {validation} validation tokens of {event.documents} "
+                    f"data    {name}{train} training and {validation} validation tokens of {event.documents} "
                     f"documents in {event.output}" + (" (prepared before)" if event.reused else "")
                 )
                 for line in _about_tokens(event.index):
@@ -134,9 +135,8 @@ class Display:
         self._seconds.append(record.wall_seconds or record.seconds)
         validated = record.validation_loss is not None
         if validated:
-            self._validation = validation_line(
-                {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
-            )
+            numbers = {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
+            self._validation = validation_line({**numbers, "sets": record.validation_losses})
         facts = self._facts(record)
         self._update(Group(self._numbers(facts), ProgressBar(total=self._last_step, completed=record.step)))
         due = time.monotonic() - self._last_line >= _LINE_SECONDS
@@ -202,12 +202,14 @@ def curve(values: Sequence[float], width: int = 32) -> str:
     return "".join("x" if mean is None else _CURVE[round((mean - low) * scale)] for mean in means)
 
 
-def validation_line(validation: Mapping[str, float | None]) -> str:
-    """Describe the last validation: in nats per token, and in bits per byte if that is known."""
+def validation_line(validation: Mapping[str, Any]) -> str:
+    """Describe the last validation: in nats per token, in bits per byte if that is known, and of each set of
+    a mixture."""
     loss, bits = validation["loss"], validation["bits_per_byte"]
     facts = [] if loss is None else [f"{loss:.4f} nats per token"]
     if bits is not None:
         facts.append(f"{bits:.3f} bits per byte")
+    facts += [f"{name} {loss:.4f}" for name, loss in validation.get("sets", {}).items() if loss is not None]
     return ", ".join(facts) or "-"
 
 

@@ -7,14 +7,14 @@ Shape suffixes: N samples, S = sequence + 1 tokens of a window, s tokens of a wi
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from braid.actors.config import Config
-from braid.actors.stage.data.sample_order import sample_ids, samples_digest
-from braid.actors.stage.data.token_files import TRAIN, VALIDATION, TokenShards, read_index
+from braid.actors.stage.data.mixture import TokenSource, open_splits
+from braid.actors.stage.data.sample_order import samples_digest
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.run.micro_batch import MicroBatch
 from braid.actors.stage.state.parameters import Place
@@ -75,14 +75,12 @@ class ReplicaSamples:
         """``place``: the rank's place in the mesh, which determines its replica's samples and its tokens of
         these. ``chunks``: numbers of the model's chunks on the rank.
 
-        Raise `ValueError` as `TokenShards.open` does.
+        Raise `ValueError` as `open_splits` does.
         """
         self._config, self._layout, self._device, self._place = config, layout, device, place
         self._replica, self._context = place.index(layout.sample_factors), place.on("cp")
-        index = read_index(directory)
-        self._train = TokenShards.open(directory, TRAIN, sequence, index)
-        validates = config.data.validation_fraction > 0
-        self._validation = TokenShards.open(directory, VALIDATION, sequence, index) if validates else None
+        validated = [name for name, data in config.data.sets.items() if data.validation_fraction > 0]
+        self._train, self._validation = open_splits(directory, sequence, validated)
         self._validated = np.zeros(0, np.int64)
         if self._validation is not None:
             self._validated = self._validation.spread(config.train.validation_samples)
@@ -112,23 +110,45 @@ class ReplicaSamples:
         count.
         """
         assert self._validation is not None
+        ids, sets = self._filled()
+        return self._batches(ids, self._tokens(self._validation, ids), sets >= 0)
+
+    def sums_by_set(self, losses: Mapping[int, torch.Tensor]) -> tuple[float, ...]:
+        """Return the sums of a validation's token losses by set. ``losses``: T losses by micro-batch."""
+        assert self._validation is not None
+        _, sets = self._filled()
+        by_batch = torch.from_numpy(sets).reshape(-1, self._config.train.micro_batch)
+        sums = [0.0] * len(self._validation.names)
+        for micro_batch, loss_T in losses.items():
+            sets_T = by_batch[micro_batch].repeat_interleave(len(loss_T) // by_batch.shape[1])
+            for number in range(len(sums)):
+                sums[number] += float(loss_T[(sets_T == number).to(loss_T.device)].sum())
+        return tuple(sums)
+
+    def _filled(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return this replica's samples of a validation, and the place of each one's set among the sets'
+        names, -1 for a sample that only fills a micro-batch."""
+        assert self._validation is not None
         filled = self.validation_micro_batches * self._config.train.micro_batch * self._layout.sample_ranks
-        ids = self._mine(np.resize(self._validated, filled))
-        counted = self._mine(np.arange(filled) < len(self._validated))
-        return self._batches(ids, self._tokens(self._validation, ids), counted)
+        sets = np.full(filled, -1)
+        sets[: len(self._validated)] = self._validation.sets_of(self._validated)
+        return self._mine(np.resize(self._validated, filled)), self._mine(sets)
 
     def documents(self) -> list[Mapping[str, Documents]]:
         return [{} if batch is None else batch.documents for batch in self._batches(*self._read(0))]
 
-    def facts(self) -> dict[str, int | str | None]:
-        """Return the data's fingerprint, and the number of tokens that a validation predicts and of their
-        text's bytes.
+    def facts(self) -> dict[str, Any]:
+        """Return the data's fingerprint, and the number of tokens that a validation predicts, also by set,
+        and of their text's bytes.
         """
-        facts: dict[str, int | str | None] = {"fingerprint": self._train.index.fingerprint}
+        facts: dict[str, Any] = {"fingerprint": self._train.fingerprint}
         if self._validation is not None:
-            targets = self._validation.tokens_at(self._validated)[:, 1:]
+            targets, names = self._validation.tokens_at(self._validated)[:, 1:], self._validation.names
             facts["validation_tokens"] = targets.size
-            facts["validation_bytes"] = self._validation.index.bytes_of(targets)
+            facts["validation_bytes"] = self._validation.bytes_of(targets)
+            samples = np.bincount(self._validation.sets_of(self._validated), minlength=len(names)).tolist()
+            tokens = [count * targets.shape[1] for count in samples]
+            facts["validation_tokens_by_set"] = dict(zip(names, tokens, strict=True))
         return facts
 
     def close(self) -> None:
@@ -145,15 +165,15 @@ class ReplicaSamples:
 
     def _read(self, step: int) -> tuple[np.ndarray, _Own]:
         seed, batch = self._config.train.seed, self._config.train.global_batch
-        ids = self._mine(sample_ids(seed, self._train.samples, step * batch, batch))
+        ids = self._mine(self._train.order(seed, step * batch, batch))
         return ids, self._tokens(self._train, ids)
 
-    def _tokens(self, shards: TokenShards, ids: np.ndarray) -> _Own:
+    def _tokens(self, shards: TokenSource, ids: np.ndarray) -> _Own:
         """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them."""
         if not self._sees_tokens:
             return None
         windows_NS = torch.from_numpy(shards.tokens_at(ids))
-        orders = self._orders(windows_NS[:, :-1], shards.index.end_of_document)
+        orders = self._orders(windows_NS[:, :-1], shards.end_of_document)
         own_Ns = torch.tensor([order.own for order in orders])
         tokens_2Ns = torch.stack([windows_NS.gather(1, own_Ns), windows_NS.gather(1, own_Ns + 1)])
         if self._device.type == "cuda":

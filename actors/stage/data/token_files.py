@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.files.reading import UnreadableError, read_text
 
 INDEX_FILE = "index.json"
@@ -221,6 +222,33 @@ class TokenShards:
     def samples(self) -> int:
         """Number of samples in one epoch; the last tokens, which do not fill a window, are left out."""
         return (self.tokens - 1) // self.sequence
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens (`DataIndex.fingerprint`)."""
+        return self.index.fingerprint
+
+    @property
+    def end_of_document(self) -> int:
+        """Id of the token that ends a document."""
+        return self.index.end_of_document
+
+    def order(self, seed: int, start: int, count: int) -> np.ndarray:
+        """Return the samples at the global positions start ... start + count - 1: [count] int64."""
+        return sample_ids(seed, self.samples, start, count)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sets that the samples come from: one set without a name."""
+        return ("",)
+
+    def sets_of(self, ids_N: np.ndarray) -> np.ndarray:
+        """Return the place in ``names`` of each sample's set: [N] -> [N] int64."""
+        return np.zeros(len(ids_N), np.int64)
+
+    def bytes_of(self, tokens: np.ndarray) -> int | None:
+        """Return the UTF-8 bytes of the text that tokens stand for; None if unknown."""
+        return self.index.bytes_of(tokens)
 
     def spread(self, most: int) -> np.ndarray:
         """Return ids of up to ``most`` different samples at equal distances over the split: [count] int64."""

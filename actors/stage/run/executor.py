@@ -184,6 +184,11 @@ class Executor:
                     operation(frames, passes)
 
     @property
+    def losses(self) -> dict[int, Tensor]:
+        """Losses of the tokens in the last run, by micro-batch; empty on a rank that computes no loss."""
+        return dict(zip(self._seen, self._losses, strict=True))
+
+    @property
     def routed(self) -> "RoutingSums | None":
         """Statistics of routers in the last run; None if these are not collected."""
         return None if self._routing is None else self._routing.read()

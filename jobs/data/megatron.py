@@ -1,0 +1,166 @@
+"""Copies tokens from Megatron's pairs of files: ``X.bin`` has tokens, ``X.idx`` where documents begin.
+
+The index is little-endian: the magic, a version (uint64), a code for the tokens' dtype (uint8), the numbers
+of sequences and of document bounds (uint64 each); then, of every sequence, its number of tokens (int32) and
+the byte in ``X.bin`` where it begins (int64); then the document bounds, as numbers of sequences (int64):
+document d is the sequences from bound d to bound d + 1. Modes of sequences may follow, and are not read.
+"""
+
+import hashlib
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from braid.actors.config import DataConfig
+from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION
+from braid.jobs.data.corpus import KEY, FileRange, Source, WorkItem, item_bytes, pair_of, unreadable
+from braid.jobs.data.tokenise import (
+    ItemResult,
+    ShardWriter,
+    Split,
+    checked_tokenizer,
+    dtype_of,
+    split_document,
+)
+
+_MAGIC: Final = b"MMIDIDX\x00\x00"
+_VERSION: Final = 1
+_CODES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Dtypes of tokens by their code; 6 and 7 are floating-point numbers."""
+_HEADER: Final = struct.Struct("<9sQBQQ")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPair:
+    """A pair of files, mapped into memory."""
+
+    path: str
+    """Of the file with tokens."""
+    tokens: np.ndarray
+    sizes: np.ndarray
+    begins: np.ndarray
+    """Each sequence's first token in ``tokens``."""
+    bounds: np.ndarray
+    """[D + 1]: document d is the sequences from bound d to bound d + 1."""
+
+    @classmethod
+    def open(cls, path: str) -> "TokenPair":
+        """Open the pair to which the file at ``path`` belongs; raise `ValueError` if it is damaged."""
+        tokens_path, index_path = pair_of(path)
+        try:
+            content = np.memmap(index_path, mode="r") if os.path.getsize(index_path) else np.zeros(0, "u1")
+            tokens = np.memmap(tokens_path, mode="r") if os.path.getsize(tokens_path) else np.zeros(0, "u1")
+        except OSError as fault:
+            raise unreadable(index_path, fault) from None
+        if content[: len(_MAGIC)].tobytes() != _MAGIC or len(content) < _HEADER.size:
+            raise _broken(index_path, "it does not begin as Megatron's index")
+        _, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+        if version != _VERSION:
+            raise _broken(index_path, f"it has version {version}, this Braid reads {_VERSION}")
+        if code not in _CODES:
+            raise _broken(index_path, f"its tokens have the dtype code {code}, known are {[*_CODES]}")
+        parts, at = [], _HEADER.size
+        for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", documents)):
+            size = np.dtype(dtype).itemsize * count
+            if at + size > len(content):
+                raise _broken(
+                    index_path, f"it is cut short: {sequences} sequences, {documents} document bounds"
+                )
+            parts.append(content[at : at + size].view(dtype))
+            at += size
+        (sizes, offsets, bounds), width = parts, np.dtype(_CODES[code]).itemsize
+        ends = offsets + sizes * np.int64(width)
+        if (sizes < 0).any() or (offsets % width).any() or (offsets < 0).any():
+            raise _broken(index_path, "a sequence has no tokens or no place")
+        if len(tokens) % width or (ends > len(tokens)).any():
+            raise _broken(tokens_path, f"it has {len(tokens)} bytes, and {index_path!r} needs {ends.max()}")
+        if not len(bounds) or bounds[0] or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+            raise _broken(index_path, f"its documents are not all of its {sequences} sequences in order")
+        return cls(tokens_path, tokens.view(_CODES[code]), sizes, offsets // width, bounds)
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the token ids of one document: [tokens]."""
+        of_it = slice(self.bounds[number], self.bounds[number + 1])
+        parts = zip(self.begins[of_it].tolist(), self.sizes[of_it].tolist(), strict=True)
+        return np.concatenate(
+            [self.tokens[:0], *(self.tokens[begin : begin + size] for begin, size in parts)]
+        )
+
+
+def _broken(path: str, why: str) -> ValueError:
+    return ValueError(
+        f"{KEY}: {path!r} is not readable ({why}); write it again, or exclude it and its partner"
+    )
+
+
+def megatron_items(sources: Sequence[Source]) -> tuple[WorkItem, ...]:
+    """Cut pairs of files between documents into items of roughly equal size; raise `ValueError` for a pair
+    that is damaged, or not whole."""
+    target, paths = item_bytes(sources), {source.path for source in sources}
+    ranges = []
+    for path in sorted(paths):
+        if missing := next((other for other in pair_of(path) if other not in paths), None):
+            raise ValueError(f"{KEY}: {path!r} has no partner {missing!r}; add or exclude both")
+        if not path.endswith(".idx"):
+            continue
+        pair = TokenPair.open(path)
+        before = np.concatenate([[0], np.cumsum(pair.sizes, dtype=np.int64)])[pair.bounds]
+        before *= pair.tokens.itemsize  # bytes before each bound
+        start, documents = 0, len(before) - 1
+        while start < documents:
+            stop = max(start + 1, int(np.searchsorted(before, before[start] + target, side="right")) - 1)
+            ranges.append(FileRange(path, "megatron", start, stop, int(before[stop] - before[start])))
+            start = stop
+    return tuple(WorkItem(number, (part,)) for number, part in enumerate(ranges))
+
+
+def copy_tokens(
+    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
+) -> ItemResult:
+    """Copy the documents of one work item into shards, as `tokenise` does with text; a document that does not
+    end with the tokenizer's end token gets one.
+
+    Raise `ValueError` for ids that the tokenizer does not have.
+    """
+    tokenizer = checked_tokenizer(tokenizer_name, data.end_token, fingerprint)
+    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
+    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    counts, lowest, highest = Counter[str](), 2**64, -1
+    with closing(train), closing(validation):
+        for document, ids in _documents(item):
+            if not len(ids):
+                counts["documents_empty"] += 1
+                continue
+            if not 0 <= ids.min() <= ids.max() < tokenizer.vocabulary:
+                wrong = ids[(ids < 0) | (ids >= tokenizer.vocabulary)][0]
+                raise ValueError(
+                    f"data.tokenizer: {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and {document} "
+                    f"has token {wrong}; set data.tokenizer to the tokenizer that made the file"
+                )
+            ids = ids.astype(dtype)
+            ids = ids if ids[-1] == end[0] else np.concatenate([ids, end])
+            counts["documents"] += 1
+            number = int.from_bytes(
+                hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=8).digest(), "big"
+            )
+            lowest, highest = min(lowest, number), max(highest, number)
+            for name, part, ends in split_document(split, ids, number):
+                (train if name == TRAIN else validation).write(part, documents=int(ends))
+    return ItemResult(
+        item.number, {TRAIN: train.shards, VALIDATION: validation.shards}, counts, lowest, highest
+    )
+
+
+def _documents(item: WorkItem) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and token ids of the documents of an item."""
+    for part in item.ranges:
+        pair = TokenPair.open(part.path)
+        for number in range(part.start, part.stop):
+            yield f"document {number} of {pair.path!r}", pair.document(number)
