@@ -32,15 +32,20 @@ def hub_source(hub: HubConfig) -> Source:
         raise MissingSourcesError(f"{KEY}.id={hub.id!r} is no folder; correct the path")
     with _told(f"{KEY}: {hub.id!r} cannot be looked up", "correct data.hub.id or data.hub.subset"):
         builder = _library().load_dataset_builder(hub.id, hub.subset)
-    files = getattr(builder.config, "data_files", None) or {}
+        data_files = getattr(builder.config, "data_files", None) or {}
+        files = {str(split): paths for split, paths in data_files.items()}
     names = [part.partition("[")[0] for part in hub.split.split("+")]
     if wrong := [name for name in names if files and name not in (*files, "all")]:
         raise ConfigError(f"{KEY}.split={wrong[0]!r} is not in {hub.id!r}, which has {', '.join(files)}")
-    versions = [
-        (str(split), [*map(str, paths)], str(paths.origin_metadata)) for split, paths in files.items()
-    ]
-    version = hashlib.sha256(repr([versions, None if _is_folder(hub) else builder.hash]).encode()).digest()
+    columns = builder.info.features
+    if columns is None and names[0] in files and _is_folder(hub):
+        with _told(f"{KEY}: {hub.id!r} cannot be read", "repair its files"):
+            columns = next(iter(builder.as_streaming_dataset(names[0])), {})
+    if columns:
+        _check_column(hub, [*columns])
     commit = "" if _is_folder(hub) else f"@{builder.hash}"
+    versions = [(split, [*map(str, paths)], str(paths.origin_metadata)) for split, paths in files.items()]
+    version = hashlib.sha256(repr([versions, commit]).encode()).digest()
     return Source(f"hub://{hub.id}{commit}", 0, int.from_bytes(version[:7], "big"), hub.streaming, "hub")
 
 
@@ -50,14 +55,18 @@ def hub_items(hub: HubConfig, source: Source) -> tuple[WorkItem, ...]:
     rows = _rows(hub, source.path)
     with _told(f"{KEY}: {hub.id!r} cannot be read", "see to the access, or take another data set"):
         columns = rows.column_names or list(next(iter(rows), {}))
-    if hub.column not in columns:
-        raise ConfigError(f"{KEY}.column={hub.column!r} is not in {hub.id!r}, which has {', '.join(columns)}")
+    _check_column(hub, columns)
     total, (least, most) = (rows.num_shards, (1, 1 << 62)) if hub.streaming else (len(rows), _ROWS)
     size = min(max(-(-total // _ITEMS), least), most)
     return tuple(
         WorkItem(number, (FileRange(source.path, "hub", start, min(start + size, total), 0),))
         for number, start in enumerate(range(0, total, size))
     )
+
+
+def _check_column(hub: HubConfig, columns: list[str]) -> None:
+    if hub.column not in columns:
+        raise ConfigError(f"{KEY}.column={hub.column!r} is not in {hub.id!r}, which has {', '.join(columns)}")
 
 
 def hub_documents(part: FileRange, data: DataConfig) -> Iterator[str]:

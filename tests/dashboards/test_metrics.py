@@ -68,6 +68,8 @@ def test_values_of_a_step() -> None:
     assert value(sink, "braid_loss_nats") == line["loss"]
     assert value(sink, "braid_tokens_per_second") == pytest.approx(line["tokens"] / line["wall_seconds"])
     assert value(sink, "braid_expert_imbalance_ratio") == line["experts"]["imbalance"]
+    for name, loss in line["validation_losses"].items():
+        assert value(sink, "braid_set_validation_loss_nats", set=name) == loss
     target.take("metrics.jsonl", metrics_line(4, ranks=4))
     assert value(sink, "braid_tokens_total") == 2 * line["tokens"]
     assert value(sink, "braid_step_duration_seconds_count") == 2
