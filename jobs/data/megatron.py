@@ -78,7 +78,7 @@ class TokenPair:
         (sizes, offsets, bounds), width = parts, np.dtype(_CODES[code]).itemsize
         ends = offsets + sizes * np.int64(width)
         if (sizes < 0).any() or (offsets % width).any() or (offsets < 0).any():
-            raise _broken(index_path, "a sequence has no tokens or no place")
+            raise _broken(index_path, "a sequence has an impossible size or place")
         if len(tokens) % width or (ends > len(tokens)).any():
             raise _broken(tokens_path, f"it has {len(tokens)} bytes, and {index_path!r} needs {ends.max()}")
         if not len(bounds) or bounds[0] or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
