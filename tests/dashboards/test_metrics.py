@@ -207,7 +207,7 @@ def test_ray_hears_gauges_again_until_they_are_forgotten() -> None:
         elif metric.source == "ranks.jsonl":
             assert sorted(tags["rank"] for _, tags in again) == ["0", "1"]
         else:
-            assert len(again) == (4 if metric.per_rank else 1)
+            assert len(again) == (4 if metric.per_rank else 2 if metric.label else 1)
 
 
 def test_ray_is_told_of_a_run_until_the_block_ends(tmp_path: Path) -> None:
