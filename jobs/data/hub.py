@@ -30,10 +30,18 @@ def hub_source(hub: HubConfig) -> Source:
         raise ConfigError(f"{KEY}.id={hub.id!r} is also a folder here; write ./{hub.id} for the folder")
     if _is_folder(hub) and not Path(hub.id).is_dir():
         raise MissingSourcesError(f"{KEY}.id={hub.id!r} is no folder; correct the path")
-    with _told(f"{KEY}: {hub.id!r} cannot be looked up", "correct data.hub.id or data.hub.subset"):
+    with _told(
+        f"{KEY}: {hub.id!r} cannot be looked up",
+        "correct data.hub.id or data.hub.subset",
+        MissingSourcesError,
+    ):
         builder = _library().load_dataset_builder(hub.id, hub.subset)
         data_files = getattr(builder.config, "data_files", None) or {}
         files = {str(split): paths for split, paths in data_files.items()}
+    if not _is_folder(hub) and builder.repo_id is None:
+        raise ConfigError(
+            f"{KEY}.id={hub.id!r} is a format, not a data set; name a data set, or give files to data.files"
+        )
     names = [part.partition("[")[0] for part in hub.split.split("+")]
     if wrong := [name for name in names if files and name not in (*files, "all")]:
         raise ConfigError(f"{KEY}.split={wrong[0]!r} is not in {hub.id!r}, which has {', '.join(files)}")
@@ -113,13 +121,12 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _told(what: str, remedy: str) -> Iterator[None]:
-    """Turn any error of the library into one line."""
+def _told(what: str, remedy: str, kind: type[ValueError] = ConfigError) -> Iterator[None]:
+    """Turn any error of the library into one of one line."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as fault:  # the library, and file systems behind it, raise what they like
         said = next(iter(str(fault.__cause__ or fault).strip().splitlines()), type(fault).__name__)
-        kind = MissingSourcesError if "looked up" in what else ConfigError
         raise kind(f"{what} ({said.rstrip('.')}); {remedy}") from None

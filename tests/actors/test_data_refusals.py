@@ -1,5 +1,6 @@
 """Wrong keys of data, hub and mixture: one line with key, value and remedy; paths of sets."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from braid.actors.config import ConfigError, load_config, parse_config
 from braid.actors.config.paths import anchored, expanded
+from braid.scheduling.text.yaml_text import parse_yaml
 
+ROOT = Path(__file__).resolve().parents[2]
 WEB = {"name": "web", "weight": 0.7, "files": ["a.txt"]}
 CODE = {"name": "code", "weight": 0.3, "hub": {"id": "./code"}}
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -95,3 +98,11 @@ def test_sets_inherit_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["web"].mixture == ()
     assert config.data.validates
     assert not parse_config({"data": {"validation_fraction": 0}}).data.validates
+
+
+def test_examples_of_the_page_are_configurations() -> None:
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 3
+    for example in examples:
+        parse_config(parse_yaml(example, "data.md"))

@@ -46,12 +46,12 @@ def sections(layout: Mapping[str, Any], **train: Any) -> dict[str, Any]:
     return {"data": {"mixture": MIXTURE}, "train": {**own, **train}, **layout}
 
 
-def validated(path: Path, data: Path, layout: Mapping[str, Any], **more: Any) -> dict[str, float]:
+def validated(path: Path, folder: Path, layout: Mapping[str, Any], **more: Any) -> dict[str, float]:
     """Sums of losses by set, of the initial weights."""
     config = small_config(path, **{**sections(layout), **more})
     group = KeptRanks(config).start(config.layout().ranks)
     try:
-        group.call_all(Rank.setup, run_plan(config, data), rendezvous(group, 60.0))
+        group.call_all(Rank.setup, run_plan(config, folder), rendezvous(group, 60.0))
         names = group.call(0, Rank.data_facts)["validation_tokens_by_set"]
         sums = map(sum, zip(*group.call_all(Rank.validate), strict=True))
         return dict(zip(names, sums, strict=True))

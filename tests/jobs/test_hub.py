@@ -1,6 +1,8 @@
-"""Data sets through the library `datasets`, of folders here; none of these tests reaches the Hub."""
+"""Data sets through the library `datasets`: folders here, and a Hub that a test serves on loopback."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,9 @@ from braid.jobs.data import hub
 from braid.jobs.data.data_sets import RECORD, data_record, prepare_data
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
+from tests.end_to_end.command import ROOT
 from tests.jobs.corpora import DOCUMENTS, prepared, stored, stored_ids, write_lines, write_rows
+from tests.jobs.hub_stub import DATA_SET, HubStub
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +121,7 @@ def test_another_column_split_or_version_is_another_data_set(tmp_path: Path) -> 
         ({"column": "body"}, "data.hub.column='body' is not in './set', which has id, text"),
         ({"column": "id"}, "data.hub.column='id' of './set' holds int, not text; name a column of text"),
         ({"streaming": True, "column": "id"}, "data.hub.column='id' of './set' holds int, not text"),
-        ({"id": "json"}, "data.hub: 'json' cannot be looked up .*; correct data.hub.id"),
+        ({"id": "parquet"}, "data.hub.id='parquet' is a format, not a data set; .* give files to data.files"),
     ],
 )
 def test_what_is_not_there_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -163,3 +167,40 @@ def test_lines_and_line_ends_are_the_librarys(tmp_path: Path) -> None:
     write_lines(tmp_path / "set" / "train.jsonl", DOCUMENTS)
     made(tmp_path / "out", "./set")
     assert sorted(texts(tmp_path / "out")) == sorted(DOCUMENTS)
+
+
+def test_a_commit_of_the_hub_is_what_was_found_first(tmp_path: Path) -> None:
+    """By the command itself, as the library reads the Hub's address once; the real Hub is not asked."""
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in DOCUMENTS)
+    commits = ["a" * 40, "b" * 40]
+    stub = HubStub({"train.jsonl": lines}, commits[0])
+    environment = {**os.environ, "HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1", "COLUMNS": "300"}
+
+    def command(id: str = DATA_SET, streaming: bool = False) -> tuple[int, str]:
+        content = {"data": {"hub": {"id": id, "streaming": streaming}}, "cluster": {"launcher": "processes"}}
+        (tmp_path / "run.yaml").write_text(json.dumps(content))
+        words = [sys.executable, "-m", "braid", "prepare", "run.yaml"]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    try:
+        code, said = command(streaming=True)
+        assert (code, f"of {len(DOCUMENTS)} documents" in said, "prepared before" in said) == (0, True, False)
+        code, said = command()
+        assert (code, "prepared before" in said) == (0, True), "streamed or not"
+        stub.commit, stub.files["train.jsonl"] = commits[1], lines + b'{"text": "one more"}\n'
+        code, said = command()
+        assert (code, f"of {len(DOCUMENTS) + 1} documents" in said, "prepared before" in said) == (
+            0,
+            True,
+            False,
+        )
+        read = {path.split("/")[4] for path in stub.asked if path.endswith("train.jsonl")}
+        assert read == {*commits}, "commits, no branch"
+        code, said = command("me/other")
+        assert (code, "data.hub: 'me/other' cannot be looked up" in said) == (2, True)
+    finally:
+        stub.close()
