@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +80,7 @@ class TokenPair:
         ends = offsets + sizes * np.int64(width)
         if (sizes < 0).any() or (offsets % width).any() or (offsets < 0).any():
             raise _broken(index_path, "a sequence has an impossible size or place")
-        if len(tokens) % width or (ends > len(tokens)).any():
+        if len(tokens) % width or (np.maximum(offsets, ends) > len(tokens)).any():
             raise _broken(tokens_path, f"it has {len(tokens)} bytes, and {index_path!r} needs {ends.max()}")
         if not len(bounds) or bounds[0] or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
             raise _broken(index_path, f"its documents are not all of its {sequences} sequences in order")
@@ -161,6 +162,12 @@ def copy_tokens(
 def _documents(item: WorkItem) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and token ids of the documents of an item."""
     for part in item.ranges:
-        pair = TokenPair.open(part.path)
+        pair = _opened(part.path, os.stat(part.path).st_mtime_ns)
         for number in range(part.start, part.stop):
             yield f"document {number} of {pair.path!r}", pair.document(number)
+
+
+@lru_cache(maxsize=1)
+def _opened(path: str, modified_ns: int) -> TokenPair:
+    """Open a pair once per process, as a long index takes longer to check than an item takes."""
+    return TokenPair.open(path)
