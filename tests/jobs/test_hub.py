@@ -198,7 +198,7 @@ def test_a_commit_of_the_hub_is_what_was_found_first(tmp_path: Path) -> None:
             True,
             False,
         )
-        read = {path.split("/")[4] for path in stub.asked if path.endswith("train.jsonl")}
+        read = {path.split("/")[5] for path in stub.asked if path.endswith("train.jsonl")}
         assert read == {*commits}, "commits, no branch"
         code, said = command("me/other")
         assert (code, "data.hub: 'me/other' cannot be looked up" in said) == (2, True)
