@@ -44,7 +44,11 @@ class DataConfig(Section):
     # paths, patterns, folders or URLs; python-stdlib: Python's sources
     files: tuple[str, ...] = (PYTHON_STDLIB,)
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
+    # auto: by the ending of each file; chat: messages in JSON lines or Parquet, loss on assistants' only
+    format: Literal["auto", "text", "jsonl", "parquet", "chat"] = "auto"
+    # stream: documents end to end; whole: documents in rows, uncut; default: stream, for format chat whole
+    packing: Literal["stream", "whole"] | None = None
+    chat_template: Path | None = None  # a Jinja file for format chat; default: that beside the tokenizer
     # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
     tokenizer: str | None = None
     end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
@@ -106,6 +110,16 @@ class Config(Section):
                 f"train.recompute={train.recompute!r} is given layer by layer, and "
                 f"parallel.tensor_degrees=auto; set both to auto, or give both"
             )
+        if data.format == "chat" and data.packing == "stream":
+            raise ValueError(
+                "data.packing='stream' cuts conversations, and data.format='chat' keeps them whole; leave "
+                "data.packing out, or set it to whole"
+            )
+        if data.chat_template is not None and data.format != "chat":
+            raise ValueError(
+                f"data.chat_template={str(data.chat_template)!r} is for data.format=chat, and data.format is "
+                f"{data.format!r}; set it to chat, or leave data.chat_template out"
+            )
         if data.restart_positions and not data.document_mask:
             raise ValueError(
                 "data.restart_positions=true counts positions by documents that see each other; set "
@@ -117,6 +131,12 @@ class Config(Section):
     def run_directory(self) -> Path:
         """The run's directory, ``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def row_tokens(self) -> int:
+        """Number of tokens of a row of training data; 0: the data are a stream."""
+        rows = self.data.packing == "whole" or self.data.format == "chat"
+        return self.model.sequence + 1 if rows else 0
 
     @property
     def tokenizer(self) -> str:

@@ -27,6 +27,7 @@ BESIDE_THE_FILE: Final = ("model.layer", "model.initial", "checkpoint.mirror")
 """Keys whose relative paths begin at the folder of the configuration file."""
 _PATHS: Final = (
     *("runs", "model.layer", "model.initial", "data.files", "data.tokenizer", "data.directory"),
+    "data.chat_template",
     *("overlap.schedule_file", "overlap.plan", "overlap.profile", "checkpoint.mirror"),
 )
 _PATTERNS: Final = ("data.exclude",)

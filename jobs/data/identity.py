@@ -8,14 +8,16 @@ version that the server reports is trusted.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braid.actors.config import Config, DataConfig
 from braid.actors.config.urls import is_url
 from braid.actors.stage.data.token_files import INDEX_VERSION, DataIndex
+from braid.jobs.data.chat import ChatTemplate
 from braid.jobs.data.corpus import Source, find_sources, unreadable
 from braid.jobs.data.executors import Executor
+from braid.jobs.data.packing import Rows
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
@@ -30,18 +32,37 @@ class DataRequest:
     data: DataConfig
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
+    rows: Rows | None = None
+    """The way in which documents become rows; None: the data set is a stream."""
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Content hashes of the sources that were read, by path."""
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
-        return cls(config.data, find_sources(config.data), tokenizer_of(config))
+        return cls.without_files(config)._with(find_sources(config.data))
+
+    @classmethod
+    def without_files(cls, config: Config) -> "DataRequest":
+        """Return the request for a configuration's data without looking for its files."""
+        data, tokenizer, rows = config.data, tokenizer_of(config), None
+        if config.row_tokens:
+            template = ChatTemplate.of(data, tokenizer) if data.format == "chat" else None
+            rows = Rows(config.row_tokens, template)
+        return cls(data, (), tokenizer, rows)
+
+    def _with(self, sources: tuple[Source, ...]) -> "DataRequest":
+        return replace(self, sources=sources, _contents={})
 
     @property
     def parameters(self) -> dict[str, Any]:
         """Settings on which tokens depend besides the files and the tokenizer."""
         names = ("text_field", "validation_fraction", "encoding_errors")
-        return {name: getattr(self.data, name) for name in names}
+        told = {name: getattr(self.data, name) for name in names}
+        if self.rows is not None:
+            told["row_tokens"] = self.rows.tokens
+            if (template := self.rows.template) is not None:
+                told["chat_template"] = [template.source, *map(list, template.variables)]
+        return told
 
     @property
     def digest(self) -> str:

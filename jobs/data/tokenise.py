@@ -4,27 +4,27 @@ It runs in any process and on any node that an executor chooses, and communicate
 """
 
 import hashlib
-import os
-import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from braid.actors.config import DataConfig
 from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION, TokenShard
+from braid.jobs.data.chat import ChatTemplate, encode
 from braid.jobs.data.corpus import WorkItem
-from braid.jobs.data.documents import read_documents
+from braid.jobs.data.documents import read_conversations, read_documents
+from braid.jobs.data.packing import Rows, RowWriter
+from braid.jobs.data.shards import ShardWriter
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
 _PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, to limit memory
-_SHARD_TOKENS = 1 << 27  # tokens after which a shard is full
 
 
 @dataclass(frozen=True)
@@ -48,77 +48,103 @@ class ItemResult:
     highest_hash: int
 
 
-class ShardWriter:
-    """Writes one split of one work item, in shards of bounded size with unique names."""
-
-    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
-        self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
-        self._file: Any = None
-        self.shards: list[TokenShard] = []
-
-    def write(self, ids: np.ndarray, bytes_of_text: int = 0, documents: int = 0) -> None:
-        """Append token ids (1-d) that stand for ``bytes_of_text`` bytes and end ``documents`` documents."""
-        if not len(ids):
-            return
-        if self._file is None:
-            self._name = f"{self._stem}-{len(self.shards):04d}"
-            self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 - closed by `close`
-            self._hash, self._counts = hashlib.sha256(), Counter[str]()
-        content = ids.astype(self._dtype).tobytes()
-        self._file.write(content)
-        self._hash.update(content)
-        self._counts.update(tokens=len(ids), bytes_of_text=bytes_of_text, documents=documents)
-        if self._counts["tokens"] >= _SHARD_TOKENS:
-            self.close()
-
-    def close(self) -> None:
-        """Finish the current shard and flush it to disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-            shard = TokenShard(file=self._name, sha256=self._hash.hexdigest(), **self._counts)
-            self.shards.append(shard)
-
-
 def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     """Return the smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
     return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
 
 
 def tokenise(
-    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
+    folder: Path,
+    data: DataConfig,
+    tokenizer_name: str,
+    fingerprint: str,
+    rows: Rows | None,
+    split: Split,
+    item: WorkItem,
 ) -> ItemResult:
     """Read, split, tokenise and write the documents of one work item into ``folder``.
 
-    ``fingerprint``: of the tokenizer when the preparation began. Raise `ValueError` for a bad document.
+    ``fingerprint``: of the tokenizer when the preparation began. ``rows``: None for a stream. Raise
+    `ValueError` for a bad document.
     """
     tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
-    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
-    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    end, dtype = tokenizer.end_of_document, TOKEN_DTYPES[dtype_of(tokenizer)]
     counts, lowest, highest = Counter[str](), 2**64, -1
+    shards = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    train, validation = (s if rows is None else RowWriter(s, rows.tokens, end, counts) for s in shards)
+    writers = {TRAIN: train, VALIDATION: validation}
     with closing(train), closing(validation):
-        for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-            if not document or document.isspace():
-                counts["documents_skipped" if document is None else "documents_empty"] += 1
-                continue
+        if rows is None or rows.template is None:
+            numbers = _texts(data, tokenizer, split, item, writers, counts)
+        else:
+            numbers = _conversations(
+                data, tokenizer, rows.template, rows.tokens, split, item, writers, counts
+            )
+        for number in numbers:
             counts["documents"] += 1
-            number = document_hash(document)
             lowest, highest = min(lowest, number), max(highest, number)
-            for name, text, ends in _split_document(split, document, number):
-                writer = train if name == TRAIN else validation
-                for piece in _pieces(text):
-                    encoded = tokenizer.encode(piece)
-                    counts["characters"] += len(piece)
-                    counts["characters_lost"] += encoded.lost
-                    counts["tokens_unknown"] += encoded.unknown
-                    writer.write(encoded.ids, bytes_of_text=len(piece.encode()))
-                if ends:
-                    writer.write(end, documents=1)
-    shards = {TRAIN: train.shards, VALIDATION: validation.shards}
-    return ItemResult(item.number, shards, counts, lowest, highest)
+    return ItemResult(item.number, {name: w.shards for name, w in writers.items()}, counts, lowest, highest)
+
+
+def _texts(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    item: WorkItem,
+    writers: Mapping[str, ShardWriter | RowWriter],
+    counts: Counter[str],
+) -> Iterator[int]:
+    """Write the texts of a work item; yield their hashes."""
+    end = np.array([tokenizer.end_of_document])
+    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
+        if not document or document.isspace():
+            counts["documents_skipped" if document is None else "documents_empty"] += 1
+            continue
+        number = document_hash(document)
+        yield number
+        for name, text, ends in _split_document(split, document, number):
+            for piece in _pieces(text):
+                encoded = tokenizer.encode(piece)
+                counts["characters"] += len(piece)
+                counts["characters_lost"] += encoded.lost
+                counts["tokens_unknown"] += encoded.unknown
+                writers[name].write(encoded.ids, bytes_of_text=len(piece.encode()))
+            if ends:
+                writers[name].write(end, documents=1)
+
+
+def _conversations(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    row_tokens: int,
+    split: Split,
+    item: WorkItem,
+    writers: Mapping[str, ShardWriter | RowWriter],
+    counts: Counter[str],
+) -> Iterator[int]:
+    """Write the conversations of a work item; yield the hashes of their texts.
+
+    Conversations are left out, and counted, if they are longer than a row, or if no token counts.
+    """
+    for conversation in chain.from_iterable(read_conversations(part, data) for part in item.ranges):
+        if conversation is None:
+            counts["documents_skipped"] += 1
+            continue
+        rendered = template.render(conversation)
+        encoded, counted = encode(tokenizer, rendered)
+        if len(encoded.ids) > row_tokens:
+            counts["documents_long"] += 1
+        elif not counted[1:].any():
+            counts["documents_silent"] += 1
+        else:
+            number = document_hash(rendered.text)
+            yield number
+            counts["characters"] += len(rendered.text)
+            counts["tokens_unknown"] += encoded.unknown
+            writer = writers[VALIDATION if number < split.threshold else TRAIN]
+            assert isinstance(writer, RowWriter)
+            writer.write(encoded.ids, len(rendered.text.encode()), documents=1, counted=counted)
 
 
 @lru_cache(maxsize=1)
