@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from braid.actors.config import DataConfig
+from braid.actors.config.paths import BYTES
 from braid.jobs.data.tokenizer import TOKENIZER_CONFIG, Encoded, Tokenizer, content_of, special_names
 
 KEY: Final = "data.chat_template"
@@ -65,12 +66,11 @@ class ChatTemplate:
 
         Raise `ValueError` if there is none, or if it is no template.
         """
-        folder = Path(tokenizer.name).parent
-        named = special_names(folder)
-        source, origin = _found(data.chat_template, folder)
-        template = cls(source, origin, tuple(sorted({"eos_token": tokenizer.end_token, **named}.items())))
+        folder = None if tokenizer.name == BYTES else Path(tokenizer.name).parent
+        variables = {"eos_token": tokenizer.end_token, **(special_names(folder) if folder else {})}
+        source, origin = _read(data.chat_template) if data.chat_template else _beside_tokenizer(folder)
         _compiled(source, origin)
-        return template
+        return cls(source, origin, tuple(sorted(variables.items())))
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation. Raise `ValueError` if the template refuses it, or does not show where the
@@ -124,22 +124,32 @@ def encode(tokenizer: Tokenizer, rendered: Rendered) -> tuple[Encoded, np.ndarra
     return encoded, counted_N
 
 
-def _found(path: Path | None, folder: Path) -> tuple[str, str]:
-    """Return the source of the template, and where it is from."""
-    file = path or folder / TEMPLATE_FILE
-    if path is not None or file.is_file():
-        try:
-            return file.read_text(encoding="utf-8"), str(file)
-        except (OSError, UnicodeDecodeError) as fault:
-            reason = getattr(fault, "strerror", None) or "it is not UTF-8"
-            raise ValueError(f"{KEY}: cannot read {str(file)!r} ({reason}); give a Jinja file") from None
+def _read(file: Path) -> tuple[str, str]:
+    """Return the source of a template, and where it is from."""
+    try:
+        return file.read_text(encoding="utf-8"), str(file)
+    except (OSError, UnicodeDecodeError) as fault:
+        reason = getattr(fault, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"{KEY}: cannot read {str(file)!r} ({reason}); give a Jinja file") from None
+
+
+def _beside_tokenizer(folder: Path | None) -> tuple[str, str]:
+    """Return the source of the template in a tokenizer's folder, and where it is from."""
+    if folder is None:
+        raise ValueError(
+            f"{KEY}: data.format=chat needs a chat template, and data.tokenizer={BYTES} has none; set {KEY} "
+            f"to a Jinja file, or data.tokenizer to one with a template"
+        )
+    if (folder / TEMPLATE_FILE).is_file():
+        return _read(folder / TEMPLATE_FILE)
     told = content_of(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(told, list):  # several, by name
-        told = next((one.get("template") for one in told if one.get("name") == "default"), None)
+        named = {one.get("name"): one.get("template") for one in told if isinstance(one, dict)}
+        told = named.get("default")
     if not isinstance(told, str):
         raise ValueError(
-            f"{KEY}: data.format=chat needs a chat template, and there is neither {str(file)!r} nor the key "
-            f"chat_template in {TOKENIZER_CONFIG} beside it; set {KEY} to a Jinja file"
+            f"{KEY}: data.format=chat needs a chat template, and {str(folder)!r} has neither {TEMPLATE_FILE} "
+            f"nor the key chat_template in {TOKENIZER_CONFIG}; set {KEY} to a Jinja file"
         )
     return told, str(folder / TOKENIZER_CONFIG)
 
@@ -167,7 +177,7 @@ def _compiled(source: str, origin: str) -> Any:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationMarks(Extension):
         """Marks what the template writes between ``generation`` and ``endgeneration``."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's way
@@ -187,7 +197,7 @@ def _compiled(source: str, origin: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson  # Jinja's own is for web pages
     environment.globals["raise_exception"] = refuse

@@ -17,7 +17,7 @@ from braid.actors.stage.data.token_files import INDEX_VERSION, DataIndex
 from braid.jobs.data.chat import ChatTemplate
 from braid.jobs.data.corpus import Source, find_sources, unreadable
 from braid.jobs.data.executors import Executor
-from braid.jobs.data.packing import Rows
+from braid.jobs.data.packing import RowPacking
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
@@ -32,14 +32,14 @@ class DataRequest:
     data: DataConfig
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
-    rows: Rows | None = None
+    rows: RowPacking | None = None
     """The way in which documents become rows; None: the data set is a stream."""
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Content hashes of the sources that were read, by path."""
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
-        return cls.without_files(config)._with(find_sources(config.data))
+        return replace(cls.without_files(config), sources=find_sources(config.data))
 
     @classmethod
     def without_files(cls, config: Config) -> "DataRequest":
@@ -47,11 +47,8 @@ class DataRequest:
         data, tokenizer, rows = config.data, tokenizer_of(config), None
         if config.row_tokens:
             template = ChatTemplate.of(data, tokenizer) if data.format == "chat" else None
-            rows = Rows(config.row_tokens, template)
+            rows = RowPacking(config.row_tokens, template)
         return cls(data, (), tokenizer, rows)
-
-    def _with(self, sources: tuple[Source, ...]) -> "DataRequest":
-        return replace(self, sources=sources, _contents={})
 
     @property
     def parameters(self) -> dict[str, Any]:

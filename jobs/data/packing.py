@@ -20,7 +20,7 @@ _OPEN_TOKENS: Final = 1 << 22
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPacking:
     """The way in which documents become rows."""
 
     tokens: int

@@ -17,7 +17,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
-class Run:
+class TextRun:
     """Consecutive tokens of a document: their text, and whether the losses of predicting them count."""
 
     text: str
@@ -25,15 +25,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownDocument:
     """A document, or the part of it that lies in a sample."""
 
     tokens: int
-    runs: tuple[Run, ...]
+    runs: tuple[TextRun, ...]
     padding: bool
 
 
-def documents_in(shards: TokenShards, sample: int, tokenizer: Tokenizer) -> Iterator[Shown]:
+def documents_in(shards: TokenShards, sample: int, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
     """Yield the documents of a sample; all tokens of a stream count."""
     ids = np.array([sample])
     tokens_S, begins_s, masks = shards.tokens_at(ids)[0], shards.begins_at(ids)[0], shards.masks_at(ids)
@@ -43,16 +43,16 @@ def documents_in(shards: TokenShards, sample: int, tokenizer: Tokenizer) -> Iter
         fills = (
             masks is not None and not counts.any() and bool((tokens == shards.index.end_of_document).all())
         )
-        yield Shown(len(tokens), () if fills else tuple(_runs(tokens, counts, tokenizer)), fills)
+        yield ShownDocument(len(tokens), () if fills else tuple(_runs(tokens, counts, tokenizer)), fills)
 
 
-def _runs(tokens: np.ndarray, counts: np.ndarray, tokenizer: Tokenizer) -> Iterator[Run]:
+def _runs(tokens: np.ndarray, counts: np.ndarray, tokenizer: Tokenizer) -> Iterator[TextRun]:
     edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
     before = ""
     for begin, end in pairwise(edges):
         # decoded from the document's begin, as some tokenizers drop the space before a text's first word
         text = tokenizer.decode(tokens[:end].tolist())
-        yield Run(text[len(before) :], bool(counts[begin]))
+        yield TextRun(text[len(before) :], bool(counts[begin]))
         before = text
 
 

@@ -20,7 +20,7 @@ from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION,
 from braid.jobs.data.chat import ChatTemplate, encode
 from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.documents import read_conversations, read_documents
-from braid.jobs.data.packing import Rows, RowWriter
+from braid.jobs.data.packing import RowPacking, RowWriter
 from braid.jobs.data.shards import ShardWriter
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -58,7 +58,7 @@ def tokenise(
     data: DataConfig,
     tokenizer_name: str,
     fingerprint: str,
-    rows: Rows | None,
+    rows: RowPacking | None,
     split: Split,
     item: WorkItem,
 ) -> ItemResult:
