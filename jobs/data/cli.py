@@ -11,11 +11,6 @@ from braid.jobs.usage import ConfigFile, Overrides, example, group, read_config
 data = group("Look at the data of a run.", "data show first.yaml --samples 2")
 
 
-@data.callback()
-def _several() -> None:
-    """Keep ``show`` a command of a group."""
-
-
 @data.command(epilog=example("data show chat.yaml --samples 2 --split validation"))
 def show(
     config: ConfigFile,

@@ -334,7 +334,8 @@ def choices(names: list[str]) -> str:
     if not names:
         return "which has no field at all; exclude the file"
     listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
-    return f"which has {listed}; set data.text_field to the one that holds the text"
+    remedy = "set data.format to chat, or " if MESSAGES in names else "set "
+    return f"which has {listed}; {remedy}data.text_field to the one that holds the text"
 
 
 # Cut into work items.

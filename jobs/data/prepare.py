@@ -239,7 +239,8 @@ def _assemble(
                 f"take a tokenizer that was trained on such text or works on bytes, such as "
                 f"data.tokenizer={BYTES}"
             )
-    if _covers(tokenizer.token_bytes, folder, index):
+    spells = request.data.format == "chat"  # the names of its special tokens are bytes of its text
+    if not spells and _covers(tokenizer.token_bytes, folder, index):
         index = replace(index, token_bytes=tokenizer.token_bytes)
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):

@@ -182,10 +182,8 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
     if index.row_tokens:
         share = index.tokens_padded / sum(index.tokens(split) for split in index.splits)
-        yield (
-            f"data    documents packed whole into rows of {index.row_tokens} tokens, {share:.1%} padding; "
-            f"longer conversations left out: {index.documents_long}"
-        )
+        left_out = f"; {index.documents_long} longer left out" if index.documents_long else ""
+        yield f"data    documents whole in rows of {index.row_tokens} tokens, {share:.1%} padding{left_out}"
     if index.characters_lost:
         share = index.characters_lost / index.characters
         yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"

@@ -50,7 +50,8 @@ def sections_of(path: Path, *, document_mask: bool, seed: int) -> Sections:
     path.mkdir(parents=True, exist_ok=True)
     (path / "chat.jsonl").write_text("".join(lines))
     (path / "chat.jinja").write_text(TEMPLATE)
-    files = {"files": [str(path / "chat.jsonl")], "chat_template": str(path / "chat.jinja")}
+    files: dict[str, Any] = {"files": [str(path / "chat.jsonl")], "chat_template": str(path / "chat.jinja")}
+    files["tokenizer"] = "bytes"
     random_model("llama", seed).double().save_pretrained(path / "weights")
     return {
         "data": {"format": "chat", "validation_fraction": 0.2, "document_mask": document_mask, **files},
