@@ -37,7 +37,7 @@ def show(
     with Display(Console(stderr=True), live=False).running() as display:
         prepared = prepare_data(resolved, local_map, display.show)
     shards = TokenShards.open(prepared.output, split, resolved.model.sequence, prepared.index)
-    ids = sample_ids(resolved.train.seed, shards.samples, 0, min(samples, shards.samples))
-    console, tokenizer = Console(), tokenizer_of(resolved)
-    for number, sample in enumerate((ids if split == "train" else shards.spread(samples)).tolist()):
-        show_sample(console, number, sample, shards, tokenizer)
+    count, tokenizer = min(samples, shards.samples), tokenizer_of(resolved)
+    order = sample_ids(resolved.train.seed, shards.samples, 0, count)
+    for number, sample in enumerate((order if split == "train" else shards.spread(count)).tolist()):
+        show_sample(Console(), f"sample {number}: {split} {sample}", sample, shards, tokenizer)

@@ -21,22 +21,11 @@ _OPEN_TOKENS: Final = 1 << 22
 
 @dataclass(frozen=True)
 class RowPacking:
-    """The way in which documents become rows."""
+    """The way in which documents become rows: the number of tokens of a row, and the template of
+    conversations (None: documents are texts)."""
 
     tokens: int
-    """Number of tokens of a row."""
     template: ChatTemplate | None
-    """Template of conversations; None: documents are texts."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A document, or a part of it, in one row."""
-
-    ids: np.ndarray
-    marks: np.ndarray
-    bytes_of_text: int
-    documents: int
 
 
 class RowWriter:
@@ -45,13 +34,13 @@ class RowWriter:
     def __init__(self, writer: ShardWriter, row_tokens: int, end: int, counts: Counter[str]) -> None:
         """``end``: id of the token that fills up rows. ``counts``: its ``tokens_padded`` are added up."""
         self._writer, self._row_tokens, self._end, self._counts = writer, row_tokens, end, counts
-        self._ids, self._marks = np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        self._document = np.zeros((2, 0), np.int64)
+        """Ids and marks of the document that has not ended: [2, tokens]."""
         self._bytes = 0
-        """Tokens of the document that has not ended, with their marks and bytes of text."""
-        self._most = max(16, _OPEN_TOKENS // row_tokens)
         self._open: list[tuple[int, int]] = []
         """Room and number of every open row, sorted."""
-        self._rows: dict[int, list[_Piece]] = {}
+        self._rows: dict[int, list[tuple[np.ndarray, int, int]]] = {}
+        """By number of the row: ids and marks of its documents, with their bytes of text and ends."""
         self._begun = 0
 
     @property
@@ -67,17 +56,14 @@ class RowWriter:
         A document's first token never counts. A document that is longer than a row fills rows of its own, and
         its next row begins with the last token of the row, so that every other token is predicted once.
         """
-        marks = np.full(len(ids), COUNTS, np.uint8) if counted is None else counted * np.uint8(COUNTS)
-        if not len(self._ids):
-            marks[:1] = BEGINS
-        self._ids, self._marks = np.append(self._ids, ids), np.append(self._marks, marks)
+        marks = np.full(len(ids), COUNTS) if counted is None else counted * COUNTS
+        self._document = np.concatenate([self._document, [ids, marks]], axis=1)
+        self._document[1, :1] = BEGINS
         self._bytes += bytes_of_text
-        done, row = 0, self._row_tokens
-        while len(self._ids) - done > row:
-            self._flush([self._taken(done, done + row, documents=0)])
-            done += row - 1
-            self._marks[done] = BEGINS
-        self._ids, self._marks = self._ids[done:], self._marks[done:]
+        while self._document.shape[1] > self._row_tokens:
+            self._flush([(self._document[:, : self._row_tokens], self._bytes, 0)])
+            self._document, self._bytes = self._document[:, self._row_tokens - 1 :], 0
+            self._document[1, 0] = BEGINS
         if documents:
             self._end_document(documents)
 
@@ -85,22 +71,15 @@ class RowWriter:
         """Write all rows that are open."""
         self._end_document(0)
         for number in sorted(self._rows):
-            self._flush(self._rows[number])
-        self._rows.clear()
-        self._open.clear()
+            self._flush(self._rows.pop(number))
         self._writer.close()
 
-    def _taken(self, begin: int, end: int, documents: int) -> _Piece:
-        size, self._bytes = self._bytes, 0
-        return _Piece(self._ids[begin:end], self._marks[begin:end], size, documents)
-
     def _end_document(self, documents: int) -> None:
-        if length := len(self._ids):
-            self._place(self._taken(0, length, documents))
-            self._ids, self._marks = self._ids[:0], self._marks[:0]
-
-    def _place(self, piece: _Piece) -> None:
-        length = len(piece.ids)
+        """Put the document into a row."""
+        length, piece = self._document.shape[1], (self._document, self._bytes, documents)
+        self._document, self._bytes = self._document[:, :0], 0
+        if not length:
+            return
         at = bisect_left(self._open, (length, 0))
         if at < len(self._open):
             room, number = self._open.pop(at)
@@ -109,23 +88,16 @@ class RowWriter:
             self._begun += 1
         self._rows.setdefault(number, []).append(piece)
         insort(self._open, (room - length, number))
-        if room == length or len(self._open) > self._most:
-            _, number = self._open.pop(0)
-            self._flush(self._rows.pop(number))
+        if room == length or len(self._open) > max(16, _OPEN_TOKENS // self._row_tokens):
+            self._flush(self._rows.pop(self._open.pop(0)[1]))
 
-    def _flush(self, pieces: list[_Piece]) -> None:
+    def _flush(self, pieces: list[tuple[np.ndarray, int, int]]) -> None:
         """Write a row."""
-        length = sum(len(piece.ids) for piece in pieces)
-        ids = np.full(self._row_tokens, self._end, np.int64)
-        marks = np.zeros(self._row_tokens, np.uint8)
+        contents, sizes, documents = zip(*pieces, strict=True)
+        ids, marks = np.concatenate(contents, axis=1)
+        length, counted = len(ids), np.array([np.count_nonzero(marks & COUNTS)], ROW_COUNTS)
+        ids = np.pad(ids, (0, self._row_tokens - length), constant_values=self._end)
+        marks = np.pad(marks, (0, self._row_tokens - length)).astype(np.uint8)
         marks[length : length + 1] = BEGINS
-        ids[:length] = np.concatenate([piece.ids for piece in pieces])
-        marks[:length] = np.concatenate([piece.marks for piece in pieces])
         self._counts["tokens_padded"] += self._row_tokens - length
-        self._writer.write(
-            ids,
-            sum(piece.bytes_of_text for piece in pieces),
-            sum(piece.documents for piece in pieces),
-            marks=marks.tobytes(),
-            counts=np.array([np.count_nonzero(marks & COUNTS)], ROW_COUNTS).tobytes(),
-        )
+        self._writer.write(ids, sum(sizes), sum(documents), marks=marks, counts=counted)

@@ -202,9 +202,8 @@ def _assemble(
         splits[split] = tuple(replace(s, file=f"{split}-{number:05d}.bin") for number, s in enumerate(shards))
         for shard, named in zip(shards, splits[split], strict=True):
             (folder / shard.file).rename(folder / named.file)
-            if request.rows is not None:
-                (folder / shard.marks).rename(folder / named.marks)
-                (folder / shard.counts).rename(folder / named.counts)
+            for ending in ("marks", "counts") if request.rows is not None else ():
+                (folder / shard.beside(ending)).rename(folder / named.beside(ending))
     counts, tokenizer = _counts(results), request.tokenizer
     index = DataIndex(
         tokenizer=tokenizer.name,

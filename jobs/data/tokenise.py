@@ -5,13 +5,13 @@ It runs in any process and on any node that an executor chooses, and communicate
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -72,45 +72,46 @@ def tokenise(
     counts, lowest, highest = Counter[str](), 2**64, -1
     shards = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
     train, validation = (s if rows is None else RowWriter(s, rows.tokens, end, counts) for s in shards)
-    writers = {TRAIN: train, VALIDATION: validation}
+    documents = _texts(data, tokenizer, split, item, counts)
+    if rows is not None and rows.template is not None:
+        documents = _conversations(data, tokenizer, rows.template, rows.tokens, split, item, counts)
     with closing(train), closing(validation):
-        if rows is None or rows.template is None:
-            numbers = _texts(data, tokenizer, split, item, writers, counts)
-        else:
-            numbers = _conversations(
-                data, tokenizer, rows.template, rows.tokens, split, item, writers, counts
-            )
-        for number in numbers:
+        for number, pieces in documents:
             counts["documents"] += 1
             lowest, highest = min(lowest, number), max(highest, number)
-    return ItemResult(item.number, {name: w.shards for name, w in writers.items()}, counts, lowest, highest)
+            for name, piece in pieces:
+                (train if name == TRAIN else validation).write(**piece)
+    found = {TRAIN: train.shards, VALIDATION: validation.shards}
+    return ItemResult(item.number, found, counts, lowest, highest)
+
+
+_Pieces = Iterator[tuple[str, dict[str, Any]]]
+"""Pieces of a document: the split, and the arguments of `ShardWriter.write` or `RowWriter.write`."""
 
 
 def _texts(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    item: WorkItem,
-    writers: Mapping[str, ShardWriter | RowWriter],
-    counts: Counter[str],
-) -> Iterator[int]:
-    """Write the texts of a work item; yield their hashes."""
-    end = np.array([tokenizer.end_of_document])
-    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-        if not document or document.isspace():
-            counts["documents_skipped" if document is None else "documents_empty"] += 1
-            continue
-        number = document_hash(document)
-        yield number
+    data: DataConfig, tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str]
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield hash and pieces of every text of a work item."""
+    end = {"ids": np.array([tokenizer.end_of_document]), "documents": 1}
+
+    def pieces(document: str, number: int) -> _Pieces:
         for name, text, ends in _split_document(split, document, number):
             for piece in _pieces(text):
                 encoded = tokenizer.encode(piece)
                 counts["characters"] += len(piece)
                 counts["characters_lost"] += encoded.lost
                 counts["tokens_unknown"] += encoded.unknown
-                writers[name].write(encoded.ids, bytes_of_text=len(piece.encode()))
+                yield name, {"ids": encoded.ids, "bytes_of_text": len(piece.encode())}
             if ends:
-                writers[name].write(end, documents=1)
+                yield name, end
+
+    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
+        if not document or document.isspace():
+            counts["documents_skipped" if document is None else "documents_empty"] += 1
+        else:
+            number = document_hash(document)
+            yield number, pieces(document, number)
 
 
 def _conversations(
@@ -120,31 +121,24 @@ def _conversations(
     row_tokens: int,
     split: Split,
     item: WorkItem,
-    writers: Mapping[str, ShardWriter | RowWriter],
     counts: Counter[str],
-) -> Iterator[int]:
-    """Write the conversations of a work item; yield the hashes of their texts.
-
-    Conversations are left out, and counted, if they are longer than a row, or if no token counts.
-    """
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield hash and tokens of every conversation of a work item, but for conversations that are longer than
+    a row, or have no token that counts."""
     for conversation in chain.from_iterable(read_conversations(part, data) for part in item.ranges):
         if conversation is None:
             counts["documents_skipped"] += 1
             continue
         rendered = template.render(conversation)
         encoded, counted = encode(tokenizer, rendered)
-        if len(encoded.ids) > row_tokens:
-            counts["documents_long"] += 1
-        elif not counted[1:].any():
-            counts["documents_silent"] += 1
-        else:
-            number = document_hash(rendered.text)
-            yield number
-            counts["characters"] += len(rendered.text)
-            counts["tokens_unknown"] += encoded.unknown
-            writer = writers[VALIDATION if number < split.threshold else TRAIN]
-            assert isinstance(writer, RowWriter)
-            writer.write(encoded.ids, len(rendered.text.encode()), documents=1, counted=counted)
+        if len(encoded.ids) > row_tokens or not counted[1:].any():
+            counts["documents_long" if len(encoded.ids) > row_tokens else "documents_silent"] += 1
+            continue
+        counts["characters"] += len(rendered.text)
+        counts["tokens_unknown"] += encoded.unknown
+        number = document_hash(rendered.text)
+        name = VALIDATION if number < split.threshold else TRAIN
+        yield number, iter([(name, {"ids": encoded.ids, "documents": 1, "counted": counted})])
 
 
 @lru_cache(maxsize=1)

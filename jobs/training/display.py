@@ -182,8 +182,12 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
     if index.row_tokens:
         share = index.tokens_padded / sum(index.tokens(split) for split in index.splits)
-        left_out = f"; {index.documents_long} longer left out" if index.documents_long else ""
-        yield f"data    documents whole in rows of {index.row_tokens} tokens, {share:.1%} padding{left_out}"
+        yield f"data    documents whole in rows of {index.row_tokens} tokens, {share:.1%} padding"
+    if left_out := index.documents_long + index.documents_silent:
+        yield (
+            f"warning {left_out} conversations left out: {index.documents_long} are longer than a row (raise "
+            f"model.sequence), {index.documents_silent} have no token of an assistant"
+        )
     if index.characters_lost:
         share = index.characters_lost / index.characters
         yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"

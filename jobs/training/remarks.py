@@ -24,16 +24,6 @@ def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
         )
     if index.documents_empty and not prepared.reused:
         yield f"data.files: {_counted(index.documents_empty, 'document')} without any text left out"
-    if index.documents_silent and not prepared.reused:
-        yield (
-            f"data.files: {_counted(index.documents_silent, 'conversation')} without a token of an assistant "
-            f"left out"
-        )
-    if index.documents_long and not prepared.reused:
-        yield (
-            f"data.files: {_counted(index.documents_long, 'conversation')} longer than a row left out; raise "
-            f"model.sequence={sequence} to keep them"
-        )
     windows = {split: index.samples(split, sequence) for split in (TRAIN, VALIDATION)}
     if 0 < windows[TRAIN] < train.global_batch:
         yield (

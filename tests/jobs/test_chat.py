@@ -21,6 +21,7 @@ from braid.jobs.data.data_sets import prepare_data
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Prepared, prepare
 from braid.jobs.data.tokenizer import BytesTokenizer, load_tokenizer
+from braid.jobs.training.display import _about_tokens
 from tests.in_process import Capture, called
 from tests.jobs.corpora import DOCUMENTS, train_tokenizer
 
@@ -132,7 +133,7 @@ def documents_of(prepared: Prepared, split: str = "train") -> list[tuple[list[in
     found = []
     for shard in prepared.index.splits[split]:
         tokens = np.fromfile(prepared.output / shard.file, prepared.index.dtype)
-        marks = np.fromfile(prepared.output / shard.marks, np.uint8)
+        marks = np.fromfile(prepared.output / shard.beside("marks"), np.uint8)
         assert len(tokens) == len(marks) == shard.tokens
         for row, of_row in zip(
             tokens.reshape(-1, prepared.index.row_tokens),
@@ -267,9 +268,9 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     config = parse_config({"data": data, "model": {"sequence": 40}, "runs": str(tmp_path)})
     shown: list[Any] = []
     prepare_data(config, map, shown.append)
-    texts = [event.text for event in shown if hasattr(event, "text")]
-    assert any("1 conversation longer than a row left out; raise model.sequence=40" in text for text in texts)
-    assert any("1 conversation without a token of an assistant" in text for text in texts)
+    (done,) = (event for event in shown if isinstance(event, Prepared))
+    says = "2 conversations left out: 1 are longer than a row (raise model.sequence), 1 have no token"
+    assert any(says in line for line in _about_tokens(done.index))
 
 
 # braid data show.

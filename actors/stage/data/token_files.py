@@ -54,18 +54,11 @@ class TokenShard:
     tokens: Count
     bytes_of_text: Count
     documents: Count
-    sha256: str
-    marks_sha256: str = ""  # of the marks of rows
+    sha256: str  # of the tokens; of rows that of the tokens, marks and counts, row by row
 
-    @property
-    def marks(self) -> str:
-        """Name of the file of marks beside a shard of rows."""
-        return f"{self.file.removesuffix('.bin')}.marks"
-
-    @property
-    def counts(self) -> str:
-        """Name of the file of counts beside a shard of rows."""
-        return f"{self.file.removesuffix('.bin')}.counts"
+    def beside(self, ending: str) -> str:
+        """Name of a file beside a shard of rows (``marks``, ``counts``)."""
+        return f"{self.file.removesuffix('.bin')}.{ending}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +110,7 @@ class DataIndex:
             {split: [[s.tokens, s.sha256] for s in shards] for split, shards in self.splits.items()},
         ]
         if self.row_tokens:
-            marks = {split: [s.marks_sha256 for s in shards] for split, shards in self.splits.items()}
-            content += [self.row_tokens, marks]
+            content.append(self.row_tokens)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def samples(self, split: str, sequence: int) -> int:
@@ -171,8 +163,9 @@ def read_index(directory: Path) -> DataIndex:
         for shard in shards:
             _check_size(directory, shard.file, shard.tokens * TOKEN_DTYPES[index.dtype].itemsize)
             if index.row_tokens:
-                _check_size(directory, shard.marks, shard.tokens)
-                _check_size(directory, shard.counts, shard.tokens // index.row_tokens * ROW_COUNTS.itemsize)
+                rows = shard.tokens // index.row_tokens
+                _check_size(directory, shard.beside("marks"), shard.tokens)
+                _check_size(directory, shard.beside("counts"), rows * ROW_COUNTS.itemsize)
     return index
 
 
@@ -249,6 +242,8 @@ class TokenShards:
                 + "or shorten the sequence"
             )
         dtype = TOKEN_DTYPES[index.dtype]
+        rows = shards if index.row_tokens else ()
+        counts = [np.fromfile(directory / shard.beside("counts"), ROW_COUNTS) for shard in rows]
         return cls(
             directory=directory,
             split=split,
@@ -256,7 +251,8 @@ class TokenShards:
             index=index,
             arrays=tuple(np.memmap(directory / shard.file, dtype=dtype, mode="r") for shard in shards),
             starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
-            **(_beside(directory, shards) if index.row_tokens else {}),
+            marks=tuple(np.memmap(directory / s.beside("marks"), np.uint8, mode="r") for s in rows),
+            counts=np.concatenate(counts) if rows else None,
         )
 
     @property
@@ -324,10 +320,3 @@ class TokenShards:
             out_S[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1
-
-
-def _beside(directory: Path, shards: Sequence[TokenShard]) -> dict[str, Any]:
-    """Open the files beside shards of rows: marks, and the counts of all rows."""
-    counts = [np.fromfile(directory / shard.counts, ROW_COUNTS) for shard in shards]
-    marks = tuple(np.memmap(directory / shard.marks, np.uint8, mode="r") for shard in shards)
-    return {"marks": marks, "counts": np.concatenate(counts)}
