@@ -16,6 +16,7 @@ from braid.jobs.cluster.kubernetes import kubernetes
 from braid.jobs.cluster.submission import JobError, jobs, submit
 from braid.jobs.commands.checkpoint import checkpoint
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
+from braid.jobs.data.cli import data
 from braid.jobs.drill.cli import drill
 from braid.jobs.output import ExitCode, background, check_outputs, complain, say, surviving
 from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
@@ -152,7 +153,9 @@ for command, call in (
     (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
 ):
     app.command(epilog=example(call))(command)
-for name, commands in (("bench", bench), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)):
+for name, commands in (
+    *(("bench", bench), ("data", data), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)),
+):
     app.add_typer(commands, name=name)
 
 

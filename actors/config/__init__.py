@@ -88,6 +88,17 @@ class Config(Section):
                 f"train.recompute={train.recompute!r} is given layer by layer, and "
                 f"parallel.tensor_degrees=auto; set both to auto, or give both"
             )
+        formats = {one.format for one in data.sets.values()}
+        if "chat" in formats and data.packing == "stream":
+            raise ValueError(
+                "data.packing='stream' cuts conversations, and data.format='chat' keeps them whole; leave "
+                "data.packing out, or set it to whole"
+            )
+        if data.chat_template is not None and "chat" not in formats:
+            raise ValueError(
+                f"data.chat_template={str(data.chat_template)!r} is for data.format=chat, and data.format is "
+                f"{data.format!r}; set it to chat, or leave data.chat_template out"
+            )
         if data.restart_positions and not data.document_mask:
             raise ValueError(
                 "data.restart_positions=true counts positions by documents that see each other; set "
@@ -99,6 +110,12 @@ class Config(Section):
     def run_directory(self) -> Path:
         """The run's directory, ``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def row_tokens(self) -> int:
+        """Number of tokens of a row of training data; 0: the data are a stream."""
+        rows = self.data.packing == "whole" or self.data.format == "chat"
+        return self.model.sequence + 1 if rows else 0
 
     @property
     def tokenizer(self) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from braid.actors.config.model import NAME_PATTERN, Above0, Section
 from braid.actors.config.paths import PYTHON_STDLIB
 
-Format = Literal["auto", "text", "jsonl", "parquet", "megatron"]
+Format = Literal["auto", "text", "jsonl", "parquet", "megatron", "chat"]
 Errors = Literal["strict", "replace", "skip"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -36,6 +36,7 @@ class SetConfig(Section):
     text_field: str | None = None  # as data.text_field
     encoding_errors: Errors | None = None  # as data.encoding_errors
     validation_fraction: Fraction | None = None  # as data.validation_fraction
+    chat_template: Path | None = None  # as data.chat_template
 
     @model_validator(mode="after")
     def _has_a_source(self) -> "SetConfig":
@@ -53,8 +54,12 @@ class DataConfig(Section):
     hub: HubConfig | None = None  # in place of files
     mixture: tuple[SetConfig, ...] = ()  # in place of files: sets with weights
     exclude: tuple[str, ...] = ()  # patterns of files to leave out
-    # auto: by the ending of each file; megatron: tokens in pairs of .bin and .idx
+    # auto: by the ending of each file; megatron: tokens in pairs of .bin and .idx; chat: messages in JSON
+    # lines or Parquet, loss on assistants' only
     format: Format = "auto"
+    # stream: documents end to end; whole: documents in rows, uncut; default: stream, for format chat whole
+    packing: Literal["stream", "whole"] | None = None
+    chat_template: Path | None = None  # a Jinja file for format chat; default: that beside the tokenizer
     # bytes, or a Hugging Face tokenizer.json or its folder; default: that of model.initial, else bytes
     tokenizer: str | None = None
     end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say

@@ -27,7 +27,8 @@ BESIDE_THE_FILE: Final = ("model.layer", "model.initial", "checkpoint.mirror")
 """Keys whose relative paths begin at the folder of the configuration file."""
 _PATHS: Final = (
     *("runs", "model.layer", "model.initial", "data.files", "data.tokenizer", "data.directory"),
-    *("data.hub.id", "data.mixture.files", "data.mixture.hub.id"),
+    *("data.hub.id", "data.mixture.files", "data.mixture.hub.id", "data.chat_template"),
+    "data.mixture.chat_template",
     *("overlap.schedule_file", "overlap.plan", "overlap.profile", "checkpoint.mirror"),
 )
 _PATTERNS: Final = ("data.exclude", "data.mixture.exclude")

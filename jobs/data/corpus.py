@@ -31,6 +31,12 @@ from braid.actors.config.paths import PYTHON_STDLIB
 from braid.actors.config.urls import file_system, is_url
 
 KEY = "data.files"
+MESSAGES = "messages"
+"""Field that holds the messages of a conversation, in data of the format chat."""
+NO_MESSAGES = (
+    'data.format=chat takes objects such as {"messages": [{"role": "user", "content": "..."}, {"role": '
+    '"assistant", "content": "..."}]}'
+)
 Format = Literal["text", "jsonl", "parquet", "megatron", "hub"]
 
 
@@ -232,8 +238,10 @@ def endings(path: str) -> tuple[str, str]:
 
 def _format(path: str, wanted: str) -> Format:
     ending, packed = endings(path)
-    if wanted != "auto":
-        kind: Format = wanted  # type: ignore[assignment]
+    if wanted == "chat":
+        kind: Format = "parquet" if _FORMATS.get(ending) == "parquet" else "jsonl"
+    elif wanted != "auto":
+        kind = wanted  # type: ignore[assignment]
     elif remedy := _UNREADABLE.get(ending):
         if ending == ".json":
             refuse_array(path)
@@ -301,9 +309,9 @@ def as_lines(command: str, path: str) -> str:
     return f"{unpack}make lines of it: {command} < {quote(name)} > {quote(f'{name}.jsonl')}"
 
 
-def open_parquet(path: str, text_field: str) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable or has no text field of
-    that name."""
+def open_parquet(path: str, field: str, *, chat: bool = False) -> Any:
+    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable, or has no field of that
+    name that holds text (``chat``: lists)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -316,13 +324,15 @@ def open_parquet(path: str, text_field: str) -> Any:
     except (OSError, pa.ArrowException) as fault:
         raise broken_parquet(path, fault) from None
     schema = file.schema_arrow
-    if text_field not in schema.names:
-        raise ValueError(f"data.text_field: {text_field!r} is not in {path!r}, {choices(schema.names)}")
-    kind = schema.field(text_field).type
+    if chat:
+        if field not in schema.names or not pa.types.is_list(schema.field(field).type):
+            raise ValueError(f"{KEY}: {path!r} has no column {field!r} of lists; {NO_MESSAGES}")
+        return file
+    if field not in schema.names:
+        raise ValueError(f"data.text_field: {field!r} is not in {path!r}, {choices(schema.names)}")
+    kind = schema.field(field).type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXTS:
-        raise ValueError(
-            f"data.text_field: {text_field!r} has type {kind} in {path!r}; name a column of text"
-        )
+        raise ValueError(f"data.text_field: {field!r} has type {kind} in {path!r}; name a column of text")
     return file
 
 
@@ -335,18 +345,22 @@ def choices(names: list[str]) -> str:
     if not names:
         return "which has no field at all; exclude the file"
     listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
-    return f"which has {listed}; set data.text_field to the one that holds the text"
+    remedy = "set data.format to chat, or " if MESSAGES in names else "set "
+    return f"which has {listed}; {remedy}data.text_field to the one that holds the text"
 
 
 # Cut into work items.
 
 
-def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
-    """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet."""
+def cut(sources: Sequence[Source], text_field: str, *, chat: bool = False) -> tuple[WorkItem, ...]:
+    """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet.
+
+    ``text_field``, ``chat``: see `open_parquet`.
+    """
     target = item_bytes(sources)
     items: list[list[FileRange]] = []
     size = 0
-    for part in (part for source in sources for part in _ranges(source, target, text_field)):
+    for part in (part for source in sources for part in _ranges(source, target, text_field, chat)):
         if not items or size + part.size_bytes > target:
             items.append([])
             size = 0
@@ -361,7 +375,7 @@ def item_bytes(sources: Sequence[Source]) -> int:
     return min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
 
 
-def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]:
+def _ranges(source: Source, target: int, text_field: str, chat: bool) -> Iterator[FileRange]:
     path, kind, size = source.path, source.format, source.size_bytes
     match kind:
         case "text" | "jsonl" if kind == "text" or source.whole:
@@ -372,7 +386,7 @@ def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]
                 yield FileRange(path, kind, start, stop, stop - start)
         case "parquet":
             start = size = 0
-            with open_parquet(path, text_field) as file:
+            with open_parquet(path, text_field, chat=chat) as file:
                 for group in range(file.num_row_groups):
                     size += file.metadata.row_group(group).total_byte_size
                     if size >= target or group == file.num_row_groups - 1:

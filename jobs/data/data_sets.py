@@ -22,7 +22,6 @@ from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
-from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.training.remarks import on_data
 
 RECORD = "data.json"
@@ -190,7 +189,7 @@ def _changed(request: DataRequest, data_set: Prepared) -> str:
 def _known(config: Config, name: str) -> Prepared | None:
     """Return the suitable data set in ``data.directory`` or, if that is not set, the one that the run's
     record names for the set ``name``; None if there is none."""
-    request, fingerprint = DataRequest(config.data, (), tokenizer_of(config)), None
+    request, fingerprint = DataRequest.without_files(config), None
     if config.data.directory is not None:
         folders = [config.data.directory]
     else:

@@ -9,27 +9,15 @@ document d is the sequences from bound d to bound d + 1. Modes of sequences may 
 import hashlib
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from braid.actors.config import DataConfig
-from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION
 from braid.jobs.data.corpus import KEY, FileRange, Source, WorkItem, item_bytes, pair_of, unreadable
-from braid.jobs.data.tokenise import (
-    ItemResult,
-    ShardWriter,
-    Split,
-    checked_tokenizer,
-    dtype_of,
-    split_document,
-)
+from braid.jobs.data.tokenizer import Tokenizer
 
 _MAGIC: Final = b"MMIDIDX\x00\x00"
 _VERSION: Final = 1
@@ -122,49 +110,28 @@ def megatron_items(sources: Sequence[Source]) -> tuple[WorkItem, ...]:
     return tuple(WorkItem(number, (part,)) for number, part in enumerate(ranges))
 
 
-def copy_tokens(
-    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
-) -> ItemResult:
-    """Copy the documents of one work item into shards, as `tokenise` does with text; a document that does not
-    end with the tokenizer's end token gets one.
+def read_tokens(part: FileRange, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the token ids of the documents of one range in order; a document that does not end with the
+    tokenizer's end token gets one, an empty document stays empty.
 
     Raise `ValueError` for ids that the tokenizer does not have.
     """
-    tokenizer = checked_tokenizer(tokenizer_name, data.end_token, fingerprint)
-    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
-    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
-    counts, lowest, highest = Counter[str](), 2**64, -1
-    with closing(train), closing(validation):
-        for document, ids in _documents(item):
-            if not len(ids):
-                counts["documents_empty"] += 1
-                continue
-            if not 0 <= ids.min() <= ids.max() < tokenizer.vocabulary:
-                wrong = ids[(ids < 0) | (ids >= tokenizer.vocabulary)][0]
-                raise ValueError(
-                    f"data.tokenizer: {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and {document} "
-                    f"has token {wrong}; set data.tokenizer to the tokenizer that made the file"
-                )
-            ids = ids.astype(dtype)
-            ids = ids if ids[-1] == end[0] else np.concatenate([ids, end])
-            counts["documents"] += 1
-            number = int.from_bytes(
-                hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=8).digest(), "big"
+    pair, end = _opened(part.path, os.stat(part.path).st_mtime_ns), tokenizer.end_of_document
+    for number in range(part.start, part.stop):
+        ids = pair.document(number)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocabulary:
+            wrong = ids[(ids < 0) | (ids >= tokenizer.vocabulary)][0]
+            raise ValueError(
+                f"data.tokenizer: {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and document "
+                f"{number} of {pair.path!r} has token {wrong}; set data.tokenizer to the tokenizer that made the file"
             )
-            lowest, highest = min(lowest, number), max(highest, number)
-            for name, part, ends in split_document(split, ids, number):
-                (train if name == TRAIN else validation).write(part, documents=int(ends))
-    return ItemResult(
-        item.number, {TRAIN: train.shards, VALIDATION: validation.shards}, counts, lowest, highest
-    )
+        ids = ids.astype(np.uint32)
+        yield ids if not len(ids) or ids[-1] == end else np.append(ids, np.uint32(end))
 
 
-def _documents(item: WorkItem) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and token ids of the documents of an item."""
-    for part in item.ranges:
-        pair = _opened(part.path, os.stat(part.path).st_mtime_ns)
-        for number in range(part.start, part.stop):
-            yield f"document {number} of {pair.path!r}", pair.document(number)
+def token_hash(ids: np.ndarray) -> int:
+    """Return a uniformly distributed number in [0, 2**64) that depends on the ids (uint32) alone."""
+    return int.from_bytes(hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=8).digest(), "big")
 
 
 @lru_cache(maxsize=1)

@@ -180,6 +180,14 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
     """Yield lines about the token that ends documents, and about text that has no tokens."""
     if index.end_token:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
+    if index.row_tokens:
+        share = index.tokens_padded / sum(index.tokens(split) for split in index.splits)
+        yield f"data    documents whole in rows of {index.row_tokens} tokens, {share:.1%} padding"
+    if left_out := index.documents_long + index.documents_silent:
+        yield (
+            f"warning {left_out} conversations left out: {index.documents_long} are longer than a row (raise "
+            f"model.sequence), {index.documents_silent} have no token of an assistant"
+        )
     if index.characters_lost:
         share = index.characters_lost / index.characters
         yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"

@@ -24,7 +24,7 @@ def on_data(config: Config, prepared: Prepared, share: float = 1.0) -> Iterator[
         )
     if index.documents_empty and not prepared.reused:
         yield f"data.files: {_counted(index.documents_empty, 'document')} without any text left out"
-    windows = {split: max(0, index.tokens(split) - 1) // sequence for split in (TRAIN, VALIDATION)}
+    windows = {split: index.samples(split, sequence) for split in (TRAIN, VALIDATION)}
     part = f"{share:.1%} of " if share < 1 else ""
     if 0 < windows[TRAIN] < train.global_batch * share:
         yield (

@@ -60,6 +60,7 @@ def gradient_kernel(
     log_partition_ptr,
     targets_ptr,
     scale_ptr,
+    scale_stride,
     width,
     stride,
     first_row,
@@ -77,7 +78,7 @@ def gradient_kernel(
     d = tl.exp(logit - tl.load(log_partition_ptr + token))
     d = tl.where(column == tl.load(targets_ptr + token) - first_row, d - 1, d)
     if SCALED:
-        factor *= tl.load(scale_ptr).to(tl.float32)
+        factor *= tl.load(scale_ptr + token * scale_stride).to(tl.float32)
     tl.store(logits_ptr + column, (d * factor).to(logits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -111,14 +112,16 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
     ) -> tuple[Tensor]:
         """Return d_logits_TV, written over the logits."""
         tensor, factor = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
-        shared = {"log_partition": (log_partition_T, "T"), "targets": (targets_T, "T"), "scale": (tensor, "")}
+        per_token = tensor is not None and tensor.dim() == 1
+        scales = (tensor, "T" if per_token else "")
+        shared = {"log_partition": (log_partition_T, "T"), "targets": (targets_T, "T"), "scale": scales}
         check("cross_entropy_gradient", logits=(logits_TV, "TV"), **shared)
         tokens, width = logits_TV.shape
         if logits_TV.numel():
             block, warps = tile_of(width)
             across = ceil_div(width, block)
             tensors = logits_TV, log_partition_T, targets_T, logits_TV if tensor is None else tensor
-            sizes = width, logits_TV.stride(0), self.shard.first_row, factor, across
+            sizes = int(per_token), width, logits_TV.stride(0), self.shard.first_row, factor, across
             gradient_kernel[(tokens * across,)](
                 *tensors, *sizes, SCALED=tensor is not None, BLOCK=block, num_warps=warps
             )

@@ -52,7 +52,8 @@ def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float,
     tolerance = TOLERANCE[logits_TV.dtype]
     leaf = wide_leaf(logits_TV)
     expected_T = F.cross_entropy(leaf, targets_T, reduction="none")
-    (d_expected,) = torch.autograd.grad(expected_T.sum() * float(scale), leaf)
+    scale_T = torch.as_tensor(scale, dtype=leaf.dtype).expand(len(targets_T))
+    (d_expected,) = torch.autograd.grad((expected_T * scale_T).sum(), leaf)
     losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale, **kind)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     assert losses_T.dtype == log_partition_T.dtype == wide
@@ -61,6 +62,7 @@ def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float,
     assert_close(losses_T, expected_T, narrow)
     assert_close(log_partition_T, leaf.logsumexp(-1), narrow)
     assert_close(d_logits_TV, d_expected, tolerance)
+    assert not d_logits_TV[scale_T == 0].any(), "a masked token has a gradient"
 
 
 @given(
@@ -69,14 +71,16 @@ def check(logits_TV: Tensor, targets_T: Tensor, cut: Cut, scale: Tensor | float,
     cut=cuts,
     scale=st.floats(-2, 2),
     spread=st.sampled_from([1.0, 30.0, 1e4]),
-    tensor_scale=st.booleans(),
+    kind_of_scale=st.sampled_from(["number", "tensor", "tokens"]),
 )
 @settings(max_examples=80, deadline=None)
-def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale):
+def test_equals_autograd(seed, tokens, cut, scale, spread, kind_of_scale):
     torch.manual_seed(seed)
     logits_TV = spread * normal(tokens, sum(cut), dtype=torch.float64)
     targets_T = torch.randint(sum(cut), (tokens,))
-    check(logits_TV, targets_T, cut, torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale)
+    tensor = torch.tensor(scale, dtype=torch.float64)
+    scales = {"number": scale, "tensor": tensor, "tokens": tensor * torch.randint(3, (tokens,))}
+    check(logits_TV, targets_T, cut, scales[kind_of_scale])
 
 
 @pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
@@ -85,7 +89,7 @@ def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale):
 def test_narrow_dtypes(dtype, cut, family):
     torch.manual_seed(0)
     logits_TV, targets_T = 4 * normal(13, sum(cut), dtype=dtype), torch.randint(sum(cut), (13,))
-    for scale in (0.125, torch.tensor(0.125)):
+    for scale in (0.125, torch.tensor(0.125), torch.randn(13) * torch.randint(2, (13,))):
         check(logits_TV, targets_T, cut, scale, kind=family.cross_entropy_statistics)
 
 

@@ -152,6 +152,26 @@ class Mixture:
         large."""
         return self._by_set(ids_N, TokenShards.tokens_at)
 
+    def masks_at(self, ids_N: np.ndarray) -> np.ndarray | None:
+        """Return whether the losses of samples' targets count: [N] integers -> [N, sequence] bool; None: all
+        count."""
+        if all(one.counts is None for one in self.sets):
+            return None
+
+        def masks(one: TokenShards, ids: np.ndarray) -> np.ndarray:
+            found = one.masks_at(ids)
+            return np.ones((len(ids), one.sequence), bool) if found is None else found
+
+        return self._by_set(ids_N, masks)
+
+    def counts_at(self, ids_N: np.ndarray) -> np.ndarray:
+        """Return the number of targets of samples that count: [N] integers -> [N] int64."""
+        return self._by_set(ids_N, TokenShards.counts_at)
+
+    def begins_at(self, ids_N: np.ndarray) -> np.ndarray:
+        """Return where documents begin in samples: [N] integers -> [N, sequence] bool."""
+        return self._by_set(ids_N, TokenShards.begins_at)
+
     def bytes_of(self, tokens: np.ndarray) -> int | None:
         """Return the UTF-8 bytes of the text that tokens stand for; None if a set does not know them."""
         found = [one.bytes_of(tokens) for one in self.sets]

@@ -33,9 +33,10 @@ Batches = list[MicroBatch | None]
 """One entry for each micro-batch; None on a rank whose part of the model reads no tokens."""
 
 
-_Own = tuple[torch.Tensor, list[Documents]] | None
-"""A rank's part of its replica's samples: tokens and their successors, 2 x N x s, and documents by
-micro-batch if tokens attend only to their own document; None on a rank that reads no tokens.
+_Own = tuple[torch.Tensor, torch.Tensor | None, list[Documents]] | None
+"""A rank's part of its replica's samples: tokens and their successors, 2 x N x s; weights of the successors'
+losses, N x s, None if all are 1; documents by micro-batch if tokens attend only to their own document. None
+on a rank that reads no tokens.
 """
 _Tokens = TypeVar("_Tokens")
 
@@ -92,6 +93,9 @@ class ReplicaSamples:
     def of_step(self, step: int) -> Batches:
         """Return the micro-batches of a training step (from 0); those of the next step are read in the
         background.
+
+        Weights of losses are such that the weighted sum over the global batch, divided by its number of
+        targets, is the mean over the targets that count.
         """
         self._newest, own = self._ahead.of(step)
         return self._batches(self._newest, own)
@@ -111,18 +115,26 @@ class ReplicaSamples:
         """
         assert self._validation is not None
         ids, sets = self._filled()
-        return self._batches(ids, self._tokens(self._validation, ids), sets >= 0)
+        return self._batches(ids, self._tokens(self._validation, ids, (sets >= 0).astype(float)))
 
-    def sums_by_set(self, losses: Mapping[int, torch.Tensor]) -> tuple[float, ...]:
-        """Return the sums of a validation's token losses by set. ``losses``: T losses by micro-batch."""
+    def sums_by_set(self, batches: Batches, losses: Mapping[int, torch.Tensor]) -> tuple[float, ...]:
+        """Return the sums of a validation's token losses by set. ``batches``: those of the validation.
+        ``losses``: T losses by micro-batch."""
         assert self._validation is not None
         _, sets = self._filled()
         by_batch = torch.from_numpy(sets).reshape(-1, self._config.train.micro_batch)
         sums = [0.0] * len(self._validation.names)
         for micro_batch, loss_T in losses.items():
+            batch = batches[micro_batch]
+            weights_T = None if batch is None else batch.weights
             sets_T = by_batch[micro_batch].repeat_interleave(len(loss_T) // by_batch.shape[1])
             for number in range(len(sums)):
-                sums[number] += float(loss_T[(sets_T == number).to(loss_T.device)].sum())
+                counted_T = (sets_T == number).to(loss_T.device)
+                if weights_T is None:
+                    sums[number] += float(loss_T[counted_T].sum())
+                else:
+                    counted_T = counted_T & (weights_T != 0)
+                    sums[number] += float((loss_T[counted_T] * weights_T[counted_T]).sum())
         return tuple(sums)
 
     def _filled(self) -> tuple[np.ndarray, np.ndarray]:
@@ -143,12 +155,15 @@ class ReplicaSamples:
         """
         facts: dict[str, Any] = {"fingerprint": self._train.fingerprint}
         if self._validation is not None:
-            targets, names = self._validation.tokens_at(self._validated)[:, 1:], self._validation.names
-            facts["validation_tokens"] = targets.size
+            ids, names = self._validated, self._validation.names
+            targets, sets = self._validation.tokens_at(ids)[:, 1:], self._validation.sets_of(ids)
+            if (masks := self._validation.masks_at(ids)) is not None:
+                targets = targets[masks]
+            facts["validation_tokens"] = max(1, targets.size)
             facts["validation_bytes"] = self._validation.bytes_of(targets)
-            samples = np.bincount(self._validation.sets_of(self._validated), minlength=len(names)).tolist()
-            tokens = [count * targets.shape[1] for count in samples]
-            facts["validation_tokens_by_set"] = dict(zip(names, tokens, strict=True))
+            counts = np.bincount(sets, self._validation.counts_at(ids), len(names)).astype(int).tolist()
+            by_set = {name: max(1, count) for name, count in zip(names, counts, strict=True)}
+            facts["validation_tokens_by_set"] = by_set
         return facts
 
     def close(self) -> None:
@@ -165,54 +180,68 @@ class ReplicaSamples:
 
     def _read(self, step: int) -> tuple[np.ndarray, _Own]:
         seed, batch = self._config.train.seed, self._config.train.global_batch
-        ids = self._mine(self._train.order(seed, step * batch, batch))
-        return ids, self._tokens(self._train, ids)
+        everywhere = self._train.order(seed, step * batch, batch)
+        ids, counted = self._mine(everywhere), int(self._train.counts_at(everywhere).sum())
+        weights = np.full(len(ids), batch * self._train.sequence / max(1, counted))
+        return ids, self._tokens(self._train, ids, weights)
 
-    def _tokens(self, shards: TokenSource, ids: np.ndarray) -> _Own:
-        """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them."""
+    def _tokens(self, shards: TokenSource, ids: np.ndarray, weights_N: np.ndarray) -> _Own:
+        """Read this rank's tokens of the given samples, into pinned host memory if a GPU will copy them.
+
+        ``weights_N``: the weight of the loss of each sample's targets that count.
+        """
         if not self._sees_tokens:
             return None
         windows_NS = torch.from_numpy(shards.tokens_at(ids))
-        orders = self._orders(windows_NS[:, :-1], shards.end_of_document)
+        orders = self._orders(shards, ids)
         own_Ns = torch.tensor([order.own for order in orders])
         tokens_2Ns = torch.stack([windows_NS.gather(1, own_Ns), windows_NS.gather(1, own_Ns + 1)])
+        weights_Ns = self._weights(shards.masks_at(ids), weights_N, own_Ns)
         if self._device.type == "cuda":
             tokens_2Ns = tokens_2Ns.pin_memory()
+            weights_Ns = weights_Ns if weights_Ns is None else weights_Ns.pin_memory()
         restart, each = self._config.data.restart_positions, self._config.train.micro_batch
         masked = orders if self._config.data.document_mask else []
         batches = (masked[begin : begin + each] for begin in range(0, len(masked), each))
-        return tokens_2Ns, [documents_of(batch, restart=restart) for batch in batches]
+        return tokens_2Ns, weights_Ns, [documents_of(batch, restart=restart) for batch in batches]
 
-    def _orders(self, inputs_Ns: torch.Tensor, end: int) -> list[TokenOrder]:
-        """Return, for every sample, which tokens this rank has. ``end``: id of the token that ends a
-        document.
-        """
-        sequence, ranks = inputs_Ns.shape[1], self._layout.cp
+    def _weights(
+        self, masks_Ns: np.ndarray | None, weights_N: np.ndarray, own_Ns: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the weights of the losses of this rank's targets; None if all are 1."""
+        if masks_Ns is None and (weights_N == 1).all():
+            return None
+        dtype = torch.float64 if self._config.train.dtype == "fp64" else torch.float32
+        weights_N1 = torch.from_numpy(weights_N).to(dtype).unsqueeze(1)
+        if masks_Ns is None:
+            return weights_N1.expand(own_Ns.shape).contiguous()
+        return (weights_N1 * torch.from_numpy(masks_Ns)).gather(1, own_Ns)
+
+    def _orders(self, shards: TokenSource, ids: np.ndarray) -> list[TokenOrder]:
+        """Return, for every sample, which tokens this rank has."""
+        sequence, ranks = shards.sequence, self._layout.cp
         if not self._config.data.document_mask:
-            return [causal_order(ranks, self._context, sequence)] * len(inputs_Ns)
+            return [causal_order(ranks, self._context, sequence)] * len(ids)
         orders = []
-        for number, sample_s in enumerate(inputs_Ns):
-            documents = [0, *((sample_s[:-1] == end).nonzero().flatten() + 1).tolist()]
+        for number, begins_s in enumerate(shards.begins_at(ids)):
+            documents = [0, *np.flatnonzero(begins_s).tolist()]
             place = number % self._config.train.micro_batch
             orders.append(document_order(ranks, self._context, sequence, documents, place))
         return orders
 
-    def _batches(self, ids: np.ndarray, own: _Own, counted: np.ndarray | None = None) -> Batches:
-        """Split samples into micro-batches on the device. ``counted``: for each sample, whether its loss
-        counts; None: all count.
-        """
+    def _batches(self, ids: np.ndarray, own: _Own) -> Batches:
+        """Split samples into micro-batches on the device."""
         count = len(ids) // self._config.train.micro_batch
         if own is None:
             return [None] * count
-        tokens_2Ns, of_documents = own
+        tokens_2Ns, weights_Ns, of_documents = own
         inputs_MT, targets_MT = tokens_2Ns.to(self._device, non_blocking=True).reshape(2, count, -1)
         documents = [_by_degree(one.on(self._device), self._layout, self._place) for one in of_documents]
         documents = documents or [{}] * count
-        counted_MT: Sequence[torch.Tensor | None] = [None] * count
-        if counted is not None:
-            counted_Ns = torch.from_numpy(counted)[:, None].expand(tokens_2Ns.shape[1:]).to(self._device)
-            counted_MT = counted_Ns.reshape(count, -1).unbind()
-        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], counted_MT[m]) for m in range(count)]
+        weights_MT: Sequence[torch.Tensor | None] = [None] * count
+        if weights_Ns is not None:
+            weights_MT = weights_Ns.to(self._device, non_blocking=True).reshape(count, -1).unbind()
+        return [MicroBatch(inputs_MT[m], targets_MT[m], documents[m], weights_MT[m]) for m in range(count)]
 
 
 def documents_to_measure(

@@ -175,9 +175,11 @@ class Worker(Logged, Rank):
     def validate(self) -> tuple[float, ...]:
         assert self._samples is not None
         assert self._evaluator is not None
-        self._evaluator.run(self._samples.of_validation(), 0.0)
+        batches = self._samples.of_validation()
+        self._evaluator.run(batches, 0.0)
         # another rank has the same losses if this one does not tell its own
-        return self._samples.sums_by_set(self._evaluator.losses if self._parts.model.tells_loss else {})
+        losses = self._evaluator.losses if self._parts.model.tells_loss else {}
+        return self._samples.sums_by_set(batches, losses)
 
     def data_facts(self) -> dict[str, Any]:
         assert self._samples is not None
