@@ -36,8 +36,9 @@ def show(
     with Display(Console(stderr=True), live=False).running() as display:
         prepared = prepare_data(resolved, local_map, display.show)
     held_out = [name for name, one in resolved.data.sets.items() if one.validation_fraction > 0]
-    train, validation = open_splits(prepared.output, resolved.model.sequence, held_out)
-    shards = train if split == "train" or validation is None else validation
+    wanted = held_out if split == "validation" else ()
+    train, validation = open_splits(prepared.output, resolved.model.sequence, wanted)
+    shards = train if validation is None else validation
     count, tokenizer = min(samples, shards.samples), tokenizer_of(resolved)
     ids = shards.order(resolved.train.seed, 0, count) if split == "train" else shards.spread(count)
     for number, (sample, of) in enumerate(zip(ids.tolist(), shards.sets_of(ids).tolist(), strict=True)):

@@ -123,7 +123,8 @@ def read_tokens(part: FileRange, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
             wrong = ids[(ids < 0) | (ids >= tokenizer.vocabulary)][0]
             raise ValueError(
                 f"data.tokenizer: {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and document "
-                f"{number} of {pair.path!r} has token {wrong}; set data.tokenizer to the tokenizer that made the file"
+                f"{number} of {pair.path!r} has token {wrong}; set data.tokenizer to the tokenizer that made "
+                "the file"
             )
         ids = ids.astype(np.uint32)
         yield ids if not len(ids) or ids[-1] == end else np.append(ids, np.uint32(end))
