@@ -34,12 +34,13 @@ class Metric:
     field: str = ""
     event: str = ""
     per_rank: bool = False
+    label: str = ""
     cumulative: bool = False
     always: bool = False
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return ("run", "stage", "rank") if self.per_rank else ("run",)
+        return ("run", "stage", "rank") if self.per_rank else tuple(filter(None, ("run", self.label)))
 
 
 _TABLE: Final = parse_yaml(Path(__file__).with_name("metrics.yaml").read_text("utf-8"), "metrics.yaml")
@@ -142,7 +143,10 @@ class Exporter:
             value = values.get(metric.field) if metric.field else 1
             if metric.always and value is None and metric.field in line:
                 value = math.nan
-            if not metric.per_rank:
+            if metric.label:
+                for name, number in value.items() if isinstance(value, Mapping) else ():
+                    self._tell(metric, number, (str(name),))
+            elif not metric.per_rank:
                 self._tell(metric, value)
             elif isinstance(value, list | tuple):
                 self._tell_ranks(metric, value)

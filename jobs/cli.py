@@ -20,6 +20,7 @@ from braid.jobs.commands.checkpoint import checkpoint
 from braid.jobs.commands.evaluate import evaluate
 from braid.jobs.commands.generate import generate
 from braid.jobs.commands.viewing import dashboard, grafana, logs, report, trace
+from braid.jobs.data.cli import data
 from braid.jobs.drill.cli import drill
 from braid.jobs.output import ExitCode, background, check_outputs, complain, say
 from braid.jobs.planning.cli import compare, explain, plan, presets, profile, schedule, simulate
@@ -127,13 +128,12 @@ def demo(overrides: Overrides = None) -> None:
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise a run's corpus now instead of on first use; renew data.directory if its files changed."""
     from braid.jobs.cluster.session import launcher_of
-    from braid.jobs.data.data_sets import prepare_data
-    from braid.jobs.data.identity import DataRequest
+    from braid.jobs.data.data_sets import check_sources, prepare_data
     from braid.jobs.planning.work import with_plan
     from braid.jobs.training.display import Display
 
     resolved = with_plan(read_config(config, overrides))
-    DataRequest.of(resolved)  # missing inputs are reported before a cluster starts
+    check_sources(resolved)  # missing inputs are reported before a cluster starts
     with (
         Display(Console(), live=resolved.telemetry.progress).running() as display,
         launcher_of(resolved) as (_, executor),
@@ -164,7 +164,9 @@ for command, call in (
     (kubernetes, "kubernetes first.yaml --image braid:1 --claim runs --output run.yaml"),
 ):
     app.command(epilog=example(call))(command)
-for name, commands in (("bench", bench), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)):
+for name, commands in (
+    *(("bench", bench), ("data", data), ("grafana", grafana), ("checkpoint", checkpoint), ("jobs", jobs)),
+):
     app.add_typer(commands, name=name)
 
 

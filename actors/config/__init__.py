@@ -8,13 +8,14 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from braid.actors.config.data import DataConfig
 from braid.actors.config.machines import ClusterConfig, TelemetryConfig
-from braid.actors.config.model import ConfigError, ModelConfig, Section, as_config_error
-from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, PYTHON_STDLIB, anchored, expanded
+from braid.actors.config.model import NAME_PATTERN, ConfigError, ModelConfig, Section, as_config_error
+from braid.actors.config.paths import BESIDE_THE_FILE, BYTES, anchored, expanded
 from braid.actors.config.survival import CheckpointConfig, ElasticConfig, FailureConfig
 from braid.actors.config.training import AUTO, OverlapConfig, ParallelConfig, TrainConfig
 from braid.actors.config.wording import problems_in, section_of
@@ -28,33 +29,12 @@ from braid.scheduling.model.sizes import PartSizes, part_sizes
 from braid.scheduling.text.suggestions import nearest
 from braid.scheduling.text.yaml_text import parse_yaml, write_yaml
 
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-
 _GIVEN_BY_PLANS: Mapping[str, Iterable[str]] = {
     "parallel": ParallelConfig.model_fields,
     "train": ("micro_batch", "recompute"),
     "overlap": ("schedule", "pipeline"),
 }
 """Keys that ``overlap.plan`` sets if the configuration does not."""
-
-
-class DataConfig(Section):
-    """The corpus. `PYTHON_STDLIB` among the files stands for the sources of Python's standard library."""
-
-    # paths, patterns, folders or URLs; python-stdlib: Python's sources
-    files: tuple[str, ...] = (PYTHON_STDLIB,)
-    exclude: tuple[str, ...] = ()  # patterns of files to leave out
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the ending of each file
-    # bytes, or a Hugging Face tokenizer.json, its folder, or its name on the Hub (org/name); default: that of
-    # model.initial, else bytes
-    tokenizer: str | None = None
-    end_token: str | None = None  # ends documents; default: what the files beside the tokenizer say
-    text_field: str = "text"  # of JSON lines and Parquet: where the text is
-    encoding_errors: Literal["strict", "replace", "skip"] = "strict"  # of files that are no UTF-8
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02  # of documents, kept from training
-    directory: Path | None = None  # where tokens go; default: <runs>/data/<fingerprint>
-    document_mask: bool = False  # tokens attend to those of their own document only
-    restart_positions: bool = False  # count positions from the begin of each document, with document_mask
 
 
 class Config(Section):
@@ -76,6 +56,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_fit_each_other(self) -> "Config":
         parallel, train, data = self.parallel, self.train, self.data
+        data.check()
         degrees = parallel.tensor_degrees
         if parallel.zero and parallel.replicas == 1 and not parallel.auto and not self.elastic.max_ranks:
             raise ValueError(
@@ -113,11 +94,22 @@ class Config(Section):
                 f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower "
                 f"them, or raise train.steps"
             )
-        if self.checkpoint.keep_best and not (train.validate_every and data.validation_fraction):
+        if self.checkpoint.keep_best and not (train.validate_every and data.validates):
             raise ValueError(
                 f"checkpoint.keep_best=true compares validations, and train.validate_every="
                 f"{train.validate_every}, data.validation_fraction={data.validation_fraction:g}; set both "
                 f"above 0, or checkpoint.keep_best to false"
+            )
+        formats = {one.format for one in data.sets.values()}
+        if "chat" in formats and data.packing == "stream":
+            raise ValueError(
+                "data.packing='stream' cuts conversations, and data.format='chat' keeps them whole; leave "
+                "data.packing out, or set it to whole"
+            )
+        if data.chat_template is not None and "chat" not in formats:
+            raise ValueError(
+                f"data.chat_template={str(data.chat_template)!r} is for data.format=chat, and data.format is "
+                f"{data.format!r}; set it to chat, or leave data.chat_template out"
             )
         if data.restart_positions and not data.document_mask:
             raise ValueError(
@@ -130,6 +122,12 @@ class Config(Section):
     def run_directory(self) -> Path:
         """The run's directory, ``runs/NAME``."""
         return self.runs / self.name
+
+    @property
+    def row_tokens(self) -> int:
+        """Number of tokens of a row of training data; 0: the data are a stream."""
+        rows = self.data.packing == "whole" or self.data.format == "chat"
+        return self.model.sequence + 1 if rows else 0
 
     @property
     def tokenizer(self) -> str:

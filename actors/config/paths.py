@@ -27,11 +27,16 @@ BESIDE_THE_FILE: Final = ("model.layer", "model.initial", "checkpoint.mirror")
 """Keys whose relative paths begin at the folder of the configuration file."""
 _PATHS: Final = (
     *("runs", "model.layer", "model.initial", "data.files", "data.tokenizer", "data.directory"),
+    *("data.hub.id", "data.mixture.files", "data.mixture.hub.id", "data.chat_template"),
+    "data.mixture.chat_template",
     *("overlap.schedule_file", "overlap.plan", "overlap.profile", "checkpoint.mirror"),
 )
-_PATTERNS: Final = ("data.exclude",)
+_PATTERNS: Final = ("data.exclude", "data.mixture.exclude")
 """Keys with relative patterns that match below any folder."""
-_WORDS: Final = {("data.files", PYTHON_STDLIB), ("data.tokenizer", BYTES)}
+_WORDS: Final = {
+    *(("data.files", PYTHON_STDLIB), ("data.mixture.files", PYTHON_STDLIB)),
+    ("data.tokenizer", BYTES),
+}
 """Values that are not paths."""
 _ON_THE_HUB: Final = ("data.tokenizer", "model.initial")
 """Keys whose value may be the name of a repository on the Hugging Face Hub."""
@@ -73,13 +78,21 @@ def is_hub_name(key: str, value: str, base: Path = Path()) -> bool:
 def _mapped(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
     """Return a copy with ``change(key, path)`` in place of every path; keys that were not set stay unset."""
     for key in keys:
-        section, _, name = key.rpartition(".")
-        holder = getattr(config, section) if section else config
-        value = getattr(holder, name)
-        if (new := _with_paths(key, partial(change, key), value)) != value:
-            holder = holder.model_copy(update={name: new})
-            config = config.model_copy(update={section: holder}) if section else holder
+        config = _changed(config, key.split("."), partial(_with_paths, key, partial(change, key)))
     return config
+
+
+def _changed(holder: Any, names: list[str], change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a section, or of a list of sections, with another value of the key that ``names``
+    leads to."""
+    if isinstance(holder, tuple):
+        return tuple(_changed(entry, names, change) for entry in holder)
+    if holder is None:
+        return None
+    name, *rest = names
+    value = getattr(holder, name)
+    new = _changed(value, rest, change) if rest else change(value)
+    return holder if new == value else holder.model_copy(update={name: new})
 
 
 def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
@@ -94,6 +107,8 @@ def _with_paths(key: str, change: Callable[[str], str], value: Any) -> Any:
         case str() if key == "model.layer":  # file.py:Class; package.module:Class has no path
             file, _, name = value.rpartition(":")
             return f"{change(file)}:{name}" if file.endswith(".py") else value
+        case str() if key.endswith("hub.id") and not value.startswith((".", "/", "~", "$")):
+            return value  # a name on the Hub
         case str() if (key, value) not in _WORDS:
             scheme = _FILE_URL.match(value) if key != "data.tokenizer" else None
             start = scheme.end() if scheme else 0

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from braid.actors.config import Config
 from braid.actors.config.model import Section
-from braid.actors.config.wording import in_words, section_of
+from braid.actors.config.wording import entry_of, in_words, section_of
 
 _HEAD: Final = """\
 # Configuration
@@ -45,22 +45,27 @@ def _rows(section: type[Section], prefix: str, fields: Mapping[str, FieldInfo]) 
     kinds = (kind for kind in reversed(section.__mro__) if issubclass(kind, Section))
     meanings = {name: text for kind in kinds for name, text in _field_comments(kind).items()}
     for name, info in fields.items():
-        if (inner := section_of(info.annotation)) is not None:
+        if (inner := section_of(info.annotation)) is not None and not prefix.endswith("[]."):
             yield from _rows(inner, f"{prefix}{name}.", inner.model_fields)
             continue
+        default = "" if info.is_required() else f"`{_yaml(info.get_default(call_default_factory=True))}`"
         cells = (
             in_words(info.annotation, info.metadata),
-            f"`{_yaml(info.get_default(call_default_factory=True))}`",
+            default,
             meanings.get(name, ""),
         )
         escaped = (cell.replace("|", "\\|").replace("<", "\\<") for cell in cells)
         yield f"| `{prefix}{name}` | {' | '.join(escaped)} |\n"
+        if (entry := entry_of(info.annotation)) is not None:
+            yield from _rows(entry, f"{prefix}{name}[].", entry.model_fields)
 
 
 def _docstrings(section: type[Section], name: str) -> Iterator[str]:
     """Yield the docstrings of a section and of nested sections."""
     yield inspect.getdoc(section) or ""
     for key, info in section.model_fields.items():
+        if entry := entry_of(info.annotation):
+            yield f"`{name}.{key}`: {inspect.getdoc(entry)}"
         if (inner := section_of(info.annotation)) is not None:
             yield from (f"`{name}.{key}`: {text}" for text in _docstrings(inner, f"{name}.{key}"))
 

@@ -59,8 +59,12 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
         return ", or ".join("null" if choice is type(None) else in_words(choice) for choice in inner)
     if origin is dict:
         return f"{in_words(inner[1])}, by name"
+    if (section := section_of(kind)) is not None:
+        return f"keys {', '.join(section.model_fields)}"
     if dataclasses.is_dataclass(kind):
         return f"keys {', '.join(field.name for field in dataclasses.fields(kind))}"
+    if (entry := entry_of(kind)) is not None:
+        return f"list of mappings with {', '.join(entry.model_fields)}"
     if origin is tuple:
         count = "" if Ellipsis in inner else f"{len(inner)} "
         words = in_words(inner[0])
@@ -77,8 +81,15 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section type that a field holds; None if it holds another type."""
+    """Return the section type that a field holds, or may hold; None if it holds another type."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(filter(None, map(section_of, get_args(annotation))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def entry_of(annotation: Any) -> type[Section] | None:
+    """Return the section type of the entries of a field that holds a list of sections; None for others."""
+    return section_of(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -104,6 +115,8 @@ def problems_in(errors: Iterable[Mapping[str, Any]], whole: type[BaseModel]) -> 
             keys.append(location.pop(0))
             field = section.model_fields.get(keys[-1])
             section = section_of(field.annotation) if field is not None else None
+            if field is not None and location and (entry := entry_of(field.annotation)) is not None:
+                section, keys[-1] = entry, f"{keys[-1]}[{location.pop(0)}]"
         if not (key := ".".join(keys)):  # a check over sections names the keys itself
             line = _message(error)
         elif key in GONE:
@@ -126,21 +139,28 @@ def _wrong_value(error: Mapping[str, Any], key: str, field: FieldInfo, below: li
     if kind == "value_error":
         value_shown = "" if isinstance(value, (dict, Section)) else f"={shown}"
         return f"{key}{entry}{value_shown}: {_message(error)}"
-    if (section := section_of(field.annotation)) is not None:
+    section = section_of(field.annotation) or (entry_of(field.annotation) if key[-1] == "]" else None)
+    if section is not None:
         first = next(iter(section.model_fields))
         return f"{key}={shown}: is a section of keys; write them as {key}: {{{first}: ...}}"
+    wanted = re.sub(
+        r"\b(whole number|number|path|list)\b", r"a \1", in_words(field.annotation, field.metadata)
+    )
+    if kind == "missing" and not below:
+        return f"{key} is missing; it must be {wanted}"
     if kind in ("string_type", "path_type") and isinstance(value, bool | int | float):
         text = f'"{json.dumps(value)}"'
-        remedy = f"write it in quotes: {text}" + ("" if entry else f", or override '{key}={text}'")
+        remedy = f"write it in quotes: {text}" + (
+            "" if entry or "[" in key else f", or override '{key}={text}'"
+        )
         return f"{key}{entry}={shown}: must be text; {remedy}"
     if kind == "tuple_type" and isinstance(value, str | bool | int | float):
         text = f"[{json.dumps(value)}]"
-        return f"{key}={shown}: must be a list; write it in brackets: {text}, or override '{key}={text}'"
+        by_override = "" if "[" in key else f", or override '{key}={text}'"
+        return f"{key}={shown}: must be a list; write it in brackets: {text}{by_override}"
     start = f"{key}{entry}={shown}:"
     if kind == "literal_error" and (words := _choices(field.annotation))[1:]:
         return f"{start} {must_be_one_of(value, words)}"
-    wanted = in_words(field.annotation, field.metadata)
-    wanted = re.sub(r"\b(whole number|number|path|list)\b", r"a \1", wanted)
     return f"{start} {f'{key} ' if entry else ''}must be {wanted}"
 
 

@@ -88,10 +88,14 @@ class Stepper:
         texts = self._odd(step, loss, results[0], records)
         facts: dict[str, Any] = {}
         due = step + 1 == last or (every > 0 and (step + 1) % every == 0)
-        if due and config.data.validation_fraction > 0:
+        if due and config.data.validates:
             with self.clock.part("validation"):
-                nats = sum(self.group.call_all(Rank.validate))
+                by_set = [sum(of_ranks) for of_ranks in zip(*self.group.call_all(Rank.validate), strict=True)]
+            nats = sum(by_set)
             facts["validation_loss"] = nats / self.facts["validation_tokens"]
+            if config.data.mixture:
+                parts = zip(by_set, self.facts["validation_tokens_by_set"].items(), strict=True)
+                facts["validation_losses"] = {name: sum_ / count for sum_, (name, count) in parts}
             if text_bytes := self.facts["validation_bytes"]:
                 facts["validation_bits_per_byte"] = nats / math.log(2) / text_bytes
         now = time.time()

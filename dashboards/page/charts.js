@@ -1,7 +1,7 @@
 // Line charts over the steps: one canvas each, one crosshair for all, marks where the run changed.
 
 import { bytes, amount, el, hideTip, percent, seconds, showTip, stroke, surface, ticks, write } from "./dom.js";
-import { axesOf } from "./summary.js";
+import { axesOf, namesIn } from "./summary.js";
 import { theme } from "./theme.js";
 
 const [LEFT, BOTTOM, TOP, HEIGHT] = [54, 18, 12, 150];
@@ -18,6 +18,7 @@ export function specifications(run) {
   const predicted = run.state?.predicted ?? {};
   const hidden = columns.step.map((_, n) => minus(columns.communication_seconds?.[n], columns.exposed_seconds?.[n]));
   const wall = columns.step.map((_, n) => columns.wall_seconds?.[n] || columns.seconds?.[n]);
+  const sets = namesIn(run, "validation_losses");
   const rate = columns.step.map((_, n) => (wall[n] > 0 ? columns.tokens?.[n] / wall[n] : null));
   const constant = (value) => (typeof value === "number" ? columns.step.map(() => value) : null);
   return [
@@ -27,6 +28,7 @@ export function specifications(run) {
     { name: "What overlap costs, and idle time", write: seconds, zero: true, lines: [["slowdown", columns.slowdown_seconds?.map((one) => (one === null ? null : Math.max(0, one))), colours.lines[2]], ["launch gaps", columns.launch_gap_seconds, colours.lines[0]], ["bubbles", columns.bubble_seconds, colours.lines[1], "long"], ["waits for peers", columns.waiting_seconds, colours.peer]] },
     { name: "Exposed, by axis", write: seconds, zero: true, lines: axesOf(run).map((axis, n) => [axis, columns[`exposed_by_axis.${axis}`], colours.lines[n % colours.lines.length], n ? STYLES[n % STYLES.length] : undefined]), none: "no transfers, or telemetry.spans is off" },
     { name: "Loss", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["loss, nats per token", columns.loss, colours.lines[0]], ["validation, nats per token", columns.validation_loss, colours.lines[1], "dots"]] },
+    ...(sets.length ? [{ name: "Validation by set, nats per token", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: sets.map((set, n) => [set, columns[`validation_losses.${set}`], colours.lines[n % colours.lines.length], "dots"]) }] : []),
     { name: "Validation, bits per byte", write: (v) => (v === null ? "–" : v.toFixed(3)), lines: [["bits per byte", columns.validation_bits_per_byte, colours.lines[1], "dots"]], none: "no validation yet, or the data set does not say what bytes its tokens stand for" },
     { name: "Tokens per second", write: (v) => amount(v), zero: true, lines: [["tokens/s", rate, colours.lines[0]]] },
     { name: "MFU", write: (v) => percent(v, 1), zero: true, lines: [["MFU", columns.mfu, colours.lines[0]]], none: "not known: set cluster.peak_tflops" },

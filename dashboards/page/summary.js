@@ -25,8 +25,11 @@ export function recent(run) {
 }
 
 /** Return the mesh axes whose exposed transfers were recorded. */
-export function axesOf(run) {
-  const before = "exposed_by_axis.";
+export const axesOf = (run) => namesIn(run, "exposed_by_axis");
+
+/** Return the names in a section of the steps' records. */
+export function namesIn(run, section) {
+  const before = `${section}.`;
   return Object.keys(run.columns).filter((name) => name.startsWith(before)).map((name) => name.slice(before.length));
 }
 

@@ -37,7 +37,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from braid.actors.config import Config
-from braid.actors.stage.data.sample_order import sample_ids
-from braid.actors.stage.data.token_files import TokenShards
+from braid.actors.stage.data.mixture import open_splits
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.rank.allocator import keep_freed_memory
 from braid.actors.stage.rank.membership import Membership
@@ -311,12 +309,12 @@ class PeerRank:
         self._membership.join(cluster, rendezvous, self.rank, ranks)
         self._peer = Peer(plan, self.rank, ranks)
         self._membership.connected(cluster.emulated_link_mbit)
-        self._data = TokenShards.open(Path(plan.data), "train", plan.shape.sequence)
+        self._data, _ = open_splits(plan.data, plan.shape.sequence)
 
     def train_step(self, step: int) -> StepResult:
         """Run one optimizer step, without recording spans."""
         begin, train = time.perf_counter(), self._peer.train
-        ids = sample_ids(train.seed, self._data.samples, step * train.global_batch, train.global_batch)
+        ids = self._data.order(train.seed, step * train.global_batch, train.global_batch)
         tokens = torch.from_numpy(self._data.tokens_at(ids)).to(torch.int64)
         loss = self._peer.step(tokens)
         peak = self._memory.of_lifetime()

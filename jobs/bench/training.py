@@ -30,8 +30,7 @@ from braid.actors.config import parse_config
 from braid.actors.controller.planning import build_schedule
 from braid.actors.controller.ranks.group import WorkerGroup, rendezvous
 from braid.actors.controller.ranks.processes import LOOPBACK, ProcessLauncher
-from braid.actors.stage.data.sample_order import sample_ids
-from braid.actors.stage.data.token_files import TokenShards
+from braid.actors.stage.data.mixture import open_splits
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.rank.assembly import DTYPES
 from braid.actors.stage.rank.interface import Rank
@@ -258,10 +257,10 @@ def _plain_step(plan: RunPlan, initial: Mapping[str, torch.Tensor] | None) -> Ca
     if initial is not None:
         load_named(model, initial)
     trainer = PlainTrainer(model, train)
-    shards = TokenShards.open(plan.data, "train", plan.shape.sequence)
+    shards, _ = open_splits(plan.data, plan.shape.sequence)
 
     def step_once(step: int) -> float:
-        ids = sample_ids(train.seed, shards.samples, step * train.global_batch, train.global_batch)
+        ids = shards.order(train.seed, step * train.global_batch, train.global_batch)
         windows = torch.from_numpy(shards.tokens_at(ids)).split(train.micro_batch)
         return trainer.step(step, windows)[0]
 

@@ -1,9 +1,9 @@
 """Finds the files of a corpus (section ``data`` of a configuration) and cuts them into work of equal size.
 
-Files lie on this machine's file systems or at any fsspec URL, plain or compressed. There are three formats:
-text (one document a file), JSON-lines (one object a line) and Parquet (one row a document); Parquet is never
-compressed as a whole. Any fault of a user's files raises a `ValueError` of one line that names the key, the
-value and a remedy.
+Files lie on this machine's file systems or at any fsspec URL, plain or compressed. There are four formats:
+text (one document a file), JSON-lines (one object a line), Parquet (one row a document), and Megatron's pairs
+of files with tokens (`megatron.py`); the last two are never compressed as a whole. Any fault of a user's
+files raises a `ValueError` of one line that names the key, the value and a remedy.
 """
 
 import bz2
@@ -31,7 +31,13 @@ from braid.actors.config.paths import PYTHON_STDLIB
 from braid.actors.config.urls import file_system, is_url
 
 KEY = "data.files"
-Format = Literal["text", "jsonl", "parquet"]
+MESSAGES = "messages"
+"""Field that holds the messages of a conversation, in data of the format chat."""
+NO_MESSAGES = (
+    'data.format=chat takes objects such as {"messages": [{"role": "user", "content": "..."}, {"role": '
+    '"assistant", "content": "..."}]}'
+)
+Format = Literal["text", "jsonl", "parquet", "megatron", "hub"]
 
 
 def _zstd(file: BinaryIO) -> Any:
@@ -98,7 +104,8 @@ class Source:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Part of a source: byte range of JSON-lines, row groups of Parquet; text is always whole."""
+    """Part of a source: byte range of JSON-lines, row groups of Parquet, documents of Megatron's files, rows
+    or files of a data set of the Hub; text is always whole."""
 
     path: str
     format: Format
@@ -124,7 +131,8 @@ def find_sources(data: DataConfig) -> tuple[Source, ...]:
     if not data.files:
         raise ValueError(f"{KEY}: [] names no file; give paths, globs or {PYTHON_STDLIB!r}")
     sources: dict[str, Source] = {}
-    for entry in data.files:
+    entries = data.files if data.format != "megatron" else [path for e in data.files for path in pair_of(e)]
+    for entry in entries:
         for source in _standard_library() if entry == PYTHON_STDLIB else _find(entry):
             path = source.path
             # a pattern without a slash is compared with the file's name, else with the whole path
@@ -135,6 +143,13 @@ def find_sources(data: DataConfig) -> tuple[Source, ...]:
     if not sources:
         raise ValueError(f"data.exclude: {list(data.exclude)!r} leaves no file of {KEY}; drop a pattern")
     return tuple(sources[path] for path in sorted(sources))
+
+
+def pair_of(entry: str) -> tuple[str, str]:
+    """Return the paths, or globs, of Megatron's pair of files for either path, or for what they share."""
+    stem, ending = os.path.splitext(entry)
+    stem = stem if ending in (".bin", ".idx") else entry
+    return f"{stem}.bin", f"{stem}.idx"
 
 
 def _standard_library() -> list[Source]:
@@ -223,8 +238,10 @@ def endings(path: str) -> tuple[str, str]:
 
 def _format(path: str, wanted: str) -> Format:
     ending, packed = endings(path)
-    if wanted != "auto":
-        kind: Format = wanted  # type: ignore[assignment]
+    if wanted == "chat":
+        kind: Format = "parquet" if _FORMATS.get(ending) == "parquet" else "jsonl"
+    elif wanted != "auto":
+        kind = wanted  # type: ignore[assignment]
     elif remedy := _UNREADABLE.get(ending):
         if ending == ".json":
             refuse_array(path)
@@ -233,6 +250,8 @@ def _format(path: str, wanted: str) -> Format:
         kind = _FORMATS.get(ending, "text")
     if kind == "parquet" and packed:
         raise ValueError(f"{KEY}: {path!r} is Parquet in {packed!r}; unpack it first")
+    if kind == "megatron" and is_url(path):
+        raise ValueError(f"{KEY}: {path!r} is a URL, and Megatron's files are read in place; copy them here")
     return kind
 
 
@@ -290,9 +309,9 @@ def as_lines(command: str, path: str) -> str:
     return f"{unpack}make lines of it: {command} < {quote(name)} > {quote(f'{name}.jsonl')}"
 
 
-def open_parquet(path: str, text_field: str) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable or has no text field of
-    that name."""
+def open_parquet(path: str, field: str, *, chat: bool = False) -> Any:
+    """Open a `pyarrow.parquet.ParquetFile`; raise `ValueError` if it is unreadable, or has no field of that
+    name that holds text (``chat``: lists)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -305,13 +324,15 @@ def open_parquet(path: str, text_field: str) -> Any:
     except (OSError, pa.ArrowException) as fault:
         raise broken_parquet(path, fault) from None
     schema = file.schema_arrow
-    if text_field not in schema.names:
-        raise ValueError(f"data.text_field: {text_field!r} is not in {path!r}, {choices(schema.names)}")
-    kind = schema.field(text_field).type
+    if chat:
+        if field not in schema.names or not pa.types.is_list(schema.field(field).type):
+            raise ValueError(f"{KEY}: {path!r} has no column {field!r} of lists; {NO_MESSAGES}")
+        return file
+    if field not in schema.names:
+        raise ValueError(f"data.text_field: {field!r} is not in {path!r}, {choices(schema.names)}")
+    kind = schema.field(field).type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in _TEXTS:
-        raise ValueError(
-            f"data.text_field: {text_field!r} has type {kind} in {path!r}; name a column of text"
-        )
+        raise ValueError(f"data.text_field: {field!r} has type {kind} in {path!r}; name a column of text")
     return file
 
 
@@ -324,19 +345,22 @@ def choices(names: list[str]) -> str:
     if not names:
         return "which has no field at all; exclude the file"
     listed = ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "")
-    return f"which has {listed}; set data.text_field to the one that holds the text"
+    remedy = "set data.format to chat, or " if MESSAGES in names else "set "
+    return f"which has {listed}; {remedy}data.text_field to the one that holds the text"
 
 
 # Cut into work items.
 
 
-def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
-    """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet."""
-    total = sum(source.size_bytes for source in sources)
-    target = min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
+def cut(sources: Sequence[Source], text_field: str, *, chat: bool = False) -> tuple[WorkItem, ...]:
+    """Cut sources into items of roughly equal size, in order; raise `ValueError` for unreadable Parquet.
+
+    ``text_field``, ``chat``: see `open_parquet`.
+    """
+    target = item_bytes(sources)
     items: list[list[FileRange]] = []
     size = 0
-    for part in (part for source in sources for part in _ranges(source, target, text_field)):
+    for part in (part for source in sources for part in _ranges(source, target, text_field, chat)):
         if not items or size + part.size_bytes > target:
             items.append([])
             size = 0
@@ -345,7 +369,13 @@ def cut(sources: Sequence[Source], text_field: str) -> tuple[WorkItem, ...]:
     return tuple(WorkItem(number, tuple(ranges)) for number, ranges in enumerate(items))
 
 
-def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]:
+def item_bytes(sources: Sequence[Source]) -> int:
+    """Return the size of a work item, about which the corpus alone decides."""
+    total = sum(source.size_bytes for source in sources)
+    return min(max(total // _ITEMS, _SMALLEST_ITEM_BYTES), _LARGEST_ITEM_BYTES)
+
+
+def _ranges(source: Source, target: int, text_field: str, chat: bool) -> Iterator[FileRange]:
     path, kind, size = source.path, source.format, source.size_bytes
     match kind:
         case "text" | "jsonl" if kind == "text" or source.whole:
@@ -356,11 +386,13 @@ def _ranges(source: Source, target: int, text_field: str) -> Iterator[FileRange]
                 yield FileRange(path, kind, start, stop, stop - start)
         case "parquet":
             start = size = 0
-            with open_parquet(path, text_field) as file:
+            with open_parquet(path, text_field, chat=chat) as file:
                 for group in range(file.num_row_groups):
                     size += file.metadata.row_group(group).total_byte_size
                     if size >= target or group == file.num_row_groups - 1:
                         yield FileRange(path, kind, start, group + 1, size)
                         start, size = group + 1, 0
+        case "megatron" | "hub":
+            raise AssertionError(f"{kind} has a module of its own, which cuts it")
         case _:
             assert_never(kind)

@@ -1,24 +1,27 @@
 """Decides which data set a run trains on: the one it began with, an existing one, or a new one.
 
 A resumed run keeps its tokens, which ``runs/NAME/data.json`` names, whatever has become of their source
-files. Only ``braid prepare`` replaces a data set.
+files. Only ``braid prepare`` replaces a data set. The sets of a mixture are decided set by set.
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError
 from braid.actors.controller.records.run_records import Incident
+from braid.actors.controller.state.manifest import write_durably
+from braid.actors.stage.data.mixture import BLOCK, MIXTURE_FILE, MixedSet, shares, write_mixture
 from braid.actors.stage.data.token_files import read_index
 from braid.actors.stage.files.reading import UnreadableError
 from braid.jobs.data.corpus import MissingSourcesError
 from braid.jobs.data.executors import Executor
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.prepare import Preparation, Prepared, prepare
-from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.training.remarks import on_data
 
 RECORD = "data.json"
@@ -29,44 +32,113 @@ _NAMED = 3
 Show = Callable[[Prepared | Preparation | Incident], None]
 
 
-def data_record(prepared: Prepared) -> str:
-    content = {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
-    return json.dumps(content, indent=1)
+@dataclass(frozen=True)
+class PreparedMixture:
+    """The data sets of a mixture, and the folder that names them."""
+
+    output: Path
+    sets: tuple[Prepared, ...]
+
+
+def data_record(prepared: Prepared | PreparedMixture) -> str:
+    return json.dumps(_record(prepared), indent=1)
+
+
+def _record(prepared: Prepared | PreparedMixture) -> dict[str, Any]:
+    if isinstance(prepared, PreparedMixture):
+        return {"directory": str(prepared.output), "sets": {one.name: _record(one) for one in prepared.sets}}
+    return {"directory": str(prepared.output), "fingerprint": prepared.index.fingerprint}
 
 
 def check_data(config: Config) -> None:
     """Raise `ValueError` if a run could not have data: neither the files nor tokens made of them exist."""
-    try:
-        DataRequest.of(config)
-    except MissingSourcesError:
-        if _known(config) is None:
-            raise
+    for name, own in _sets(config):
+        with _of_set(name):
+            try:
+                DataRequest.of(own)
+            except MissingSourcesError:
+                if _known(own, name) is None:
+                    raise
+
+
+def check_sources(config: Config) -> None:
+    """Raise `ValueError` if source files are missing."""
+    for name, own in _sets(config):
+        with _of_set(name):
+            DataRequest.of(own)
 
 
 def prepare_data(
     config: Config, executor: Executor, show: Show, *, resume: bool = False, renew: bool = False
-) -> Prepared:
-    """Return the data set that a run trains on; create it if it does not exist.
+) -> Prepared | PreparedMixture:
+    """Return the data set that a run trains on, or the data sets of its mixture; create those that do not
+    exist.
 
-    ``resume``: continue with the run's data set. ``renew``: replace the content of ``data.directory`` if its
+    ``resume``: continue with the run's data sets. ``renew``: replace the content of ``data.directory`` if its
     source files changed. Raise `ValueError` for faults that the user can correct.
     """
+    found = []
+    parts = shares([entry.weight for entry in config.data.mixture], BLOCK) if config.data.mixture else [BLOCK]
+    for (name, own), share in zip(_sets(config), parts, strict=True):
 
-    def warn(text: str) -> None:
-        show(Incident(kind="data", text=text, step=0))
+        def warn(text: str, of: str = f"{name}: " if name else "") -> None:
+            show(Incident(kind="data", text=f"{of}{text}", step=0))
 
-    prepared = _prepared(config, executor, show, warn, resume=resume, renew=renew)
-    prepared = replace(prepared, output=prepared.output.resolve())
-    show(prepared)
-    for text in on_data(config, prepared):
-        warn(text)
-    return prepared
+        with _of_set(name):
+            prepared = _prepared(own, name, executor, show, warn, resume=resume, renew=renew)
+        found.append(replace(prepared, output=prepared.output.resolve(), name=name))
+        show(found[-1])
+        for text in on_data(own, prepared, share / BLOCK):
+            warn(text)
+    return _mixture(config, tuple(found)) if config.data.mixture else found[0]
+
+
+def _sets(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield name and configuration of every set, as of a run on that set alone."""
+    for name, data in config.data.sets.items():
+        yield name, config.model_copy(update={"data": data})
+
+
+@contextlib.contextmanager
+def _of_set(name: str) -> Iterator[None]:
+    """Prefix errors of the block with the name of a set of the mixture."""
+    try:
+        yield
+    except ValueError as error:
+        if not name:
+            raise
+        raise ConfigError(f"data.mixture, set {name!r}: {error}") from None
+
+
+def _mixture(config: Config, found: tuple[Prepared, ...]) -> PreparedMixture:
+    """Write which folders and weights a mixture has into a folder that never changes."""
+    entries = zip(config.data.mixture, found, strict=True)
+    text = write_mixture([MixedSet(entry.name, str(one.output), entry.weight) for entry, one in entries])
+    parent = config.data.directory or config.runs / "data"
+    folder = parent.resolve() / f"mixture-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MIXTURE_FILE).exists():
+            write_durably(folder / MIXTURE_FILE, text)
+    except OSError as fault:
+        raise ConfigError(
+            f"data.mixture: cannot write {str(folder)!r} ({fault.strerror or fault}); make room, or name a "
+            f"folder that can be written in data.directory"
+        ) from None
+    return PreparedMixture(folder, found)
 
 
 def _prepared(
-    config: Config, executor: Executor, show: Show, warn: Callable[[str], None], *, resume: bool, renew: bool
+    config: Config,
+    name: str,
+    executor: Executor,
+    show: Show,
+    warn: Callable[[str], None],
+    *,
+    resume: bool,
+    renew: bool,
 ) -> Prepared:
-    known = _known(config)
+    known = _known(config, name)
     try:
         request = DataRequest.of(config)
     except MissingSourcesError as missing:
@@ -114,15 +186,16 @@ def _changed(request: DataRequest, data_set: Prepared) -> str:
     return ", ".join(paths[:_NAMED]) + more
 
 
-def _known(config: Config) -> Prepared | None:
+def _known(config: Config, name: str) -> Prepared | None:
     """Return the suitable data set in ``data.directory`` or, if that is not set, the one that the run's
-    record names; None if there is none."""
-    request, fingerprint = DataRequest(config.data, (), tokenizer_of(config)), None
+    record names for the set ``name``; None if there is none."""
+    request, fingerprint = DataRequest.without_files(config), None
     if config.data.directory is not None:
         folders = [config.data.directory]
     else:
         try:
             content = json.loads((config.run_directory / RECORD).read_text(encoding="utf-8"))
+            content = content["sets"][name] if name else content
             first, fingerprint = Path(content["directory"]), str(content["fingerprint"])
         except (OSError, ValueError, TypeError, KeyError):
             return None

@@ -1,4 +1,4 @@
-"""Reads the documents of a corpus's files: text, JSON-lines and Parquet, range by range.
+"""Reads the documents of a corpus's files, range by range: text, JSON-lines, Parquet; and conversations.
 
 Any fault of a user's files raises a `ValueError` of one line that names the key, the value and a remedy.
 """
@@ -7,12 +7,16 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, assert_never
 
 from braid.actors.config import DataConfig
+from braid.jobs.data.chat import Conversation
 from braid.jobs.data.corpus import (
     KEY,
+    MESSAGES,
+    NO_MESSAGES,
     FileRange,
     as_lines,
     broken_parquet,
@@ -21,8 +25,13 @@ from braid.jobs.data.corpus import (
     opened,
     refuse_array,
 )
+from braid.jobs.data.hub import hub_documents
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# JSON can express characters that UTF-8 cannot
+_HALF = r"half a surrogate pair (\ud800 ... \udfff), which is not UTF-8; repair the line"
+TOOLS = "tools"
+"""Field of an object that holds the tools of a conversation."""
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 
 
@@ -40,11 +49,82 @@ def read_documents(part: FileRange, data: DataConfig) -> Iterator[str | None]:
                 text = text.replace("\r", "\n")
             yield text and text.removeprefix("\ufeff")  # a byte order mark is not text
         case "jsonl":
-            yield from _lines(part, data)
+            for line, offset in _lines(part, data):
+                yield None if line is None else _text_of_line(line, part.path, offset, data)
         case "parquet":
             yield from _rows(part, data)
+        case "hub":
+            yield from hub_documents(part, data)
+        case "megatron":
+            raise AssertionError("its documents are tokens already")
         case _:
             assert_never(part.format)
+
+
+def read_conversations(part: FileRange, data: DataConfig) -> Iterator[Conversation | None]:
+    """Yield the conversations of one range in order; None for a conversation that is left out because it is
+    not UTF-8.
+
+    Raise `ValueError`, which names the file and the place in it, for bad content.
+    """
+    entries = _rows_of_messages(part, data) if part.format == "parquet" else _lines_of_messages(part, data)
+    for entry, place in entries:
+        yield None if entry is None else _conversation(entry, place)
+
+
+def _lines_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any, Callable[[], str]]]:
+    for line, offset in _lines(part, data):
+        place = partial(_line, part.path, offset)
+        entry = None if line is None else _entry_of_line(line, part.path, offset, NO_MESSAGES)
+        if entry is not None and "\\u" in (line or ""):
+            entry = _without_surrogates(entry, place, data)
+        yield entry, place
+
+
+def _rows_of_messages(part: FileRange, data: DataConfig) -> Iterator[tuple[Any, Callable[[], str]]]:
+    import pyarrow as pa
+
+    groups = range(part.start, part.stop)
+    with open_parquet(part.path, MESSAGES, chat=True) as file:
+        row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+        columns = [name for name in (MESSAGES, TOOLS) if name in file.schema_arrow.names]
+        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=columns, use_threads=False)
+        try:
+            for entry in (entry for batch in batches for entry in batch.to_pylist()):
+                yield entry, f"row {row} of {part.path!r}".__str__
+                row += 1
+        except UnicodeDecodeError:
+            raise ValueError(f"{KEY}: {part.path!r} has text that is not UTF-8; convert it") from None
+        except (OSError, pa.ArrowException) as fault:
+            raise broken_parquet(part.path, fault) from None
+
+
+def _conversation(entry: Mapping[str, Any], place: Callable[[], str]) -> Conversation:
+    """Return the conversation of a JSON object; raise `ValueError` if there is none."""
+    messages, tools = entry.get(MESSAGES), entry.get(TOOLS)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{KEY}: {place()} has no list {MESSAGES!r}; {NO_MESSAGES}")
+    kept = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"{KEY}: {place()}: message {number} is {_kind(message)}; {NO_MESSAGES}")
+        told = {key: value for key, value in message.items() if value is not None}
+        if not isinstance(told.get("role"), str) or not ("content" in told or "tool_calls" in told):
+            raise ValueError(
+                f"{KEY}: {place()}: message {number} has {', '.join(map(repr, message)) or 'nothing'}, and "
+                f"needs 'role' and 'content'; {NO_MESSAGES}"
+            )
+        kept.append(told)
+    return Conversation(kept, tools or None, place)
+
+
+def _without_surrogates(value: Any, place: Callable[[], str], data: DataConfig) -> Any:
+    """Return a JSON value without characters that UTF-8 cannot express; None if it is to be left out."""
+    text = json.dumps(value, ensure_ascii=False)
+    if not _LONE_SURROGATE.search(text):
+        return value
+    _refuse_if_strict(data, f"{place()} has {_HALF}")
+    return json.loads(_LONE_SURROGATE.sub("\ufffd", text)) if data.encoding_errors == "replace" else None
 
 
 def _decoded(content: bytes, data: DataConfig, place: str, offset: int) -> str | None:
@@ -61,8 +141,9 @@ def _refuse_if_strict(data: DataConfig, told: str) -> None:
         raise ValueError(f"{KEY}: {told}, or set data.encoding_errors to replace or skip") from None
 
 
-def _lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
-    """Yield documents of the lines that begin in [start, stop): every line belongs to exactly one range."""
+def _lines(part: FileRange, data: DataConfig) -> Iterator[tuple[str | None, int]]:
+    """Yield the lines that begin in [start, stop), with the number of their first byte: every line belongs to
+    exactly one range. None: the line is left out because it is not UTF-8."""
     with opened(part.path, parts=part.stop < sys.maxsize) as file:
         offset = 0
         if part.start:
@@ -71,21 +152,20 @@ def _lines(part: FileRange, data: DataConfig) -> Iterator[str | None]:
         while offset < part.stop and (line := file.readline()):
             content = line if offset else line.removeprefix(codecs.BOM_UTF8)
             if not content.isspace():
-                text = _decoded(content, data, part.path, offset)
-                yield None if text is None else _text_of_line(text, part.path, offset, data)
+                yield _decoded(content, data, part.path, offset), offset
             offset += len(line)
 
 
-def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | None:
-    field = data.text_field
+def _entry_of_line(line: str, path: str, offset: int, remedy: str) -> dict[str, Any]:
+    """Return the JSON object of a line. ``remedy``: what to write instead of another value."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as fault:
         refuse_array(path)
         if "\r" in line.strip():
-            remedy = as_lines(r"tr '\r' '\n'", path)
+            mended = as_lines(r"tr '\r' '\n'", path)
             raise ValueError(
-                f"{KEY}: {path!r} has lines that end in a carriage return alone; {remedy}"
+                f"{KEY}: {path!r} has lines that end in a carriage return alone; {mended}"
             ) from None
         # the fault's own line number is always 1
         reason = f"{fault.msg}, column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
@@ -94,10 +174,13 @@ def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | 
         ) from None
     if not isinstance(entry, dict):
         refuse_array(path)
-        raise ValueError(
-            f"{KEY}: {_line(path, offset)} holds {_kind(entry)}, not an object; "
-            f'write {{"{field}": "..."}}, or set data.format to text'
-        )
+        raise ValueError(f"{KEY}: {_line(path, offset)} holds {_kind(entry)}, not an object; {remedy}")
+    return entry
+
+
+def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | None:
+    field = data.text_field
+    entry = _entry_of_line(line, path, offset, f'write {{"{field}": "..."}}, or set data.format to text')
     if field not in entry:
         raise ValueError(
             f"data.text_field: {field!r} is not in {_line(path, offset)}, {choices(list(entry))}"
@@ -111,9 +194,7 @@ def _text_of_line(line: str, path: str, offset: int, data: DataConfig) -> str | 
         )
     if document.isascii() or not _LONE_SURROGATE.search(document):
         return document
-    # JSON can express characters that UTF-8 cannot
-    half = r"half a surrogate pair (\ud800 ... \udfff), which is not UTF-8; repair the line"
-    _refuse_if_strict(data, f"{_line(path, offset)} has {half}")
+    _refuse_if_strict(data, f"{_line(path, offset)} has {_HALF}")
     return _LONE_SURROGATE.sub("\ufffd", document) if data.encoding_errors == "replace" else None
 
 

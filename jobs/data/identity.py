@@ -8,14 +8,18 @@ version that the server reports is trusted.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braid.actors.config import Config, DataConfig
 from braid.actors.config.urls import is_url
 from braid.actors.stage.data.token_files import INDEX_VERSION, DataIndex
-from braid.jobs.data.corpus import Source, find_sources, unreadable
+from braid.jobs.data.chat import ChatTemplate
+from braid.jobs.data.corpus import MESSAGES, Source, WorkItem, cut, find_sources, unreadable
 from braid.jobs.data.executors import Executor
+from braid.jobs.data.hub import hub_items, hub_source
+from braid.jobs.data.megatron import megatron_items
+from braid.jobs.data.packing import RowPacking
 from braid.jobs.data.tokenizer import Tokenizer, tokenizer_of
 
 _PIECE_BYTES = 1 << 26
@@ -30,18 +34,47 @@ class DataRequest:
     data: DataConfig
     sources: tuple[Source, ...]
     tokenizer: Tokenizer
+    rows: RowPacking | None = None
+    """The way in which documents become rows; None: the data set is a stream."""
     _contents: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Content hashes of the sources that were read, by path."""
 
     @classmethod
     def of(cls, config: Config) -> "DataRequest":
-        return cls(config.data, find_sources(config.data), tokenizer_of(config))
+        data = config.data
+        sources = find_sources(data) if data.hub is None else (hub_source(data.hub),)
+        return replace(cls.without_files(config), sources=sources)
+
+    @classmethod
+    def without_files(cls, config: Config) -> "DataRequest":
+        """Return the request for a configuration's data without looking for its files."""
+        data, tokenizer, rows = config.data, tokenizer_of(config), None
+        if config.row_tokens:
+            template = ChatTemplate.of(data, tokenizer) if data.format == "chat" else None
+            rows = RowPacking(config.row_tokens, template)
+        return cls(data, (), tokenizer, rows)
+
+    def items(self) -> tuple[WorkItem, ...]:
+        """Cut the corpus into work; raise `ValueError` for data that cannot be read."""
+        if self.data.hub is not None:
+            return hub_items(self.data.hub, self.sources[0])
+        if self.data.format == "megatron":
+            return megatron_items(self.sources)
+        chat = self.data.format == "chat"
+        return cut(self.sources, MESSAGES if chat else self.data.text_field, chat=chat)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """Settings on which tokens depend besides the files and the tokenizer."""
         names = ("text_field", "validation_fraction", "encoding_errors")
-        return {name: getattr(self.data, name) for name in names}
+        told = {name: getattr(self.data, name) for name in names}
+        if (hub := self.data.hub) is not None:
+            told["hub"] = hub.model_dump(exclude={"id", "streaming"})
+        if self.rows is not None:
+            told["row_tokens"] = self.rows.tokens
+            if (template := self.rows.template) is not None:
+                told["chat_template"] = [template.source, *map(list, template.variables)]
+        return told
 
     @property
     def digest(self) -> str:

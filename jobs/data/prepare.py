@@ -36,7 +36,7 @@ from braid.actors.stage.data.token_files import (
     read_index,
 )
 from braid.actors.stage.files.reading import UnreadableError
-from braid.jobs.data.corpus import WorkItem, cut
+from braid.jobs.data.corpus import WorkItem
 from braid.jobs.data.executors import Executor, local_map
 from braid.jobs.data.identity import DataRequest
 from braid.jobs.data.tokenise import ItemResult, Split, dtype_of, tokenise
@@ -44,7 +44,9 @@ from braid.jobs.output import on_disk
 
 logger = logging.getLogger(__name__)
 
-_OUR_FILES = re.compile(rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.bin|\.?{re.escape(INDEX_FILE)}(\.partial-\d+)?")
+_OUR_FILES = re.compile(
+    rf"({TRAIN}|{VALIDATION})-\d{{5,}}\.(bin|marks|counts)|\.?{re.escape(INDEX_FILE)}(\.partial-\d+)?"
+)
 _TOKENS_AT_ONCE = 1 << 20
 _ROUNDED = 0.01
 """Share of the text's bytes that may be miscounted, as tokenizers add or drop a space here and there."""
@@ -68,6 +70,8 @@ class Prepared:
     output: Path
     index: DataIndex
     reused: bool = True
+    name: str = ""
+    """Name of the set in ``data.mixture``; empty without a mixture."""
 
     @property
     def documents(self) -> int:
@@ -102,7 +106,7 @@ def prepare(
                 f"data.output: {str(output)!r} is there and is no prepared data set (see {foreign}); "
                 "name a new folder"
             )
-        items = cut(request.sources, request.data.text_field)
+        items = request.items()
         folder = output.parent / f".{output.name}.tmp-{secrets.token_hex(6)}"
         try:
             folder.mkdir()
@@ -141,9 +145,20 @@ def _tokenised(
     fraction, tokenizer = request.data.validation_fraction, request.tokenizer
     one_text = [source.format for source in request.sources] == ["text"]
     split = Split(tail=fraction) if one_text else Split(threshold=int(fraction * 2**64))
-    task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint)
+    rows = request.rows
+    task = partial(tokenise, folder, request.data, tokenizer.name, tokenizer.fingerprint, rows)
     results = _run(executor, partial(task, split), items, progress)
     counts = _counts(results)
+    if not counts["documents"] and rows is not None and (long := counts["documents_long"]):
+        raise ValueError(
+            f"model.sequence: all {long} conversations of data.files with an answer are longer than the "
+            f"{rows.tokens} tokens of a row; raise model.sequence"
+        )
+    if not counts["documents"] and (silent := counts["documents_silent"]):
+        raise ValueError(
+            f"data.files: {silent} conversations have no token of an assistant, on which alone "
+            f"data.format=chat trains; give messages with the role assistant, or mend data.chat_template"
+        )
     if not counts["documents"]:
         raise ValueError(
             f"data.files: {len(request.sources)} file(s) hold no text ({counts['documents_empty']} documents "
@@ -188,6 +203,8 @@ def _assemble(
         splits[split] = tuple(replace(s, file=f"{split}-{number:05d}.bin") for number, s in enumerate(shards))
         for shard, named in zip(shards, splits[split], strict=True):
             (folder / shard.file).rename(folder / named.file)
+            for ending in ("marks", "counts") if request.rows is not None else ():
+                (folder / shard.beside(ending)).rename(folder / named.beside(ending))
     counts, tokenizer = _counts(results), request.tokenizer
     index = DataIndex(
         tokenizer=tokenizer.name,
@@ -206,6 +223,10 @@ def _assemble(
         characters=counts["characters"],
         characters_lost=counts["characters_lost"],
         tokens_unknown=counts["tokens_unknown"],
+        row_tokens=request.rows.tokens if request.rows else 0,
+        tokens_padded=counts["tokens_padded"],
+        documents_long=counts["documents_long"],
+        documents_silent=counts["documents_silent"],
     )
     tokens = sum(index.tokens(split) for split in splits)
     for count, total, what in (
@@ -218,7 +239,8 @@ def _assemble(
                 f"take a tokenizer that was trained on such text or works on bytes, such as "
                 f"data.tokenizer={BYTES}"
             )
-    if _covers(tokenizer.token_bytes, folder, index):
+    spells = request.data.format == "chat"  # the names of its special tokens are bytes of its text
+    if not spells and _covers(tokenizer.token_bytes, folder, index):
         index = replace(index, token_bytes=tokenizer.token_bytes)
     for path in folder.iterdir():
         if not _OUR_FILES.fullmatch(path.name):
@@ -236,7 +258,8 @@ def _covers(token_bytes: Sequence[int], folder: Path, index: DataIndex) -> bool:
         for begin in range(0, len(tokens), _TOKENS_AT_ONCE):
             counts += np.bincount(tokens[begin : begin + _TOKENS_AT_ONCE], minlength=index.vocabulary)
     text = sum(shard.bytes_of_text for shard in shards)
-    return bool(abs(counts @ np.array(token_bytes) - text) <= _ROUNDED * text)
+    repeated = 1 / index.row_tokens if index.row_tokens else 0.0  # rows of one document share a token
+    return bool(abs(counts @ np.array(token_bytes) - text) <= (_ROUNDED + repeated) * text)
 
 
 # The output folder.

@@ -4,8 +4,6 @@ It runs in any process and on any node that an executor chooses, and communicate
 """
 
 import hashlib
-import os
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,18 +11,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from braid.actors.config import DataConfig
 from braid.actors.stage.data.token_files import TOKEN_DTYPES, TRAIN, VALIDATION, TokenShard
+from braid.jobs.data.chat import ChatTemplate, encode
 from braid.jobs.data.corpus import WorkItem
-from braid.jobs.data.documents import read_documents
+from braid.jobs.data.documents import read_conversations, read_documents
+from braid.jobs.data.megatron import read_tokens, token_hash
+from braid.jobs.data.packing import RowPacking, RowWriter
+from braid.jobs.data.shards import ShardWriter
 from braid.jobs.data.tokenizer import Tokenizer, load_tokenizer
 
+D = TypeVar("D", str, np.ndarray)
+
 _PIECE_CHARACTERS = 1 << 20  # longer documents are tokenised in pieces, to limit memory
-_SHARD_TOKENS = 1 << 27  # tokens after which a shard is full
 
 
 @dataclass(frozen=True)
@@ -48,77 +51,112 @@ class ItemResult:
     highest_hash: int
 
 
-class ShardWriter:
-    """Writes one split of one work item, in shards of bounded size with unique names."""
-
-    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
-        self._stem = f"{split}-item{number:06d}-{secrets.token_hex(8)}"
-        self._file: Any = None
-        self.shards: list[TokenShard] = []
-
-    def write(self, ids: np.ndarray, bytes_of_text: int = 0, documents: int = 0) -> None:
-        """Append token ids (1-d) that stand for ``bytes_of_text`` bytes and end ``documents`` documents."""
-        if not len(ids):
-            return
-        if self._file is None:
-            self._name = f"{self._stem}-{len(self.shards):04d}"
-            self._file = open(self._folder / self._name, "wb")  # noqa: SIM115 - closed by `close`
-            self._hash, self._counts = hashlib.sha256(), Counter[str]()
-        content = ids.astype(self._dtype).tobytes()
-        self._file.write(content)
-        self._hash.update(content)
-        self._counts.update(tokens=len(ids), bytes_of_text=bytes_of_text, documents=documents)
-        if self._counts["tokens"] >= _SHARD_TOKENS:
-            self.close()
-
-    def close(self) -> None:
-        """Finish the current shard and flush it to disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-            shard = TokenShard(file=self._name, sha256=self._hash.hexdigest(), **self._counts)
-            self.shards.append(shard)
-
-
 def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
     """Return the smaller of `TOKEN_DTYPES` that holds all of a tokenizer's ids."""
     return "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
 
 
 def tokenise(
-    folder: Path, data: DataConfig, tokenizer_name: str, fingerprint: str, split: Split, item: WorkItem
+    folder: Path,
+    data: DataConfig,
+    tokenizer_name: str,
+    fingerprint: str,
+    rows: RowPacking | None,
+    split: Split,
+    item: WorkItem,
 ) -> ItemResult:
     """Read, split, tokenise and write the documents of one work item into ``folder``.
 
-    ``fingerprint``: of the tokenizer when the preparation began. Raise `ValueError` for a bad document.
+    ``fingerprint``: of the tokenizer when the preparation began. ``rows``: None for a stream. Raise
+    `ValueError` for a bad document.
     """
     tokenizer = _tokenizer(tokenizer_name, data.end_token, fingerprint)
-    end, dtype = np.array([tokenizer.end_of_document]), TOKEN_DTYPES[dtype_of(tokenizer)]
-    train, validation = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    end, dtype = tokenizer.end_of_document, TOKEN_DTYPES[dtype_of(tokenizer)]
     counts, lowest, highest = Counter[str](), 2**64, -1
+    shards = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
+    train, validation = (s if rows is None else RowWriter(s, rows.tokens, end, counts) for s in shards)
+    documents = _texts(data, tokenizer, split, item, counts)
+    if data.format == "megatron":
+        documents = _copied(tokenizer, split, item, counts)
+    if rows is not None and rows.template is not None:
+        documents = _conversations(data, tokenizer, rows.template, rows.tokens, split, item, counts)
     with closing(train), closing(validation):
-        for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-            if not document or document.isspace():
-                counts["documents_skipped" if document is None else "documents_empty"] += 1
-                continue
+        for number, pieces in documents:
             counts["documents"] += 1
-            number = document_hash(document)
             lowest, highest = min(lowest, number), max(highest, number)
-            for name, text, ends in _split_document(split, document, number):
-                writer = train if name == TRAIN else validation
-                for piece in _pieces(text):
-                    encoded = tokenizer.encode(piece)
-                    counts["characters"] += len(piece)
-                    counts["characters_lost"] += encoded.lost
-                    counts["tokens_unknown"] += encoded.unknown
-                    writer.write(encoded.ids, bytes_of_text=len(piece.encode()))
-                if ends:
-                    writer.write(end, documents=1)
-    shards = {TRAIN: train.shards, VALIDATION: validation.shards}
-    return ItemResult(item.number, shards, counts, lowest, highest)
+            for name, piece in pieces:
+                (train if name == TRAIN else validation).write(**piece)
+    found = {TRAIN: train.shards, VALIDATION: validation.shards}
+    return ItemResult(item.number, found, counts, lowest, highest)
+
+
+_Pieces = Iterator[tuple[str, dict[str, Any]]]
+"""Pieces of a document: the split, and the arguments of `ShardWriter.write` or `RowWriter.write`."""
+
+
+def _texts(
+    data: DataConfig, tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str]
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield hash and pieces of every text of a work item."""
+    end = {"ids": np.array([tokenizer.end_of_document]), "documents": 1}
+
+    def pieces(document: str, number: int) -> _Pieces:
+        for name, text, ends in _split_document(split, document, number):
+            for piece in _pieces(text):
+                encoded = tokenizer.encode(piece)
+                counts["characters"] += len(piece)
+                counts["characters_lost"] += encoded.lost
+                counts["tokens_unknown"] += encoded.unknown
+                yield name, {"ids": encoded.ids, "bytes_of_text": len(piece.encode())}
+            if ends:
+                yield name, end
+
+    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
+        if not document or document.isspace():
+            counts["documents_skipped" if document is None else "documents_empty"] += 1
+        else:
+            number = document_hash(document)
+            yield number, pieces(document, number)
+
+
+def _copied(
+    tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str]
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield hash and tokens of every document of a work item of Megatron's files."""
+    for ids in chain.from_iterable(read_tokens(part, tokenizer) for part in item.ranges):
+        if not len(ids):
+            counts["documents_empty"] += 1
+            continue
+        number = token_hash(ids)
+        parts = _split_document(split, ids, number)
+        yield number, ((name, {"ids": part, "documents": int(ends)}) for name, part, ends in parts)
+
+
+def _conversations(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    row_tokens: int,
+    split: Split,
+    item: WorkItem,
+    counts: Counter[str],
+) -> Iterator[tuple[int, _Pieces]]:
+    """Yield hash and tokens of every conversation of a work item, but for conversations that are longer than
+    a row, or have no token that counts."""
+    for conversation in chain.from_iterable(read_conversations(part, data) for part in item.ranges):
+        if conversation is None:
+            counts["documents_skipped"] += 1
+            continue
+        rendered = template.render(conversation)
+        encoded, counted = encode(tokenizer, rendered)
+        if len(encoded.ids) > row_tokens or not counted[1:].any():
+            counts["documents_long" if len(encoded.ids) > row_tokens else "documents_silent"] += 1
+            continue
+        counts["characters"] += len(rendered.text)
+        counts["tokens_unknown"] += encoded.unknown
+        number = document_hash(rendered.text)
+        name = VALIDATION if number < split.threshold else TRAIN
+        yield number, iter([(name, {"ids": encoded.ids, "documents": 1, "counted": counted})])
 
 
 @lru_cache(maxsize=1)
@@ -148,12 +186,12 @@ def document_hash(text: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _split_document(split: Split, document: str, number: int) -> tuple[tuple[str, str, bool], ...]:
-    """Return the parts of a document whose hash is ``number``, each as (split, text, whether the document
-    ends there)."""
+def _split_document(split: Split, document: D, number: int) -> tuple[tuple[str, D, bool], ...]:
+    """Return the parts of a document whose hash is ``number``, each as (split, text or tokens, whether the
+    document ends there)."""
     if not split.tail:
         return ((VALIDATION if number < split.threshold else TRAIN, document, True),)
     stop = max(1, min(round(len(document) * (1 - split.tail)), len(document) - 1))
-    if not document[stop:]:
+    if not len(document[stop:]):
         return ((TRAIN, document, True),)
     return (TRAIN, document[:stop], False), (VALIDATION, document[stop:], True)

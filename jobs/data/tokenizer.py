@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -72,6 +72,30 @@ class BytesTokenizer:
     def encode(self, text: str) -> Encoded:
         return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
 
+    def encode_rendered(self, text: str) -> tuple[Encoded, np.ndarray]:
+        """Encode text in which the end token's name is the token; see `HuggingFaceTokenizer`."""
+        ids, spans, start = list[int](), list[tuple[int, int]](), 0
+        for piece in re.split(f"({re.escape(self.end_token)})", text):
+            if piece == self.end_token:
+                ids.append(self.end_of_document)
+                spans.append((start, start + len(piece)))
+            else:
+                for place, letter in enumerate(piece, start):
+                    content = letter.encode()
+                    ids += content
+                    spans += [(place, place + 1)] * len(content)
+            start += len(piece)
+        return Encoded(np.array(ids, np.int64)), np.array(spans, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        ends = (len(ids), *(n for n, id in enumerate(ids) if id == self.end_of_document))
+        begin, text = 0, ""
+        for end in sorted(ends):
+            text += bytes(ids[begin:end]).decode(errors="replace") + self.end_token * (end < len(ids))
+            begin = end + 1
+        return text
+
 
 class HuggingFaceTokenizer:
     """A tokenizer from `tokenizer.json`; its own special tokens, padding and truncation are switched off.
@@ -112,7 +136,7 @@ class HuggingFaceTokenizer:
         unknown = model.get("unk_id")
         self._unknown = ids.get(model.get("unk_token") or "", -1) if unknown is None else int(unknown)
         """Id of the unknown token; -1 if there is none."""
-        names = {self.end_token, *marked, *_special_names(path.parent)}
+        names = {self.end_token, *marked, *special_names(path.parent).values()}
         special = {ids[name] for name in names if name in ids}
         forbidden = sorted(special - ({self._unknown} - {self.end_of_document}))
         self._special = np.array(forbidden)
@@ -157,6 +181,24 @@ class HuggingFaceTokenizer:
         counts = Counter(text)
         lost = sum(count for letter, count in counts.items() if self._is_lost(letter))
         return Encoded(ids, lost=lost, unknown=int(np.count_nonzero(ids == self._unknown)))
+
+    def encode_rendered(self, text: str) -> tuple[Encoded, np.ndarray]:
+        """Encode text in which names of special tokens are the tokens, as `transformers` does.
+
+        Return also the begin and end of every token in the text, in characters: [N, 2].
+        """
+        self._backend.encode_special_tokens = False
+        try:
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = True
+        ids = np.array(encoding.ids, np.int64)
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return Encoded(ids, unknown=int(np.count_nonzero(ids == self._unknown))), spans
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with the names of special tokens."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def _ids(self, texts: list[str]) -> np.ndarray:
         # this call computes no offsets, and uses no threads for one text
@@ -258,10 +300,10 @@ def _end_token(path: Path, ids: Mapping[str, int], special: list[str], wanted: s
     return str(token)
 
 
-def _special_names(folder: Path) -> set[str]:
-    """Return the tokens to which a tokenizer's files assign a role (``bos_token``, ...)."""
+def special_names(folder: Path) -> dict[str, str]:
+    """Return the tokens to which a tokenizer's files assign a role (``bos_token``, ...), by role."""
     content = {**content_of(folder / SPECIAL_TOKENS), **content_of(folder / TOKENIZER_CONFIG)}
-    return {name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
+    return {key: name for key, value in content.items() if key.endswith("_token") if (name := _name(value))}
 
 
 def _ends(content: Mapping[str, Any], names: Mapping[int, str]) -> list[Any]:

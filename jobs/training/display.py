@@ -90,8 +90,9 @@ class Display:
                 self._update(Text(f"tokenising: {event.items_done}/{event.items} parts, {tokens}"))
             case Prepared():
                 train, validation = (si(event.index.tokens(split)) for split in (TRAIN, VALIDATION))
+                name = f"{event.name}: " if event.name else ""
                 self._say(
-                    f"data    {train} training and {validation} validation tokens of {event.documents} "
+                    f"data    {name}{train} training and {validation} validation tokens of {event.documents} "
                     f"documents in {event.output}" + (" (prepared before)" if event.reused else "")
                 )
                 for line in _about_tokens(event.index):
@@ -141,9 +142,8 @@ class Display:
         self._seconds.append(record.wall_seconds or record.seconds)
         validated = record.validation_loss is not None
         if validated:
-            self._validation = validation_line(
-                {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
-            )
+            numbers = {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
+            self._validation = validation_line({**numbers, "sets": record.validation_losses})
         return validated
 
     def _step(self, record: StepRecord) -> None:
@@ -191,6 +191,14 @@ def _about_tokens(index: DataIndex) -> Iterator[str]:
     """Yield lines about the token that ends documents, and about text that has no tokens."""
     if index.end_token:
         yield f"data    documents end with token {index.end_of_document}, {index.end_token!r}"
+    if index.row_tokens:
+        share = index.tokens_padded / sum(index.tokens(split) for split in index.splits)
+        yield f"data    documents whole in rows of {index.row_tokens} tokens, {share:.1%} padding"
+    if left_out := index.documents_long + index.documents_silent:
+        yield (
+            f"warning {left_out} conversations left out: {index.documents_long} are longer than a row (raise "
+            f"model.sequence), {index.documents_silent} have no token of an assistant"
+        )
     if index.characters_lost:
         share = index.characters_lost / index.characters
         yield f"warning {index.characters_lost} characters ({share:.2%}) have no token in {index.tokenizer}"
@@ -213,12 +221,14 @@ def curve(values: Sequence[float], width: int = 32) -> str:
     return "".join("x" if mean is None else _CURVE[round((mean - low) * scale)] for mean in means)
 
 
-def validation_line(validation: Mapping[str, float | None]) -> str:
-    """Describe the last validation: in nats per token, and in bits per byte if that is known."""
+def validation_line(validation: Mapping[str, Any]) -> str:
+    """Describe the last validation: in nats per token, in bits per byte if that is known, and of each set of
+    a mixture."""
     loss, bits = validation["loss"], validation["bits_per_byte"]
     facts = [] if loss is None else [f"{loss:.4f} nats per token"]
     if bits is not None:
         facts.append(f"{bits:.3f} bits per byte")
+    facts += [f"{name} {loss:.4f}" for name, loss in validation.get("sets", {}).items() if loss is not None]
     return ", ".join(facts) or "-"
 
 

@@ -13,9 +13,9 @@ _MOVED = 0.01
 """Relative difference from which a learning rate is considered to come from another curve."""
 
 
-def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
+def on_data(config: Config, prepared: Prepared, share: float = 1.0) -> Iterator[str]:
     """Yield remarks on documents that were left out of a data set, and on splits that are too small for the
-    run."""
+    run, which takes ``share`` of its samples from the data set."""
     index, train, sequence = prepared.index, config.train, config.model.sequence
     if index.documents_skipped and not prepared.reused:
         yield (
@@ -24,17 +24,18 @@ def on_data(config: Config, prepared: Prepared) -> Iterator[str]:
         )
     if index.documents_empty and not prepared.reused:
         yield f"data.files: {_counted(index.documents_empty, 'document')} without any text left out"
-    windows = {split: max(0, index.tokens(split) - 1) // sequence for split in (TRAIN, VALIDATION)}
-    if 0 < windows[TRAIN] < train.global_batch:
+    windows = {split: index.samples(split, sequence) for split in (TRAIN, VALIDATION)}
+    part = f"{share:.1%} of " if share < 1 else ""
+    if 0 < windows[TRAIN] < train.global_batch * share:
         yield (
             f"the training split has {index.tokens(TRAIN)} tokens, {_counted(windows[TRAIN], 'sample')} of "
-            f"model.sequence={sequence}, and every step takes train.global_batch={train.global_batch}, the "
-            f"same text several times; add text to data.files"
+            f"model.sequence={sequence}, and every step takes {part}train.global_batch="
+            f"{train.global_batch}, the same text several times; add text to data.files"
         )
-    if config.data.validation_fraction and 0 < windows[VALIDATION] < train.validation_samples:
+    if config.data.validation_fraction and 0 < windows[VALIDATION] < int(train.validation_samples * share):
         yield (
             f"validation takes all {_counted(windows[VALIDATION], 'sample')} that are held out, where "
-            f"train.validation_samples={train.validation_samples} asks for more; raise "
+            f"{part}train.validation_samples={train.validation_samples} asks for more; raise "
             f"data.validation_fraction, or add text to data.files"
         )
 

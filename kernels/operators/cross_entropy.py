@@ -80,13 +80,15 @@ class CrossEntropyStatistics(ComputeOperator):
 
         It is scale * (softmax * (1 + 2 z_loss log_partition) - (1 - label_smoothing) onehot - spread).
 
-        ``scale`` (a number or a 0-dim tensor) is the gradient of the sum of the tokens' losses.
+        ``scale`` (a number, a 0-dim tensor, or one number per token: scale_T) is the gradient of the
+        tokens' losses.
         """
         row_T, outside_T = self.shard.locate(targets_T)
         minus_onehot_T = log_partition_T.new_full(row_T.shape, self.label_smoothing - 1)
         if outside_T is not None:
             minus_onehot_T.masked_fill_(outside_T, 0)
         in_place = logits_TV.dtype == log_partition_T.dtype
+        scale_T1 = scale.unsqueeze(-1) if isinstance(scale, Tensor) and scale.dim() == 1 else None
         for chunk in _chunks(logits_TV):
             logits_cV = logits_TV[chunk]
             d_cV = logits_cV if in_place else logits_cV.to(log_partition_T.dtype)
@@ -96,7 +98,7 @@ class CrossEntropyStatistics(ComputeOperator):
             if self.label_smoothing:
                 d_cV.sub_(self.spread)
             d_cV.scatter_add_(1, row_T[chunk].unsqueeze(-1), minus_onehot_T[chunk].unsqueeze(-1))
-            d_cV.mul_(scale)
+            d_cV.mul_(scale if scale_T1 is None else scale_T1[chunk])
             if not in_place:
                 logits_cV.copy_(d_cV)
         return (logits_TV,)

@@ -60,6 +60,7 @@ def gradient_kernel(
     log_partition_ptr,
     targets_ptr,
     scale_ptr,
+    scale_stride,
     width,
     stride,
     first_row,
@@ -89,7 +90,7 @@ def gradient_kernel(
     else:
         d = d * (1 + 2 * z_loss * log_partition) - spread - tl.where(target, kept, 0.0)
     if SCALED:
-        factor *= tl.load(scale_ptr).to(tl.float32)
+        factor *= tl.load(scale_ptr + token * scale_stride).to(tl.float32)
     tl.store(logits_ptr + column, (d * factor).to(logits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -123,14 +124,16 @@ class TritonCrossEntropyStatistics(CrossEntropyStatistics):
     ) -> tuple[Tensor]:
         """Return d_logits_TV, written over the logits."""
         tensor, factor = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(scale))
-        shared = {"log_partition": (log_partition_T, "T"), "targets": (targets_T, "T"), "scale": (tensor, "")}
+        per_token = tensor is not None and tensor.dim() == 1
+        scales = (tensor, "T" if per_token else "")
+        shared = {"log_partition": (log_partition_T, "T"), "targets": (targets_T, "T"), "scale": scales}
         check("cross_entropy_gradient", logits=(logits_TV, "TV"), **shared)
         tokens, width = logits_TV.shape
         if logits_TV.numel():
             block, warps = tile_of(width)
             across = ceil_div(width, block)
             tensors = logits_TV, log_partition_T, targets_T, logits_TV if tensor is None else tensor
-            sizes = width, logits_TV.stride(0), self.shard.first_row
+            sizes = int(per_token), width, logits_TV.stride(0), self.shard.first_row
             numbers = factor, self.z_loss, 1 - self.label_smoothing, self.spread
             flags = {"SCALED": tensor is not None, "PLAIN": not (self.z_loss or self.label_smoothing)}
             gradient_kernel[(tokens * across,)](

@@ -99,7 +99,7 @@ def head(sizes: PartSizes) -> Part:
     are never kept between two blocks.
     """
     g = LayerBuilder(ENDS[1], sizes)
-    x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
+    x, targets, scale = g.input(), g.token_ids("targets"), g.factor("target_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
     logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias)

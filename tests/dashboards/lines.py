@@ -54,6 +54,7 @@ def metrics_line(step: int, ranks: int) -> dict[str, Any]:
         "peak_bytes": [1_000_000_000 + 1_000 * rank for rank in range(ranks)],
         "validation_loss": 4.0,
         "validation_bits_per_byte": 2.0,
+        "validation_losses": {"web": 4.5, "code": 3.0},
         "time": BEGIN + 0.5 * step,
         "generation": 0,
         "mfu": 0.375,

@@ -68,6 +68,8 @@ def test_values_of_a_step() -> None:
     assert value(sink, "braid_loss_nats") == line["loss"]
     assert value(sink, "braid_tokens_per_second") == pytest.approx(line["tokens"] / line["wall_seconds"])
     assert value(sink, "braid_expert_imbalance_ratio") == line["experts"]["imbalance"]
+    for name, loss in line["validation_losses"].items():
+        assert value(sink, "braid_set_validation_loss_nats", set=name) == loss
     target.take("metrics.jsonl", metrics_line(4, ranks=4))
     assert value(sink, "braid_tokens_total") == 2 * line["tokens"]
     assert value(sink, "braid_step_duration_seconds_count") == 2
@@ -205,7 +207,7 @@ def test_ray_hears_gauges_again_until_they_are_forgotten() -> None:
         elif metric.source == "ranks.jsonl":
             assert sorted(tags["rank"] for _, tags in again) == ["0", "1"]
         else:
-            assert len(again) == (4 if metric.per_rank else 1)
+            assert len(again) == (4 if metric.per_rank else 2 if metric.label else 1)
 
 
 def test_ray_is_told_of_a_run_until_the_block_ends(tmp_path: Path) -> None:

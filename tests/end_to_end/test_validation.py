@@ -43,7 +43,7 @@ def by_ranks(config: Config, data: Path) -> float:
         targets = validated(data, SEQUENCE, SAMPLES)[:, 1:]
         assert facts["validation_tokens"] == targets.numel()
         assert facts["validation_bytes"] == (targets < 256).sum().item()
-        return sum(group.call_all(Rank.validate)) / facts["validation_tokens"]
+        return sum(map(sum, group.call_all(Rank.validate))) / facts["validation_tokens"]
     finally:
         group.shutdown()
 

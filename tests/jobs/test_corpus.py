@@ -11,6 +11,7 @@ import pytest
 
 from braid.actors.stage.data.token_files import TokenShards, read_index
 from braid.jobs.data import corpus as corpus_module
+from braid.jobs.data import shards as shards_module
 from braid.jobs.data import tokenise as tokenise_module
 from braid.jobs.data.corpus import cut
 from braid.jobs.data.prepare import prepare
@@ -110,7 +111,7 @@ def test_exclude_goes_by_name_or_by_path(tmp_path: Path) -> None:
 
 def test_large_documents_and_shards_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenise_module, "_PIECE_CHARACTERS", 10)
-    monkeypatch.setattr(tokenise_module, "_SHARD_TOKENS", 64)
+    monkeypatch.setattr(shards_module, "_SHARD_TOKENS", 64)
     path = write_lines(tmp_path / "a.jsonl", DOCUMENTS)
     done = prepared(tmp_path / "out", path, validation_fraction=0)
     assert stored(done.output, "train") == DOCUMENTS

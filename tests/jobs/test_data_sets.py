@@ -11,14 +11,21 @@ import pytest
 
 from braid.actors.config import Config, parse_config
 from braid.actors.controller.records.run_records import Incident
+from braid.actors.stage.data.mixture import read_mixture
 from braid.actors.stage.data.token_files import read_index
 from braid.jobs.data import identity
-from braid.jobs.data.data_sets import RECORD, check_data, data_record, prepare_data
-from braid.jobs.data.prepare import Prepared
+from braid.jobs.data.data_sets import (
+    RECORD,
+    PreparedMixture,
+    check_data,
+    check_sources,
+    data_record,
+    prepare_data,
+)
 from tests.jobs.corpora import contents, hidden, request_of
 
 TWO = {"a": "first text", "b": "second text"}
-Get = Callable[..., tuple[Prepared, list[str]]]
+Get = Callable[..., tuple[Any, list[str]]]
 
 
 @pytest.fixture
@@ -164,3 +171,50 @@ def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     again = request_of(tmp_path / "*.txt").contents(map)
     assert again[:4] == found
     assert again[4] == found[0]
+
+
+def test_sets_of_a_mixture_are_those_of_runs_on_them_alone(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", **TWO)
+    write(tmp_path / "more", c="third text", d="fourth text")
+    alone, _ = get("alone", data={"files": ["more/*.txt"]})
+    sets: list[dict[str, Any]] = [
+        {"name": "own", "weight": 3, "files": ["corpus/*.txt"]},
+        {"name": "known", "weight": 1, "files": ["more/*.txt"]},
+    ]
+    mixture = {"files": [], "mixture": sets}
+    mixed, _ = get(data=mixture)
+    assert isinstance(mixed, PreparedMixture)
+    assert [(one.name, one.reused) for one in mixed.sets] == [("own", False), ("known", True)]
+    assert mixed.sets[1].output == alone.output
+    assert get("alone", data={"files": ["corpus/*.txt"]})[0].output == mixed.sets[0].output
+    assert [one.name for one in read_mixture(mixed.output)] == ["own", "known"]
+    again, _ = get("again", data=mixture)
+    assert again.output == mixed.output
+    heavier, _ = get("again", data={**mixture, "mixture": [{**sets[0], "weight": 9}, sets[1]]})
+    assert heavier.output != mixed.output, "a run may be reading the first one"
+    assert all(one.reused for one in heavier.sets)
+    shutil.rmtree(tmp_path / "more")
+    resumed, warnings = get(data=mixture, resume=True)
+    assert resumed.output == mixed.output
+    assert "known: data.files: 'more/*.txt' finds no file" in "".join(warnings)
+    check_data(configured("run", mixture))
+    for name in ("other", "alone"):
+        with pytest.raises(
+            ValueError, match=r"^data.mixture, set 'known': data.files: 'more/\*.txt' finds no"
+        ):
+            check_data(configured(name, mixture))
+    with pytest.raises(ValueError, match=r"^data.mixture, set 'known': data.files"):
+        check_sources(configured("run", mixture))
+
+
+def test_a_directory_holds_the_sets_of_a_mixture(get: Get, tmp_path: Path) -> None:
+    write(tmp_path / "corpus", **TWO)
+    sets = [{"name": name, "weight": 1, "files": [f"corpus/{name}.txt"]} for name in ("a", "b")]
+    mixed, warnings = get(data={"files": [], "mixture": sets, "directory": "tokens"})
+    assert isinstance(mixed, PreparedMixture)
+    assert [one.output for one in mixed.sets] == [tmp_path / "tokens" / "a", tmp_path / "tokens" / "b"]
+    assert mixed.output.parent == tmp_path / "tokens"
+    assert warnings == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^data.mixture, set 'a': data.output: cannot write beside"):
+        get("other", data={"files": [], "mixture": sets, "directory": "file"})

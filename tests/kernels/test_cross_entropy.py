@@ -65,9 +65,10 @@ def check(
     tolerance = TOLERANCE[logits_TV.dtype]
     leaf = wide_leaf(logits_TV)
     expected_T = F.cross_entropy(leaf, targets_T, reduction="none")
-    sought = F.cross_entropy(leaf, targets_T, reduction="sum", label_smoothing=label_smoothing)
-    sought = sought + z_loss * leaf.logsumexp(-1).square().sum()
-    (d_expected,) = torch.autograd.grad(sought * float(scale), leaf)
+    sought_T = F.cross_entropy(leaf, targets_T, reduction="none", label_smoothing=label_smoothing)
+    sought_T = sought_T + z_loss * leaf.logsumexp(-1).square()
+    scale_T = torch.as_tensor(scale, dtype=leaf.dtype).expand(len(targets_T))
+    (d_expected,) = torch.autograd.grad((sought_T * scale_T).sum(), leaf)
     terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     losses_T, log_partition_T, d_logits_TV = parallel_loss(logits_TV, targets_T, cut, scale, **terms, **kind)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -77,6 +78,7 @@ def check(
     assert_close(losses_T, expected_T, narrow)
     assert_close(log_partition_T, leaf.logsumexp(-1), narrow)
     assert_close(d_logits_TV, d_expected, tolerance)
+    assert not d_logits_TV[scale_T == 0].any(), "a masked token has a gradient"
 
 
 @given(
@@ -85,17 +87,18 @@ def check(
     cut=cuts,
     scale=st.floats(-2, 2),
     spread=st.sampled_from([1.0, 30.0, 1e4]),
-    tensor_scale=st.booleans(),
+    kind_of_scale=st.sampled_from(["number", "tensor", "tokens"]),
     smoothing=st.sampled_from([0.0, 0.1, 0.9]),
     z_loss=st.sampled_from([0.0, 1e-4, 0.5]),
 )
 @settings(max_examples=80, deadline=None)
-def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale, smoothing, z_loss):
+def test_equals_autograd(seed, tokens, cut, scale, spread, kind_of_scale, smoothing, z_loss):
     torch.manual_seed(seed)
     logits_TV = spread * normal(tokens, sum(cut), dtype=torch.float64)
     targets_T = torch.randint(sum(cut), (tokens,))
-    given_scale = torch.tensor(scale, dtype=torch.float64) if tensor_scale else scale
-    check(logits_TV, targets_T, cut, given_scale, smoothing, z_loss)
+    tensor = torch.tensor(scale, dtype=torch.float64)
+    scales = {"number": scale, "tensor": tensor, "tokens": tensor * torch.randint(3, (tokens,))}
+    check(logits_TV, targets_T, cut, scales[kind_of_scale], smoothing, z_loss)
 
 
 @pytest.mark.parametrize("family", [TORCH, TRITON], ids=["torch", "triton"])
@@ -104,7 +107,7 @@ def test_equals_autograd(seed, tokens, cut, scale, spread, tensor_scale, smoothi
 def test_narrow_dtypes(dtype, cut, family):
     torch.manual_seed(0)
     logits_TV, targets_T = 4 * normal(13, sum(cut), dtype=dtype), torch.randint(sum(cut), (13,))
-    for scale in (0.125, torch.tensor(0.125)):
+    for scale in (0.125, torch.tensor(0.125), torch.randn(13) * torch.randint(2, (13,))):
         for terms in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.02)):
             check(logits_TV, targets_T, cut, scale, *terms, kind=family.cross_entropy_statistics)
 

@@ -31,7 +31,7 @@ def build_report(
     steps: list[dict[str, Any]] = []
     peaks = [0] * layout.ranks
     overlaps, experts = [_Sums(), _Sums()], _Sums()  # of the first step, which warms up, and of others
-    validation: dict[str, float | None] = {"loss": None, "bits_per_byte": None}
+    validation: dict[str, Any] = {"loss": None, "bits_per_byte": None}
     last_experts: dict[str, float | None] = {}
     for record in records:
         overlaps[bool(steps)].add({name: getattr(record, name) for name in _OVERLAP})
@@ -40,6 +40,8 @@ def build_report(
             peaks = list(map(max, peaks, record.peak_bytes))
         if "validation" in record.between_seconds:
             validation = {"loss": record.validation_loss, "bits_per_byte": record.validation_bits_per_byte}
+            if record.validation_losses:
+                validation["sets"] = {**record.validation_losses}
         if record.experts is not None:
             numbers = vars(record.experts).items()
             last_experts = {name: value for name, value in numbers if name not in ("layers", "visits")}

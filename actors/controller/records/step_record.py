@@ -35,6 +35,8 @@ class StepRecord:
     """Mean loss per validation token, in nats as ``loss`` is; None if no validation follows the step."""
     validation_bits_per_byte: float | None = None
     """Validation loss in bits per byte of text; None also if the tokens' numbers of bytes are unknown."""
+    validation_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean loss per validation token of each set of ``data.mixture``, by its name, in nats."""
     time: float = 0.0
     """Wall-clock time at the step's end, in seconds since 1970."""
     generation: int = 1

@@ -25,6 +25,12 @@ def sample_ids(seed: int, samples: int, start: int, count: int) -> np.ndarray:
     return _permute(_round_keys(seed, epochs), (steps % samples).astype(np.uint64), samples)
 
 
+def sample_ids_at(seed: int, samples: int, positions_N: np.ndarray) -> np.ndarray:
+    """Return the sample ids at any positions: [N] int64 -> [N] int64, as `sample_ids` has them there."""
+    epochs_N, places_N = np.divmod(positions_N.astype(np.uint64), np.uint64(samples))
+    return _permute(_round_keys(seed, epochs_N), places_N, samples)
+
+
 def samples_digest(ids: np.ndarray) -> int:
     """Return a number that identifies a multiset of samples; digests of parts add up to the union's, modulo
     2^64.

@@ -6,15 +6,21 @@ A prepared data set (`braid.jobs.data.prepare` writes it) is a folder that never
     train-00000.bin ...   tokens, little-endian, nothing else; the split is the shards end to end
     validation-00000.bin ...
 
-Sample i of a split is the window of sequence + 1 tokens that starts at token i * sequence, so that every
-token but the first is predicted once per epoch, and windows may cross document and shard borders.
+A data set is a stream or has rows. Sample i of a stream is the window of sequence + 1 tokens that starts at
+token i * sequence, so that every token but the first is predicted once per epoch, and windows may cross
+document and shard borders. Sample i of rows is row i, of sequence + 1 tokens of its own; beside each of its
+shards lie two more files:
 
-Shape suffixes: N samples, S = sequence + 1 tokens of a window.
+    train-00000.marks ... a byte for every token: `COUNTS` if the loss of predicting it counts, `BEGINS` if a
+                          document (or the padding at a row's end) begins with it
+    train-00000.counts .. for every row the number of tokens that count, as uint32, little-endian
+
+Shape suffixes: N samples, S = sequence + 1 tokens of a window, s = sequence targets of a window.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +28,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from braid.actors.stage.data.sample_order import sample_ids
 from braid.actors.stage.files.reading import UnreadableError, read_text
 
 INDEX_FILE = "index.json"
@@ -29,6 +36,8 @@ INDEX_FORMAT = "braid-tokens"
 INDEX_VERSION = 1
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 TRAIN, VALIDATION = "train", "validation"
+COUNTS, BEGINS = 1, 2
+ROW_COUNTS: np.dtype[Any] = np.dtype("<u4")
 
 _AGAIN = "prepare it again (`braid prepare`)"
 
@@ -46,7 +55,11 @@ class TokenShard:
     tokens: Count
     bytes_of_text: Count
     documents: Count
-    sha256: str
+    sha256: str  # of the tokens; of rows that of the tokens, marks and counts, row by row
+
+    def beside(self, ending: str) -> str:
+        """Name of a file beside a shard of rows (``marks``, ``counts``)."""
+        return f"{self.file.removesuffix('.bin')}.{ending}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +94,10 @@ class DataIndex:
     characters: Count = 0  # number of characters of the documents
     characters_lost: Count = 0  # number of characters without a token
     tokens_unknown: Count = 0  # number of the tokenizer's tokens for unknown text
+    row_tokens: Count = 0  # number of tokens of a row; 0: the data set is a stream
+    tokens_padded: Count = 0  # number of tokens that fill up rows
+    documents_long: Count = 0  # conversations that were left out because they are longer than a row
+    documents_silent: Count = 0  # conversations that were left out because none of their tokens counts
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +110,16 @@ class DataIndex:
             self.dtype,
             {split: [[s.tokens, s.sha256] for s in shards] for split, shards in self.splits.items()},
         ]
+        if self.row_tokens:
+            content.append(self.row_tokens)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def samples(self, split: str, sequence: int) -> int:
+        """Return the number of samples of an epoch; the last tokens of a stream, which do not fill a window,
+        are left out.
+        """
+        tokens = self.tokens(split)
+        return tokens // self.row_tokens if self.row_tokens else max(0, tokens - 1) // sequence
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.splits[split])
@@ -136,7 +162,11 @@ def read_index(directory: Path) -> DataIndex:
         raise ValueError(f"data set {directory}: {INDEX_FILE} is damaged ({fault}); {_AGAIN}") from None
     for shards in index.splits.values():
         for shard in shards:
-            _check_size(directory, shard, TOKEN_DTYPES[index.dtype].itemsize)
+            _check_size(directory, shard.file, shard.tokens * TOKEN_DTYPES[index.dtype].itemsize)
+            if index.row_tokens:
+                rows = shard.tokens // index.row_tokens
+                _check_size(directory, shard.beside("marks"), shard.tokens)
+                _check_size(directory, shard.beside("counts"), rows * ROW_COUNTS.itemsize)
     return index
 
 
@@ -151,6 +181,8 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
         # Only plain file names are accepted, so that an index cannot point outside its folder.
         if Path(shard.file).name != shard.file or not shard.tokens:
             raise ValueError(f"shard {shard.file!r} has no file name or no tokens")
+        if index.row_tokens and shard.tokens % index.row_tokens:
+            raise ValueError(f"shard {shard.file!r} has no whole rows of {index.row_tokens} tokens")
     if len(index.token_bytes) not in (0, index.vocabulary):
         counts = f"{len(index.token_bytes)} entries, the vocabulary {index.vocabulary}"
         raise ValueError(f"token_bytes has {counts}")
@@ -159,14 +191,13 @@ def _parse_index(entries: dict[str, Any]) -> DataIndex:
     return index
 
 
-def _check_size(directory: Path, shard: TokenShard, itemsize: int) -> None:
-    wanted = shard.tokens * itemsize
+def _check_size(directory: Path, file: str, wanted: int) -> None:
     try:
-        size = (directory / shard.file).stat().st_size
+        size = (directory / file).stat().st_size
     except OSError as fault:
-        raise UnreadableError(f"data set {directory}: {shard.file}: {fault.strerror}; {_AGAIN}") from None
+        raise UnreadableError(f"data set {directory}: {file}: {fault.strerror}; {_AGAIN}") from None
     if size != wanted:
-        raise ValueError(f"data set {directory}: {shard.file} has {size} bytes, not {wanted}; {_AGAIN}")
+        raise ValueError(f"data set {directory}: {file} has {size} bytes, not {wanted}; {_AGAIN}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -179,6 +210,8 @@ class TokenShards:
     index: DataIndex
     arrays: tuple[np.ndarray, ...]  # one per shard, read-only
     starts: np.ndarray  # [shards + 1] int64: first token of every shard, then the total
+    marks: tuple[np.ndarray, ...] = ()  # one per shard of rows, uint8
+    counts: np.ndarray | None = None  # of rows: [samples] number of targets that count
 
     @classmethod
     def open(
@@ -189,13 +222,19 @@ class TokenShards:
         ``index``: the folder's index if it was read before; None: read it, which checks the size of every
         shard.
 
-        Raise ValueError as `read_index` does, and if the split is too short for one sample.
+        Raise ValueError as `read_index` does, and if the split is too short for one sample, or has rows of
+        another length.
         """
         assert sequence >= 1, sequence
         directory = Path(directory)
         index = index or read_index(directory)
         shards = index.splits.get(split, ())
         total = sum(shard.tokens for shard in shards)
+        if index.row_tokens not in (0, sequence + 1):
+            raise ValueError(
+                f"data set {directory}: its rows were packed for model.sequence={index.row_tokens - 1}, not "
+                f"for {sequence}; {_AGAIN}"
+            )
         if total < sequence + 1:
             raise ValueError(
                 f"data set {directory}: split {split!r} has {total} tokens, one sample of sequence "
@@ -204,6 +243,8 @@ class TokenShards:
                 + "or shorten the sequence"
             )
         dtype = TOKEN_DTYPES[index.dtype]
+        rows = shards if index.row_tokens else ()
+        counts = [np.fromfile(directory / shard.beside("counts"), ROW_COUNTS) for shard in rows]
         return cls(
             directory=directory,
             split=split,
@@ -211,6 +252,8 @@ class TokenShards:
             index=index,
             arrays=tuple(np.memmap(directory / shard.file, dtype=dtype, mode="r") for shard in shards),
             starts=np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64),
+            marks=tuple(np.memmap(directory / s.beside("marks"), np.uint8, mode="r") for s in rows),
+            counts=np.concatenate(counts) if rows else None,
         )
 
     @property
@@ -219,8 +262,34 @@ class TokenShards:
 
     @property
     def samples(self) -> int:
-        """Number of samples in one epoch; the last tokens, which do not fill a window, are left out."""
-        return (self.tokens - 1) // self.sequence
+        return self.index.samples(self.split, self.sequence)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens (`DataIndex.fingerprint`)."""
+        return self.index.fingerprint
+
+    @property
+    def end_of_document(self) -> int:
+        """Id of the token that ends a document."""
+        return self.index.end_of_document
+
+    def order(self, seed: int, start: int, count: int) -> np.ndarray:
+        """Return the samples at the global positions start ... start + count - 1: [count] int64."""
+        return sample_ids(seed, self.samples, start, count)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sets that the samples come from: one set without a name."""
+        return ("",)
+
+    def sets_of(self, ids_N: np.ndarray) -> np.ndarray:
+        """Return the place in ``names`` of each sample's set: [N] -> [N] int64."""
+        return np.zeros(len(ids_N), np.int64)
+
+    def bytes_of(self, tokens: np.ndarray) -> int | None:
+        """Return the UTF-8 bytes of the text that tokens stand for; None if unknown."""
+        return self.index.bytes_of(tokens)
 
     def spread(self, most: int) -> np.ndarray:
         """Return ids of up to ``most`` different samples at equal distances over the split: [count] int64."""
@@ -231,22 +300,51 @@ class TokenShards:
         """Return the windows of samples: [N] integers -> [N, sequence + 1] int64. Raise IndexError if an id
         is too large.
         """
-        windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=np.int64)
+        return self._windows(self.arrays, sample_ids, np.int64)
+
+    def masks_at(self, sample_ids: np.ndarray) -> np.ndarray | None:
+        """Return whether the losses of samples' targets count: [N] integers -> [N, sequence] bool; None: all
+        count.
+        """
+        if self.counts is None:
+            return None
+        return (self._windows(self.marks, sample_ids, np.uint8)[:, 1:] & COUNTS).astype(bool)
+
+    def counts_at(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the number of targets of samples that count: [N] integers -> [N] int64."""
+        if self.counts is None:
+            return np.full(len(sample_ids), self.sequence, np.int64)
+        return self.counts[sample_ids].astype(np.int64)
+
+    def begins_at(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return where documents begin in samples, the first token apart: [N] integers -> [N, sequence] bool.
+
+        Documents of rows begin where they were packed, documents of a stream behind the token that ends
+        documents.
+        """
+        if self.counts is None:
+            begins_NS = self.tokens_at(sample_ids)[:, :-2] == self.index.end_of_document
+        else:
+            begins_NS = (self._windows(self.marks, sample_ids, np.uint8)[:, 1:-1] & BEGINS).astype(bool)
+        return np.pad(begins_NS, ((0, 0), (1, 0)))
+
+    def _windows(self, arrays: Sequence[np.ndarray], sample_ids: np.ndarray, dtype: Any) -> np.ndarray:
+        """Read what ``arrays`` hold for the tokens of samples: [N] integers -> [N, sequence + 1]."""
+        windows_NS = np.empty((len(sample_ids), self.sequence + 1), dtype=dtype)
+        samples, stride = self.samples, self.index.row_tokens or self.sequence
         for window_S, sample in zip(windows_NS, sample_ids.tolist(), strict=True):
-            if not 0 <= sample < self.samples:
-                raise IndexError(
-                    f"sample {sample} of {self.samples} in {self.directory}, split {self.split!r}"
-                )
-            self._read(sample * self.sequence, window_S)
+            if not 0 <= sample < samples:
+                raise IndexError(f"sample {sample} of {samples} in {self.directory}, split {self.split!r}")
+            self._read(arrays, sample * stride, window_S)
         return windows_NS
 
-    def _read(self, start: int, out_S: np.ndarray) -> None:
-        """Fill ``out_S`` with the split's tokens from ``start`` on, from as many shards as needed."""
+    def _read(self, arrays: Sequence[np.ndarray], start: int, out_S: np.ndarray) -> None:
+        """Fill ``out_S`` from the split's token ``start`` on, from as many shards as needed."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         filled = 0
         while filled < len(out_S):
             offset = start + filled - int(self.starts[shard])
-            piece = self.arrays[shard][offset : offset + len(out_S) - filled]
+            piece = arrays[shard][offset : offset + len(out_S) - filled]
             out_S[filled : filled + len(piece)] = piece
             filled += len(piece)
             shard += 1

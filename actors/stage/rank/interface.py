@@ -68,11 +68,12 @@ class Rank(ABC):
         """Run one optimizer step on the samples of step ``step`` (from 0)."""
 
     @abstractmethod
-    def validate(self) -> float:
-        """Return this rank's part of the sum of token losses, in nats, over the validation samples."""
+    def validate(self) -> tuple[float, ...]:
+        """Return this rank's parts of the sums of token losses, in nats, over the validation samples of each
+        set of the data; there is one set without ``data.mixture``."""
 
     @abstractmethod
-    def data_facts(self) -> dict[str, int | str | None]:
+    def data_facts(self) -> dict[str, Any]:
         """Return facts about the data (see `ReplicaSamples.facts`)."""
 
     @abstractmethod

@@ -180,14 +180,16 @@ class Worker(Logged, Rank):
             routing=self._parts.executor.routed,
         )
 
-    def validate(self) -> float:
+    def validate(self) -> tuple[float, ...]:
         assert self._samples is not None
-        batches = self._samples.of_validation()
         assert self._evaluator is not None
-        loss_sum = self._evaluator.run(batches, 0.0)
-        return loss_sum if self._parts.model.tells_loss else 0.0  # another rank returns the same sum
+        batches = self._samples.of_validation()
+        self._evaluator.run(batches, 0.0)
+        # another rank has the same losses if this one does not tell its own
+        losses = self._evaluator.losses if self._parts.model.tells_loss else {}
+        return self._samples.sums_by_set(batches, losses)
 
-    def data_facts(self) -> dict[str, int | str | None]:
+    def data_facts(self) -> dict[str, Any]:
         assert self._samples is not None
         return self._samples.facts()
 

@@ -127,11 +127,12 @@ class Executor:
     def run(
         self, batches: Sequence[MicroBatch | None], loss_scale: float, update: "StepUpdate | None" = None
     ) -> float:
-        """Run the code once; return the sum of counted token losses on this rank (0.0 if it computes no
+        """Run the code once; return the weighted sum of token losses on this rank (0.0 if it computes no
         loss).
 
         ``batches``: one per micro-batch, None on ranks that hold neither the first nor the last chunk.
-        ``loss_scale`` multiplies gradients. ``update`` ends the step; None: parameters stay unchanged.
+        ``loss_scale`` multiplies gradients, as `MicroBatch.weights` do. ``update`` ends the step; None:
+        parameters stay unchanged.
         """
         self._update = update
         self._recorder.clear()
@@ -186,6 +187,11 @@ class Executor:
                     operation(frames, passes)
 
     @property
+    def losses(self) -> dict[int, Tensor]:
+        """Losses of the tokens in the last run, by micro-batch; empty on a rank that computes no loss."""
+        return dict(zip(self._seen, self._losses, strict=True))
+
+    @property
     def routed(self) -> "RoutingSums | None":
         """Statistics of routers in the last run; None if these are not collected."""
         return None if self._routing is None else self._routing.read()
@@ -194,9 +200,11 @@ class Executor:
         """Write the batch's values into their registers; without a loss scale, write None."""
         for micro_batch, frame, constants in self._constants:
             batch = batches[micro_batch]
-            values: dict[str, object] = {"loss_scale": loss_scale}
+            values: dict[str, object] = {"loss_scale": loss_scale, "target_scale": loss_scale}
             if batch is not None:
                 values |= {**vars(batch), **batch.documents}
+                if batch.weights is not None and loss_scale is not None:
+                    values["target_scale"] = batch.weights * loss_scale
             for name, registers in constants.items():
                 for register in registers:
                     frame[register] = values.get(name)
@@ -356,9 +364,11 @@ class Executor:
 
 
 def _total(loss_T: Tensor, batch: MicroBatch | None) -> float:
-    """Return the sum of the losses of tokens that count."""
-    counted = None if batch is None else batch.counted
-    return float((loss_T if counted is None else loss_T[counted]).sum())
+    """Return the weighted sum of the tokens' losses."""
+    if batch is None or batch.weights is None:
+        return float(loss_T.sum())
+    counted_T = batch.weights != 0
+    return float((loss_T[counted_T] * batch.weights[counted_T]).sum())
 
 
 def _hand(source: Registers, register: int, target: Registers, into: int, frees: Sequence[int]) -> None:

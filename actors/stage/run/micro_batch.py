@@ -20,8 +20,8 @@ class MicroBatch:
     """Documents of the samples, by name of the graph's input (`documents_seen`), if tokens attend to their
     own document only; empty if tokens attend to their whole sample.
     """
-    counted: Tensor | None = None
-    """T booleans: whether a token's loss counts (False for padding). None: all tokens count."""
+    weights: Tensor | None = None
+    """T numbers: weights of the targets' losses, 0 for targets that do not count. None: all weights are 1."""
     token_numbers: Tensor | None = None
     """Numbers of this rank's t tokens between tensor-parallel regions, from which dropout draws; None: no
     dropout.

@@ -23,7 +23,7 @@ from braid.kernels.triton.launch import power_of_two, warps_for
 CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FLOAT_ARGUMENTS = {"eps", "factor", "z_loss", "kept", "spread"}
-UNALIGNED = {"rows", "count", "first_row"}
+UNALIGNED = {"rows", "count", "first_row", "scale_stride"}
 """Sizes of batches: not multiples of 16, whereas widths and strides are."""
 
 

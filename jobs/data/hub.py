@@ -1,0 +1,132 @@
+"""Reads data sets of the Hugging Face Hub, and folders, through the library `datasets` (``data.hub``).
+
+A data set is identified by its files and their versions, on the Hub by the commit. All tasks of a preparation
+read the commit that was found at its beginning.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from braid.actors.config import ConfigError, DataConfig
+from braid.actors.config.data import HubConfig
+from braid.jobs.data.corpus import FileRange, MissingSourcesError, Source, WorkItem
+
+KEY = "data.hub"
+_ITEMS = 256
+_ROWS = (1_000, 100_000)
+"""Fewest and most rows of a work item."""
+_ROWS_AT_ONCE = 256
+
+
+def hub_source(hub: HubConfig) -> Source:
+    """Look a data set up and return it as a source, whose path has the commit and whose time is a number for
+    the versions of all files. Raise `ConfigError` if the library is missing, and `MissingSourcesError` or
+    `ValueError` if the library does not find the data set or the split."""
+    if not _is_folder(hub) and Path(hub.id).is_dir():
+        raise ConfigError(f"{KEY}.id={hub.id!r} is also a folder here; write ./{hub.id} for the folder")
+    if _is_folder(hub) and not Path(hub.id).is_dir():
+        raise MissingSourcesError(f"{KEY}.id={hub.id!r} is no folder; correct the path")
+    with _told(
+        f"{KEY}: {hub.id!r} cannot be looked up",
+        "correct data.hub.id or data.hub.subset",
+        MissingSourcesError,
+    ):
+        builder = _library().load_dataset_builder(hub.id, hub.subset)
+        data_files = getattr(builder.config, "data_files", None) or {}
+        files = {str(split): paths for split, paths in data_files.items()}
+    if not _is_folder(hub) and builder.repo_id is None:
+        raise ConfigError(
+            f"{KEY}.id={hub.id!r} is a format, not a data set; name a data set, or give files to data.files"
+        )
+    names = [part.partition("[")[0] for part in hub.split.split("+")]
+    if wrong := [name for name in names if files and name not in (*files, "all")]:
+        raise ConfigError(f"{KEY}.split={wrong[0]!r} is not in {hub.id!r}, which has {', '.join(files)}")
+    columns = builder.info.features
+    if columns is None and names[0] in files and _is_folder(hub):
+        with _told(f"{KEY}: {hub.id!r} cannot be read", "repair its files"):
+            columns = next(iter(builder.as_streaming_dataset(names[0])), {})
+    if columns:
+        _check_column(hub, [*columns])
+    commit = "" if _is_folder(hub) else f"@{builder.hash}"
+    versions = [(split, [*map(str, paths)], str(paths.origin_metadata)) for split, paths in files.items()]
+    version = hashlib.sha256(repr([versions, commit]).encode()).digest()
+    return Source(f"hub://{hub.id}{commit}", 0, int.from_bytes(version[:7], "big"), hub.streaming, "hub")
+
+
+def hub_items(hub: HubConfig, source: Source) -> tuple[WorkItem, ...]:
+    """Cut a data set into items: ranges of its files if it is streamed, else of rows. Raise `ValueError` if
+    it cannot be read, or lacks the column."""
+    rows = _rows(hub, source.path)
+    with _told(f"{KEY}: {hub.id!r} cannot be read", "see to the access, or take another data set"):
+        columns = rows.column_names or list(next(iter(rows), {}))
+    _check_column(hub, columns)
+    total, (least, most) = (rows.num_shards, (1, 1 << 62)) if hub.streaming else (len(rows), _ROWS)
+    size = min(max(-(-total // _ITEMS), least), most)
+    return tuple(
+        WorkItem(number, (FileRange(source.path, "hub", start, min(start + size, total), 0),))
+        for number, start in enumerate(range(0, total, size))
+    )
+
+
+def _check_column(hub: HubConfig, columns: list[str]) -> None:
+    if hub.column not in columns:
+        raise ConfigError(f"{KEY}.column={hub.column!r} is not in {hub.id!r}, which has {', '.join(columns)}")
+
+
+def hub_documents(part: FileRange, data: DataConfig) -> Iterator[str]:
+    """Yield the documents of a range in order; a row without text is an empty one."""
+    hub = data.hub
+    assert hub is not None
+    rows, files = _rows(hub, part.path), range(part.start, part.stop)
+    if hub.streaming:
+        parts = [rows.shard(num_shards=rows.num_shards, index=file) for file in files]
+    else:
+        parts = [rows.select(files)]
+    for found in parts:
+        with _told(f"{KEY}: {hub.id!r} cannot be read", "see to the access, or take another data set"):
+            for batch in found.select_columns([hub.column]).iter(_ROWS_AT_ONCE):
+                for text in batch[hub.column]:
+                    if not isinstance(text, str | None):
+                        raise ConfigError(
+                            f"{KEY}.column={hub.column!r} of {hub.id!r} holds {type(text).__name__}, not "
+                            f"text; name a column of text"
+                        )
+                    yield text or ""
+
+
+@lru_cache(maxsize=1)
+def _rows(hub: HubConfig, path: str) -> Any:
+    """Load a data set, or open it for streaming, once per process; ``path``: that of its source."""
+    commit = None if _is_folder(hub) else path.rpartition("@")[2]
+    with _told(f"{KEY}: {hub.id!r} cannot be loaded", "correct the keys of data.hub, or see to the access"):
+        return _library().load_dataset(
+            hub.id, hub.subset, split=hub.split, streaming=hub.streaming, revision=commit
+        )
+
+
+def _is_folder(hub: HubConfig) -> bool:
+    return hub.id.startswith((".", "/"))
+
+
+def _library() -> Any:
+    try:
+        import datasets  # loads slowly
+    except ImportError as fault:
+        raise ConfigError(f"{KEY} needs the package datasets ({fault}); pip install 'braid[hub]'") from None
+    return datasets
+
+
+@contextlib.contextmanager
+def _told(what: str, remedy: str, kind: type[ValueError] = ConfigError) -> Iterator[None]:
+    """Turn any error of the library into one of one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as fault:  # the library, and file systems behind it, raise what they like
+        said = next(iter(str(fault.__cause__ or fault).strip().splitlines()), type(fault).__name__)
+        raise kind(f"{what} ({said.rstrip('.')}); {remedy}") from None

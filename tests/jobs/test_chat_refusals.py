@@ -1,0 +1,123 @@
+"""What is wrong with conversations, templates and rows gets one line, before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from braid.actors.stage.data.token_files import TokenShards, read_index
+from tests.in_process import Capture, called, refused
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+CHAT = {"files": ["talk.jsonl"], "format": "chat", "chat_template": "chat.jinja", "validation_fraction": 0.1}
+
+
+def user(**message: Any) -> dict[str, Any]:
+    return {"messages": [message]}
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str, str]] = {
+    # lines, keys of data, template, and what the message says
+    "no template": (GOOD, {"chat_template": None}, TEMPLATE, "data.tokenizer=bytes has none|Jinja file"),
+    "absent": (GOOD, {"chat_template": "no.jinja"}, TEMPLATE, "cannot read 'no.jinja'|give a Jinja file"),
+    "syntax": (GOOD, {}, "\n{% for %}", "chat.jinja is no Jinja template (line 2|repair it"),
+    "stream": (GOOD, {"packing": "stream"}, TEMPLATE, "data.packing='stream' cuts conversations|whole"),
+    "not chat": (GOOD, {"format": "jsonl"}, TEMPLATE, "data.chat_template='chat.jinja'|set it to chat"),
+    "packing": (GOOD, {"packing": "hole"}, TEMPLATE, "data.packing='hole'|whole"),
+    "no messages": ({"text": "a"}, {}, TEMPLATE, "talk.jsonl:1 has no list 'messages'|such as {"),
+    "empty": ({"messages": []}, {}, TEMPLATE, "talk.jsonl:1 has no list 'messages'"),
+    "a string": ({"messages": ["a"]}, {}, TEMPLATE, "talk.jsonl:1: message 0 is a string"),
+    "no role": (user(content="a"), {}, TEMPLATE, "message 0 has 'content', and needs 'role' and 'content'"),
+    "no content": (user(role="user", content=None), {}, TEMPLATE, "has 'role', 'content', and needs"),
+    "a list": ([1], {}, TEMPLATE, "talk.jsonl:1 holds a list, not an object|data.format=chat takes"),
+    "surrogate": (user(role="user", content="\ud800"), {}, TEMPLATE, "talk.jsonl:1 has half a surrogate"),
+    "refuses": (GOOD, {}, "{{ raise_exception('roles') }}", "talk.jsonl:1 cannot be rendered|(roles)"),
+    "undefined": (GOOD, {}, "{{ strftime_now('%d') }}", "'strftime_now' is undefined|data.chat_template"),
+    "endless": (GOOD, {}, "{% for n in range(10**9) %}{% endfor %}", "cannot be rendered by|Range too big"),
+    "unsafe": (GOOD, {}, "{{ messages.__class__.__mro__ }}", "cannot be rendered by|unsafe"),
+    "prefixes": (
+        GOOD,
+        {},
+        TEMPLATE + "{{ messages | length }}" + PROMPT,
+        "otherwise than the whole|generation",
+    ),
+    "long": ({"messages": [*GOOD["messages"] * 9]}, {}, TEMPLATE + PROMPT, "longer than the 33 tokens|raise"),
+    "silent": (user(role="user", content="a"), {}, TEMPLATE, "1 conversations have no token of an assistant"),
+}
+
+
+def written(path: Path, lines: Any, data: dict[str, Any], template: str) -> Path:
+    (path / "talk.jsonl").write_text(json.dumps(lines) + "\n")
+    (path / "chat.jinja").write_text(template)
+    kept = {key: value for key, value in {**CHAT, **data}.items() if value is not None}
+    content = {"data": kept, "model": {"sequence": 32}, "cluster": {"launcher": "processes"}}
+    (path / "run.yaml").write_text(json.dumps(content))
+    return path / "run.yaml"
+
+
+@pytest.mark.parametrize(("lines", "data", "template", "says"), WRONG.values(), ids=WRONG)
+def test_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    lines: Any,
+    data: dict[str, Any],
+    template: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refused(called(capsys, "prepare", written(tmp_path, lines, data, template)), *says.split("|"))
+    assert said.count("\n") == 1, said
+    assert not list(tmp_path.glob("runs/data/[!.]*")), "nothing is prepared"
+
+
+@pytest.mark.parametrize(
+    ("column", "says"), [("text", "no column 'messages' of lists"), ("messages", "no column 'messages'")]
+)
+def test_parquet_without_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, column: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({column: ["a"]}), "talk.parquet")
+    refused(called(capsys, "prepare", written(tmp_path, GOOD, {"files": ["talk.parquet"]}, TEMPLATE)), says)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (["--split", "validation", "--set", "data.validation_fraction=0"], "--split validation|holds no"),
+        (["--split", "test"], "'test'|train"),
+        (["--samples", "0"], "--samples|1"),
+    ],
+    ids=["held out", "split", "samples"],
+)
+def test_what_cannot_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, option: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = written(tmp_path, GOOD, {}, TEMPLATE + PROMPT)
+    refused(called(capsys, "data", "show", file, *option), *says.split("|"))
+
+
+def test_damaged_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Rows of another length, a file that is too short, one that is gone."""
+    monkeypatch.chdir(tmp_path)
+    assert not called(capsys, "prepare", written(tmp_path, GOOD, {}, TEMPLATE + PROMPT)).code
+    (folder,) = tmp_path.glob("runs/data/[!.]*")
+    shards = TokenShards.open(folder, "train", 32)
+    assert shards.counts_at(np.array([0])).tolist() == [2], "an answer and the line's end"
+    with pytest.raises(ValueError, match=r"packed for model.sequence=32, not for 16; prepare it again"):
+        TokenShards.open(folder, "train", 16)
+    for file, size in (("train-00000.marks", 33), ("train-00000.counts", 4)):
+        content = (folder / file).read_bytes()
+        assert len(content) == size
+        (folder / file).write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=rf"{file} has {size - 1} bytes, not {size}; prepare it again"):
+            read_index(folder)
+        (folder / file).write_bytes(content)
