@@ -20,6 +20,7 @@ class CollectiveBuilder(GraphBuilder):
         self.sizes = sizes
         self.shape = sizes.shape
         self.beyond = beyond(sizes.own) if sizes.own else ""
+        self.frozen = sizes.shape.lora is not None
 
     # -- inputs --------------------------------------------------------------------------------------------
 

@@ -71,17 +71,19 @@ def rank_memory(
 
 def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
     """Return a rank's bytes of (parameters, gradients, optimizer states), given its stage and dtype."""
-    whole = share = 0
+    whole = share = frozen = 0
     for chunk in layout.chunks_of(stage):
         for bucket in buckets.of(chunk):
             for axes, count in flat_elements(layout, bucket.parameters).items():
                 ways = share_ways(layout, axes)
                 share += share_elements(count, ways)
                 whole += share_elements(count, ways) * ways
+            for axes, count in flat_elements(layout, bucket.frozen).items():
+                frozen += share_elements(count, share_ways(layout, axes) if layout.zero > 2 else 1)
     zero, width, main = layout.zero, DTYPE_BYTES[dtype], sum_width(dtype)
     masters = main if width < main else 0
     return (
-        (share if zero > 2 else whole) * width,
+        (frozen + (share if zero > 2 else whole)) * width,
         (share if zero > 1 else whole) * main,
         share * (masters + 2 * main),
     )
@@ -169,7 +171,7 @@ def model_flops(shape: ModelShape, tokens: int) -> int:
     """Return the FLOPs of a training step over ``tokens`` tokens: 3 x the forward pass, no recomputation.
 
     Matrix products with weights, logits and causal attention count, other operators do not. A user's layer
-    counts as a layer of the family.
+    counts as a layer of the family. Frozen weights (`ModelShape.lora`) have no gradients: 2 x for them.
     """
     qkv = shape.query_width + 2 * shape.kv_width
     mlp, experts = shape.ffn * (3 if shape.gated else 2), shape.expert_layers
@@ -177,4 +179,5 @@ def model_flops(shape: ModelShape, tokens: int) -> int:
     widths = shape.layers * (qkv + shape.query_width + mlp) + experts * (visited - mlp + shape.experts)
     weights = shape.hidden * (widths + shape.vocabulary)
     attention = shape.layers * shape.sequence * shape.query_width
-    return 3 * tokens * (2 * weights + 2 * attention)
+    trained, frozen = (weights, 0) if shape.lora is None else (shape.adapter_parameters(), weights)
+    return 3 * tokens * (2 * trained + 2 * attention) + 2 * tokens * 2 * frozen

@@ -1,7 +1,8 @@
 """Tools for definitions of layers: sizes of a part on this rank, and builders of its modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from braid.actors.stage.state.parameters import (
     INITIAL_DEVIATION,
     GlobalParameter,
     OperatorModule,
+    ParameterSlice,
     Place,
     cut,
     whole,
 )
 from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.adapter import AdaptedLinear
 from braid.kernels.operators.context_attention import context_attention
 from braid.kernels.operators.context_blocks import TokenOrder, causal_order
 from braid.kernels.operators.linear import Linear, Residual
@@ -85,19 +88,57 @@ class ModuleContext:
         if bias:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = cut(biases, self.place, {0: self.tensor})
-        outputs = sum(piece.sizes[0] for piece in slices["weight"])
-        return OperatorModule(
-            module=Linear(inputs=inputs, outputs=outputs, bias=bias, **self.home), slices=slices
-        )
+        return self._linear(slices, {name.rpartition(".")[2]: name for name in names})
 
-    def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
+    def rows(self, name: str, inputs: int, outputs: int, *, matrix: str = "") -> OperatorModule:
         """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
-        weights are smaller.
+        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters.
         """
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
-        slices = cut([weight], self.place, {1: self.tensor})
-        module = Linear(inputs=slices[0].sizes[1], outputs=outputs, bias=False, **self.home)
-        return OperatorModule(module=module, slices={"weight": slices})
+        slices = {"weight": cut([weight], self.place, {1: self.tensor})}
+        return self._linear(slices, {matrix: name}, columns=False)
+
+    def _linear(
+        self,
+        slices: Mapping[str, tuple[ParameterSlice, ...]],
+        matrices: Mapping[str, str],
+        *,
+        columns: bool = True,
+    ) -> OperatorModule:
+        """Build a linear map of the given slices, with adapters if the model has them for these matrices.
+
+        ``matrices``: `lora.TARGETS` -> prefix of global names, in the order of the weight's slices;
+        ``columns``: whether outputs are cut over ``tp``, not inputs.
+        """
+        pieces, lora = slices["weight"], self.shape.lora
+        ends = [*accumulate((piece.sizes[0] for piece in pieces), initial=0)]
+        sizes = {"inputs": pieces[0].sizes[1], "outputs": ends[-1]}
+        found = zip(matrices.items(), pieces, pairwise(ends), strict=True)
+        adapted = [
+            (name, piece.source.shape, range(*rows))
+            for (matrix, name), piece, rows in found
+            if lora is not None and lora.adapts(matrix)
+        ]
+        if lora is None or not adapted:
+            module = Linear(bias="bias" in slices, **sizes, **self.home)
+            return OperatorModule(module=module, slices=slices)
+        rank, inputs = lora.rank, adapted[0][1][1]
+        # As `peft`: the first factor is uniform within 1 / sqrt(inputs), the second is 0.
+        first = {"deviation": (3 * inputs) ** -0.5, "uniform": True, "adapter": True}
+        a = [GlobalParameter(name=f"{name}.lora_a", shape=(rank, inputs), **first) for name, _, _ in adapted]
+        b = [
+            GlobalParameter(name=f"{name}.lora_b", shape=(outputs, rank), adapter=True)
+            for name, (outputs, _), _ in adapted
+        ]
+        cuts = ({}, {0: self.tensor}) if columns else ({1: self.tensor}, {})
+        factors = {
+            key: cut(sources, self.place, at) for key, sources, at in zip("ab", (a, b), cuts, strict=True)
+        }
+        ranges = [rows for _, _, rows in adapted]
+        adapted_map = AdaptedLinear(
+            bias="bias" in slices, adapted=ranges, rank=rank, scale=lora.scale, **sizes, **self.home
+        )
+        return OperatorModule(module=adapted_map, slices={**slices, **factors})
 
     @property
     def smaller(self) -> float:

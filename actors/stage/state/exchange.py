@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,7 +22,6 @@ from braid.actors.stage.files.guarded_reader import GuardedReader
 from braid.actors.stage.files.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
 from braid.actors.stage.state.checkpoint import quietly
 from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, LoadPlanner
-from braid.actors.stage.state.optimizer import Optimizer
 from braid.actors.stage.state.parameters import ParameterSlice
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.model.shape import ModelShape
@@ -31,10 +30,13 @@ EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @torch.no_grad()
-def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
-    """Read this rank's parts of the stored tensors, and nothing else, into masters and parameters.
+def load_initial(
+    directory: Path, shape: ModelShape, targets: Iterable[tuple[Tensor, Sequence[ParameterSlice]]]
+) -> None:
+    """Read some slices of the stored tensors, and nothing else, into local tensors that hold these slices.
 
-    Raise `ValueError` if the directory does not hold a model of this shape.
+    Slices of adapters, which no directory holds, are left as they are. Raise `ValueError` if the directory
+    does not hold a model of this shape.
     """
     hub = HubDirectory.open(directory)
     hub.check(shape)
@@ -48,14 +50,13 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
         opened = {
             path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
         }
-        for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
-            for piece in shard.slices:
-                for expert, box, target in _boxes(piece, master, (piece.source.name, None) not in homes):
+        for local, slices in targets:
+            for piece in (piece for piece in slices if not piece.source.adapter):
+                for expert, box, target in _boxes(piece, local, (piece.source.name, None) not in homes):
                     tensor, row = homes[piece.source.name, expert]
                     stored = hub.stored_name(tensor)
                     part = opened[hub.places[stored]].get_slice(stored)
                     target.copy_(_read(part, tensor, box, row))
-    optimizer.restored(0)
 
 
 def _boxes(
