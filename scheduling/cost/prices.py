@@ -172,8 +172,8 @@ class Prices:
         return code.gathered(chunk, bucket) if gathers else code.parameters(chunk, bucket)
 
     def _shared(self, chunk: int, axis: str, bucket: int | None, *, gathers: bool = False) -> tuple[int, int]:
-        """Return (number of a chunk's or bucket's parameters that are summed over an axis, or gathered, number
-        of ranks along the axis)."""
+        """Return (number of a chunk's or bucket's parameters that are summed over an axis, or with
+        ``gathers`` gathered; number of ranks along the axis)."""
         layout = self._code.layout
         parameters = self._counts(chunk, bucket, gathers)
         match axis:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): y = x W + (alpha / rank) (x A) B, of which A and B are trained."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): y = x W + (alpha / rank) (x A) B, where A and B are trained."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -86,7 +86,7 @@ class ModelShape:
     """Kinds of layers, such as ``2*layer wide``, repeated until there are ``layers`` of them; it is stored in
     its shortest form."""
     lora: Lora | None = None
-    """Adapters, which are trained in place of the model's own parameters; None: all parameters are trained."""
+    """Adapters, which are trained in place of the model's own parameters; None: the latter are trained."""
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
@@ -131,8 +131,9 @@ class ModelShape:
         for kind, matrices in held.items():
             if not any(map(lora.adapts, matrices)):
                 raise ValueError(
-                    f"model.lora.targets={list(lora.targets or ())} leaves layers of the kind {kind!r} without "
-                    f"adapters, so that a stage may have nothing to train; add one of {', '.join(matrices)}"
+                    f"model.lora.targets={list(lora.targets or ())} leaves layers of the kind {kind!r} "
+                    f"without adapters, so that a stage may have nothing to train; add one of "
+                    f"{', '.join(matrices)}"
                 )
         if self.balance_rate:
             raise ValueError(
@@ -144,8 +145,8 @@ class ModelShape:
         """Return (inputs, outputs) of the matrices in a layer of a kind that can have adapters, by
         `lora.TARGETS`; those of experts cannot."""
         hidden, width = self.hidden, self.ffn
-        inputs = {"q": self.query_width, "k": self.kv_width, "v": self.kv_width}
-        found = {**{name: (hidden, outputs) for name, outputs in inputs.items()}}
+        widths = {"q": self.query_width, "k": self.kv_width, "v": self.kv_width}
+        found = {name: (hidden, outputs) for name, outputs in widths.items()}
         found["o"] = (self.query_width, hidden)
         if self.experts and kind != DENSE:
             width = self.shared_experts * self.expert_width

@@ -41,7 +41,7 @@ class BucketSpec:
     modules: tuple[str, ...]
     parameters: Parameters
     """Counts of the modules' trained parameters on the tensor-parallel rank that holds most."""
-    frozen: Parameters = Parameters()
+    frozen: Parameters
     """Counts of their parameters that are not trained."""
 
     def shared(self, layout: ParallelLayout) -> tuple[Parameters, ...]:

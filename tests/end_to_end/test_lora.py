@@ -5,7 +5,7 @@ Inputs are fresh in every session: the seed stands in the tests' names, and BRAI
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any

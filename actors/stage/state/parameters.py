@@ -71,7 +71,7 @@ class GlobalParameter:
         return box * self.deviation
 
     def _spread(self, normal: Tensor) -> Tensor:
-        """Return numbers of standard deviation 1: the given normal ones, or uniform ones in the same order."""
+        """Return numbers of standard deviation 1: the given normal ones, or uniform ones in equal order."""
         return torch.erf(normal / 2**0.5) * 3**0.5 if self.uniform else normal
 
 
