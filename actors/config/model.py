@@ -1,6 +1,7 @@
 """The model's section of the configuration: sizes, a preset, or imported weights."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -101,7 +102,7 @@ def _record(kind: type[Any]) -> BeforeValidator:
         try:
             return from_mapping(kind, value, "it")
         except ValueError as error:
-            raise ValueError(str(error).removeprefix("it: ").removeprefix("it ")) from None
+            raise ValueError(re.sub(r"^it(: |\.| )", "", str(error))) from None
 
     return BeforeValidator(read)
 

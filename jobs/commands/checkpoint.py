@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -80,10 +80,14 @@ def export_checkpoint(
     max_file_gb: Annotated[
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with model.lora: the whole model, not its adapters.")
+    ] = False,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
     Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
+    Of a run with model.lora, write its adapters for peft.
     """
     from braid.jobs.training.beside_weights import copy_kept
 
@@ -98,6 +102,7 @@ def export_checkpoint(
     else:
         raise CheckpointError("; ".join(problems))
     _check_built_in(found.path)
+    base = _base_of(found.path, found.shape, merge=merge)
     for problem in problems:
         complain(f"{problem}; falling back to step {found.step}")
     if found.shape.capacity_factor:
@@ -107,11 +112,16 @@ def export_checkpoint(
         )
     with new_directory(directory) as partial:
         from braid.actors.stage.state.exchange import export_model
+        from braid.actors.stage.state.peft_files import export_adapters
 
         tokens = copy_kept(found.path, partial)
         if tokens is None:
             complain(f"{source} has kept no tokenizer; the export has weights and config.json only")
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens or {})
+        if found.shape.lora is None or merge:
+            most = int(max_file_gb * 1e9)
+            files = export_model(found.path, partial, found.shape, dtype, most, tokens or {}, base)
+        else:
+            files = [export_adapters(found.path, partial, found.shape, dtype, base)]
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
@@ -174,11 +184,38 @@ def _checkpoints_at(path: Path) -> list[Path]:
     return found
 
 
-def _check_built_in(checkpoint: Path) -> None:
-    """Raise `ConfigError` if the run that wrote a checkpoint has user-defined layers."""
+def _model_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the section ``model`` of the run that wrote a checkpoint; empty if the run is not there."""
     written = checkpoint.resolve().parent.parent / "config.yaml"
     model = read_content(written).get("model") if written.is_file() else None
-    layer = model.get("layer") if isinstance(model, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _base_of(checkpoint: Path, shape: ModelShape, *, merge: bool) -> Path | None:
+    """Return the directory of the model that a checkpoint's adapters belong to; None if there are none, or
+    if the run began with random weights. Raise `ConfigError` if the model is to be merged and is not there.
+    """
+    initial = _model_of(checkpoint).get("initial")
+    if merge and shape.lora is None:
+        raise ConfigError(f"--merge: checkpoint {checkpoint} holds a whole model, no adapters; leave it out")
+    if shape.lora is None:
+        return None
+    if merge and initial is None:
+        raise ConfigError(
+            f"--merge: the run of checkpoint {checkpoint} has no model.initial, into which its adapters "
+            f"could be merged; leave --merge out, to export the adapters"
+        )
+    if merge and not Path(initial).is_dir():
+        raise ConfigError(
+            f"--merge: model.initial={initial!r} of the run of checkpoint {checkpoint} is not a directory "
+            f"any more; bring the base model back"
+        )
+    return None if initial is None else Path(initial)
+
+
+def _check_built_in(checkpoint: Path) -> None:
+    """Raise `ConfigError` if the run that wrote a checkpoint has user-defined layers."""
+    layer = _model_of(checkpoint).get("layer")
     if layer is not None:
         raise ConfigError(
             f"checkpoint {checkpoint} has layers of model.layer={layer!r}; only built-in ones have a "

@@ -40,7 +40,7 @@ from braid.jobs.training.beside_weights import keep
 from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
-from braid.jobs.training.remarks import on_learning_rate
+from braid.jobs.training.remarks import on_adapters, on_learning_rate
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.text import write
@@ -109,6 +109,8 @@ def training(
     tokenizer = tokenizer_of(config)
     for text in on_learning_rate(config, resume=options.resume):
         show(_warning("learning-rate", text))
+    for text in on_adapters(config):
+        show(_warning("adapters", text))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(run))
         signals = stack.enter_context(StopSignals().heard())

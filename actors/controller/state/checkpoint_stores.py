@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from braid.actors.controller.records.run_records import read_identity
 from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, mark_at
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.text.records import to_mapping
 
 Verify = Callable[[Path], None]
 """Reads all files of a checkpoint; raises `CheckpointError` if one is not as it was saved."""
@@ -94,7 +95,7 @@ class Homes:
         found = self.newest_good(verify)
         # Fields that older checkpoints lack have their defaults; attention masks have no parameters.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
-        ours, theirs = asdict(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
+        ours, theirs = to_mapping(shape), {**usual, **found.manifest.shape, "documents": shape.documents}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             raise CheckpointError(
