@@ -6,6 +6,7 @@ Inputs are fresh in every session: the seed stands in the tests' names, and BRAI
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ from tests.foreign_models import (
     random_model,
     tensors_in,
 )
+from tests.in_process import called, refused
 
 SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 6
@@ -252,6 +254,26 @@ def test_another_layout_and_no_other_adapters_go_on(adapters: Adapters, tmp_path
     again = trained(run_plan(staged, adapters.data), resume=True)
     losses, _, _ = adapters.reference("llama")
     assert again.losses == pytest.approx(losses[3:], rel=1e-9)
+
+
+def test_merging_what_cannot_be_merged_is_refused(
+    adapters: Adapters, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def merged(run: Run) -> str:
+        outcome = called(capsys, "checkpoint", "export", run.directory, tmp_path / "new", "--merge")
+        assert not (tmp_path / "new").exists()
+        return refused(outcome)
+
+    sections = adapters.sections("llama", "one rank", steps=1, dtype="fp32")
+    base = tmp_path / "base"
+    shutil.copytree(adapters.stored("llama"), base)
+    whole = run_layout(tmp_path, adapters.data, **{**sections, "model": {"kv_heads": 4}})
+    assert "holds a whole model, no adapters; leave it out" in merged(whole)
+    random = run_layout(tmp_path, adapters.data, **{**sections, "model": {"kv_heads": 4, "lora": LORA}})
+    assert "has no model.initial" in merged(random)
+    moved = run_layout(tmp_path, adapters.data, **{**sections, "model": {"initial": str(base), "lora": LORA}})
+    shutil.rmtree(base)
+    assert "is not a directory any more; bring the base model back" in merged(moved)
 
 
 WEIGHED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
