@@ -1,6 +1,6 @@
 """Tools for definitions of layers: sizes of a part on this rank, and builders of its modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from braid.actors.stage.state.parameters import (
     OperatorModule,
     ParameterSlice,
     Place,
+    adapter_of,
     cut,
     whole,
 )
@@ -88,7 +89,7 @@ class ModuleContext:
         if bias:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = cut(biases, self.place, {0: self.tensor})
-        return self._linear(slices, {name.rpartition(".")[2]: name for name in names})
+        return self._linear(slices, [name.rpartition(".")[2] for name in names], columns=True)
 
     def rows(self, name: str, inputs: int, outputs: int, *, matrix: str = "") -> OperatorModule:
         """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
@@ -96,49 +97,42 @@ class ModuleContext:
         """
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
         slices = {"weight": cut([weight], self.place, {1: self.tensor})}
-        return self._linear(slices, {matrix: name}, columns=False)
+        return self._linear(slices, [matrix], columns=False)
 
     def _linear(
-        self,
-        slices: Mapping[str, tuple[ParameterSlice, ...]],
-        matrices: Mapping[str, str],
-        *,
-        columns: bool = True,
+        self, slices: dict[str, tuple[ParameterSlice, ...]], matrices: Sequence[str], *, columns: bool
     ) -> OperatorModule:
-        """Build a linear map of the given slices, with adapters if the model has them for these matrices.
+        """Build a linear map, with adapters if the model has them for its matrices.
 
-        ``matrices``: `lora.TARGETS` -> prefix of global names, in the order of the weight's slices;
-        ``columns``: whether outputs are cut over ``tp``, not inputs.
+        ``matrices``: their `lora.TARGETS`, in the order of the weight's slices; ``columns``: whether outputs
+        are cut over ``tp``, not inputs.
         """
         pieces, lora = slices["weight"], self.shape.lora
         ends = [*accumulate((piece.sizes[0] for piece in pieces), initial=0)]
-        sizes = {"inputs": pieces[0].sizes[1], "outputs": ends[-1]}
-        found = zip(matrices.items(), pieces, pairwise(ends), strict=True)
+        inputs, outputs, bias = pieces[0].sizes[1], ends[-1], "bias" in slices
         adapted = [
-            (name, piece.source.shape, range(*rows))
-            for (matrix, name), piece, rows in found
+            (piece.source, range(*rows))
+            for matrix, piece, rows in zip(matrices, pieces, pairwise(ends), strict=True)
             if lora is not None and lora.adapts(matrix)
         ]
         if lora is None or not adapted:
-            module = Linear(bias="bias" in slices, **sizes, **self.home)
+            module = Linear(inputs=inputs, outputs=outputs, bias=bias, **self.home)
             return OperatorModule(module=module, slices=slices)
-        rank, inputs = lora.rank, adapted[0][1][1]
-        # As `peft`: the first factor is uniform within 1 / sqrt(inputs), the second is 0.
-        first = {"deviation": (3 * inputs) ** -0.5, "uniform": True, "adapter": True}
-        a = [GlobalParameter(name=f"{name}.lora_a", shape=(rank, inputs), **first) for name, _, _ in adapted]
-        b = [
-            GlobalParameter(name=f"{name}.lora_b", shape=(outputs, rank), adapter=True)
-            for name, (outputs, _), _ in adapted
-        ]
-        cuts = ({}, {0: self.tensor}) if columns else ({1: self.tensor}, {})
-        factors = {
-            key: cut(sources, self.place, at) for key, sources, at in zip("ab", (a, b), cuts, strict=True)
-        }
-        ranges = [rows for _, _, rows in adapted]
-        adapted_map = AdaptedLinear(
-            bias="bias" in slices, adapted=ranges, rank=rank, scale=lora.scale, **sizes, **self.home
+        module = AdaptedLinear(
+            inputs=inputs,
+            outputs=outputs,
+            bias=bias,
+            adapted=[rows for _, rows in adapted],
+            rank=lora.rank,
+            scale=lora.scale,
+            **self.home,
         )
-        return OperatorModule(module=adapted_map, slices={**slices, **factors})
+        first, second = zip(*(adapter_of(source, lora.rank) for source, _ in adapted), strict=True)
+        factors = {
+            "a": cut(first, self.place, {} if columns else {1: self.tensor}),
+            "b": cut(second, self.place, {0: self.tensor} if columns else {}),
+        }
+        return OperatorModule(module=module, slices={**slices, **factors})
 
     @property
     def smaller(self) -> float:

@@ -91,6 +91,22 @@ def _rest(extent: int, begin: int, tile: int) -> int:
     return min(tile, extent - begin)
 
 
+def adapter_of(matrix: GlobalParameter, rank: int) -> tuple[GlobalParameter, GlobalParameter]:
+    """Return both factors of a matrix's adapter, rank x inputs and outputs x rank.
+
+    They begin as in `peft`: the first is uniform within 1 / sqrt(inputs), the second is 0.
+    """
+    name, (outputs, inputs) = matrix.name.removesuffix(".weight"), matrix.shape
+    first = GlobalParameter(
+        name=f"{name}.lora_a",
+        shape=(rank, inputs),
+        deviation=(3 * inputs) ** -0.5,
+        uniform=True,
+        adapter=True,
+    )
+    return first, GlobalParameter(name=f"{name}.lora_b", shape=(outputs, rank), adapter=True)
+
+
 def _drawn(source: str, shape: Sequence[int]) -> Tensor:
     digest = hashlib.sha256(source.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

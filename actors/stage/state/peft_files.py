@@ -26,7 +26,8 @@ def export_adapters(
     ``dtype``: a key of `EXPORT_DTYPES`; ``base``: directory of the model that the adapters belong to. A
     matrix that `transformers` has in one with others (GPT-2's queries, keys and values) makes one adapter of
     as many times the rank: the first factors one below the other, the second ones along the diagonal. Raise
-    `ValueError` if `transformers` has no such model, `OSError` if a file cannot be written.
+    `ValueError` if `transformers` has no such model or `peft` no such adapters, `OSError` if a file cannot be
+    written.
     """
     lora, adapters, kind = shape.lora, adapters_in(checkpoint), EXPORT_DTYPES[dtype]
     assert lora is not None
@@ -44,6 +45,12 @@ def export_adapters(
         assert inside is not None, f"{module} is in no layer"
         ranks[inside[1]] = lora.rank * len(first)
         transposed |= tensor.transposed
+    if shape.experts and (mlp := [name for name in ranks if name.startswith("mlp.")]):
+        raise ValueError(
+            f"adapters of {mlp[0]} in layers without experts cannot be exported: `peft` takes the name for "
+            f"that of experts' matrices; export the whole model with --merge, or train with "
+            f"model.lora.targets=[q, k, v, o]"
+        )
     file = directory / ADAPTERS
     write_tensors(file, content)
     larger = {name: rank for name, rank in ranks.items() if rank != lora.rank}
