@@ -195,22 +195,21 @@ def _base_of(checkpoint: Path, shape: ModelShape, *, merge: bool) -> Path | None
     """Return the directory of the model that a checkpoint's adapters belong to; None if there are none, or
     if the run began with random weights. Raise `ConfigError` if the model is to be merged and is not there.
     """
-    initial = _model_of(checkpoint).get("initial")
     if merge and shape.lora is None:
         raise ConfigError(f"--merge: checkpoint {checkpoint} holds a whole model, no adapters; leave it out")
-    if shape.lora is None:
-        return None
-    if merge and initial is None:
+    initial = None if shape.lora is None else _model_of(checkpoint).get("initial")
+    base = None if initial is None else Path(initial)
+    if merge and base is None:
         raise ConfigError(
             f"--merge: the run of checkpoint {checkpoint} has no model.initial, into which its adapters "
             f"could be merged; leave --merge out, to export the adapters"
         )
-    if merge and not Path(initial).is_dir():
+    if merge and base is not None and not base.is_dir():
         raise ConfigError(
-            f"--merge: model.initial={initial!r} of the run of checkpoint {checkpoint} is not a directory "
+            f"--merge: model.initial={str(base)!r} of the run of checkpoint {checkpoint} is not a directory "
             f"any more; bring the base model back"
         )
-    return None if initial is None else Path(initial)
+    return base
 
 
 def _check_built_in(checkpoint: Path) -> None:
