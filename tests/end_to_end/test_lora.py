@@ -191,6 +191,19 @@ def test_an_exported_adapter_is_what_peft_trains(adapters: Adapters, tmp_path: P
         torch.testing.assert_close(written[theirs(name).replace(".default", "")], factor.float())
 
 
+def test_ranks_without_a_share_train_along(adapters: Adapters, tmp_path: Path) -> None:
+    """The smallest adapters have less to update than four ranks can share."""
+    sections = adapters.sections("llama", "one rank")
+    sections["model"] = {**sections["model"], "lora": {"rank": 1, "alpha": 1, "targets": ["k"]}}
+    alone = run_layout(tmp_path, adapters.data, **sections)
+    copies = {"checkpoint": {"copies_every": 1}}
+    four = run_layout(tmp_path, adapters.data, **sections, **copies, parallel={"dp": 4, "zero": 3})
+    assert four.losses == pytest.approx(alone.losses, rel=1e-9)
+    ours = four.parameters()
+    for name, factor in alone.parameters().items():
+        torch.testing.assert_close(ours[name], factor, rtol=1e-9, atol=1e-12)
+
+
 class Watched(Waiting):
     """A rank that shows the part of the base that it holds."""
 

@@ -56,7 +56,8 @@ class RankBuckets:
         """The shards that this rank updates."""
         self.cut = bool(cut)
         """Whether ranks share the update (ZeRO), so that buckets are cut into shards."""
-        self._norm = _GlobalNorm(self.shards, mesh, parameters[0].tensor.device)
+        self.device, self.dtype = parameters[0].tensor.device, parameters[0].tensor.dtype
+        self._norm = _GlobalNorm(self.shards, mesh, self.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
 
