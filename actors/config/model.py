@@ -1,8 +1,9 @@
 """The model's section of the configuration: sizes, a preset, or imported weights."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -18,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from braid.scheduling.model.lora import Lora
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.model.shape import FAMILIES, ModelShape
 from braid.scheduling.schedule.gone import replacement
@@ -93,13 +95,18 @@ def _layers(value: Any) -> Any:
     return value
 
 
-def _rotary_scaling(value: Any) -> Any:
-    if value is None or isinstance(value, RotaryScaling):
-        return value
-    try:
-        return from_mapping(RotaryScaling, value, "it")
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("it: ").removeprefix("it ")) from None
+def _record(kind: type[Any]) -> BeforeValidator:
+    """Annotate a mapping that is read as a dataclass of type ``kind``."""
+
+    def read(value: Any) -> Any:
+        if value is None or isinstance(value, kind):
+            return value
+        try:
+            return from_mapping(kind, value, "it")
+        except ValueError as error:
+            raise ValueError(re.sub(r"^it(: |\.| )", "", str(error))) from None
+
+    return BeforeValidator(read)
 
 
 class ModelConfig(Section):
@@ -124,7 +131,7 @@ class ModelConfig(Section):
     rotary_base: Above0 = 10000.0  # base of the wavelengths of rotary positions
     # what becomes of those waves, for more tokens than a model was first trained on: as in Llama 3.1, or,
     # without original_sequence, all of them factor times as long; factors: as in Phi-3.5-MoE, each its own
-    rotary_scaling: Annotated[RotaryScaling | None, BeforeValidator(_rotary_scaling)] = None
+    rotary_scaling: Annotated[RotaryScaling | None, _record(RotaryScaling)] = None
     qkv_bias: bool = False  # biases on queries, keys and values (Qwen2.5), in families without other biases
     projection_bias: bool = False  # a bias on what attention hands on (Phi-3.5-MoE), in such families
     head_bias: bool = False  # a bias on the logits (Phi-3.5-MoE)
@@ -153,6 +160,9 @@ class ModelConfig(Section):
     # a Hugging Face directory with initial weights, or its name on the Hub (org/name): config.json and
     # model.safetensors (Llama, Mistral, Qwen2.5, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE)
     initial: Path | None = None
+    # low-rank adapters, which alone are trained: {rank: 8, alpha: 16, targets: [q, k, v, o, gate, up, down]};
+    # without targets all of these matrices that the model has
+    lora: Annotated[Lora | None, _record(Lora)] = None
 
     @property
     def own_layers(self) -> dict[str, str]:
@@ -163,7 +173,13 @@ class ModelConfig(Section):
     def shape(self, vocabulary: int) -> ModelShape:
         """Return the sizes with all defaults filled in; ``vocabulary`` is the tokenizer's."""
         known = self.preset is not None or self.initial is not None
+        if self.lora is not None and self.own_layers:
+            raise ConfigError(
+                f"model.lora adds adapters to built-in layers, and model.layer={self.layer!r} replaces them; "
+                f"leave one out"
+            )
         shape = self._known_shape(vocabulary) if known else self._given_shape(vocabulary)
+        shape = replace(shape, lora=self.lora)
         kinds = list(dict.fromkeys((*built_in_kinds(shape.family), *self.own_layers)))
         for kind in shape.kinds:
             if kind not in kinds:
@@ -204,7 +220,8 @@ class ModelConfig(Section):
         ``initial``, with which these keys must agree."""
         from braid.scheduling.model.presets.library import known_shape
 
-        given = {key: getattr(self, key) for key in self.model_fields_set - {"preset", "layer", "initial"}}
+        apart = {"preset", "layer", "initial", "lora"}
+        given = {key: getattr(self, key) for key in self.model_fields_set - apart}
         shape = known_shape(self.preset, self.initial, given)
         if self.initial is not None and self.layer is not None:
             raise ConfigError(

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -97,16 +97,22 @@ def export_checkpoint(
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
     which: Which = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with model.lora: the whole model, not its adapters.")
+    ] = False,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
     Llama, Qwen2, Qwen3, GPT-2, Mixtral, Qwen3-MoE, Phi-3.5-MoE. A run's newest verified checkpoint is taken.
+    Of a run with model.lora, write its adapters for peft.
     """
     if not max_file_gb > 0:
         raise ConfigError(f"--max-file-gb {max_file_gb} must be greater than 0")
     found = chosen(source, which)
+    if merge and found.shape is not None and found.shape.lora is None:
+        raise ConfigError(f"--merge: checkpoint {found.path} holds a whole model, no adapters; leave it out")
     with new_directory(directory) as partial:
-        files = write_weights(found, partial, dtype, int(max_file_gb * 1e9))
+        files = write_weights(found, partial, dtype, int(max_file_gb * 1e9), adapters=not merge)
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
@@ -156,14 +162,26 @@ def chosen(source: Path, which: str | None = None) -> Examined:
 
 
 def write_weights(
-    found: Examined, directory: Path, dtype: str = "fp32", max_file_bytes: int = 5_000_000_000
+    found: Examined,
+    directory: Path,
+    dtype: str = "fp32",
+    max_file_bytes: int = 5_000_000_000,
+    *,
+    adapters: bool = False,
 ) -> list[Path]:
     """Write a verified checkpoint in Hugging Face's form into an empty directory; return the files of
-    weights."""
+    weights.
+
+    ``adapters``: write the adapters of a run with ``model.lora`` alone, in the form of `peft`; otherwise they
+    are merged into the base model. Raise `ConfigError` if that is not there.
+    """
     from braid.actors.stage.state.exchange import export_model
+    from braid.actors.stage.state.peft_files import export_adapters
     from braid.jobs.training.beside_weights import copy_kept
 
     assert found.shape is not None
+    adapted = found.shape.lora is not None
+    base = _base_of(found.path, merge=not adapters) if adapted else None
     if found.shape.capacity_factor:
         complain(
             f"experts were trained to drop tokens beyond model.capacity_factor="
@@ -174,7 +192,9 @@ def write_weights(
         complain(
             f"the run of {found.path} has kept no tokenizer; the export has weights and config.json only"
         )
-    return export_model(found.path, directory, found.shape, dtype, max_file_bytes, tokens or {})
+    if adapted and adapters:
+        return [export_adapters(found.path, directory, found.shape, dtype, base)]
+    return export_model(found.path, directory, found.shape, dtype, max_file_bytes, tokens or {}, base)
 
 
 def _named(source: Path, paths: list[Path], which: str) -> Path:
@@ -248,11 +268,34 @@ def _checkpoints_at(path: Path) -> list[Path]:
     return found
 
 
-def _check_built_in(checkpoint: Path) -> None:
-    """Raise `ConfigError` if the run that wrote a checkpoint has user-defined layers."""
+def _model_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the section ``model`` of the run that wrote a checkpoint; empty if the run is not there."""
     written = checkpoint.resolve().parent.parent / "config.yaml"
     model = read_content(written).get("model") if written.is_file() else None
-    layer = model.get("layer") if isinstance(model, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _base_of(checkpoint: Path, *, merge: bool) -> Path | None:
+    """Return the directory of the model that a checkpoint's adapters belong to; None if the run began with
+    random weights. Raise `ConfigError` if adapters are to be merged into the model, and it is not there."""
+    initial = _model_of(checkpoint).get("initial")
+    base = None if initial is None else Path(initial)
+    if merge and base is None:
+        raise ConfigError(
+            f"the run of checkpoint {checkpoint} has no model.initial, into which its adapters could be "
+            f"merged; `braid checkpoint export` writes the adapters alone"
+        )
+    if merge and base is not None and not base.is_dir():
+        raise ConfigError(
+            f"model.initial={str(base)!r} of the run of checkpoint {checkpoint} is not a directory any more, "
+            f"and its adapters cannot be merged; bring the base model back"
+        )
+    return base
+
+
+def _check_built_in(checkpoint: Path) -> None:
+    """Raise `ConfigError` if the run that wrote a checkpoint has user-defined layers."""
+    layer = _model_of(checkpoint).get("layer")
     if layer is not None:
         raise ConfigError(
             f"checkpoint {checkpoint} has layers of model.layer={layer!r}; only built-in ones have a "

@@ -77,8 +77,8 @@ def show_plan(console: Console, plan: Plan, cluster: ClusterSpec) -> None:
     samples = f"{workload.micro_batch} sample{'s' if workload.micro_batch > 1 else ''}"
     batches = f"{setting.micro_batches} micro-batches of {samples} of {model.sequence:,} tokens"
     facts = {
-        "model": f"{model.family}, {model.parameters() / 1e9:.2f} B parameters: {model.layers} layers, "
-        f"hidden {model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
+        "model": f"{model.family}, {model.parameters() / 1e9:.2f} B parameters{_trained(model)}: "
+        f"{model.layers} layers, hidden {model.hidden}, {model.sequence:,} tokens; {setting.dtype}",
         "batch": f"{workload.global_batch:,} samples, {tokens:,} tokens a step",
         "layout": setting.layout.describe(),
         "schedule": f"{_schedule(setting)}, {batches}",
@@ -275,7 +275,7 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     schedule = build_schedule(config, shape)
     tokens = workload.global_batch * shape.sequence
     facts = {
-        "model": f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters",
+        "model": f"{shape.family}, {shape.parameters() / 1e6:,.2f} M parameters{_trained(shape)}",
         "sizes": f"hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, {shape.kv_heads} key-value "
         f"heads, head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
         "layout": f"{layout.ranks} ranks: {layout.describe()}",
@@ -296,6 +296,12 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))
     console.print(memory)
     pictures.show_schedule(console, schedule)
+
+
+def _trained(shape: ModelShape) -> str:
+    """Return the words on a model's adapters; empty if it has none."""
+    count = shape.adapter_parameters()
+    return f" and {count / 1e6:,.2f} M of adapters, which alone are trained" if count else ""
 
 
 # -- presets -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from braid.jobs.data.data_sets import check_data
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.cost.profile import read_profile
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.memory import DTYPE_BYTES
 
 _STATE_BYTES = 16
 """Least bytes per parameter: the parameter with its gradient, its fp32 copy and AdamW's two moments."""
@@ -51,7 +52,7 @@ def check_inputs(config: Config, *, begins: bool = True) -> ModelShape:
     """Check all inputs of the run and return the model's shape. ``begins``: the run starts from
     ``model.initial``, not from a checkpoint."""
     shape = config.check(tokenizer_of(config).vocabulary)
-    if begins:
+    if begins or shape.lora is not None:  # the base of adapters is in no checkpoint
         check_initial(config.model.initial, shape)
     check_data(config)
     if config.checkpoint.mirror is not None:
@@ -88,7 +89,11 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
     if config.cluster.device == "cuda" or (config.cluster.device == "auto" and gpus_here(os.environ)):
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
-    needed, memory = shape.parameters() * _STATE_BYTES * copies, memory_here()
+    trained = shape.parameters() if shape.lora is None else shape.adapter_parameters()
+    needed, memory = trained * _STATE_BYTES * copies, memory_here()
+    if shape.lora is not None:
+        bases = 1 if config.parallel.zero > 2 else config.parallel.dp
+        needed += shape.parameters() * DTYPE_BYTES[config.train.dtype] * bases
     if memory is not None and needed > memory:
         raise ConfigError(
             f"model: weights, gradients and optimizer of {shape.parameters() / 1e9:.2f} B parameters need "

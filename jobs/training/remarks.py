@@ -40,6 +40,15 @@ def on_data(config: Config, prepared: Prepared, share: float = 1.0) -> Iterator[
         )
 
 
+def on_adapters(config: Config) -> Iterator[str]:
+    """Yield remarks on adapters of a model that nobody has trained."""
+    if config.model.lora is not None and config.model.initial is None:
+        yield (
+            "model.lora trains adapters of random weights, which stay as train.seed draws them; give the "
+            "model to adapt in model.initial"
+        )
+
+
 def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
     """Yield remarks on a warm-up that does not end, and on a rate that jumps because a resumed run follows
     another curve."""

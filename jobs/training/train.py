@@ -42,7 +42,7 @@ from braid.jobs.training.callbacks import Callbacks
 from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
 from braid.jobs.training.refusals import check_run
-from braid.jobs.training.remarks import on_learning_rate
+from braid.jobs.training.remarks import on_adapters, on_learning_rate
 from braid.jobs.training.stopping import SecondSignalError, StopSignals
 from braid.jobs.training.tracking import network_tools, tell_event
 from braid.scheduling.model.shape import ModelShape
@@ -212,6 +212,8 @@ def training(
     tokenizer = tokenizer_of(config)
     for text in on_learning_rate(config, resume=options.resume):
         show(_warning("learning-rate", text))
+    for text in on_adapters(config):
+        show(_warning("adapters", text))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_explained(run))
         signals = stack.enter_context((signals or StopSignals()).heard())

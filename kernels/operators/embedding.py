@@ -48,6 +48,10 @@ class VocabularyEmbedding(ComputeOperator):
         partial_TD = F.embedding(row_T, self.weight)
         return (partial_TD if outside_T is None else partial_TD.masked_fill_(outside_T.unsqueeze(-1), 0),)
 
+    def input_gradient(self, d_tD: Tensor) -> tuple[()]:
+        """Drop the gradient of the embedded tokens, where the table is not trained."""
+        return ()
+
     def weight_gradient(self, d_TD: Tensor, tokens_T: Tensor) -> None:
         """Accumulate d into the weight rows of the tokens that this rank holds; deterministic."""
         row_T, outside_T = self.shard.locate(tokens_T)

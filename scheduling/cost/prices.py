@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.operators import Kind, Parameters
 from braid.scheduling.model.stages import Move
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width
@@ -122,7 +122,7 @@ class Prices:
         if move.outer == 1 or what.chunk is None:
             return 0.0
         width = self._sent if isinstance(what, Reduce) else DTYPE_BYTES[self._dtype]
-        count = self._code.parameters(what.chunk, what.bucket).dense // move.part
+        count = self._counts(what.chunk, what.bucket, isinstance(what, Gather)).dense // move.part
         return self._profile.copy_ns_per_byte * count * width
 
     def _scatters(self, axis: str) -> bool:
@@ -159,7 +159,7 @@ class Prices:
 
         ``width``: bytes per element; ``move``: the only stage that runs, None for the whole transfer.
         """
-        count, ranks = self._shared(chunk, axis, bucket)
+        count, ranks = self._shared(chunk, axis, bucket, gathers=kind is Kind.ALL_GATHER)
         if not count:
             return Price(-1, 0.0, Stream.COMPUTE)  # nothing to move
         if move is not None:
@@ -167,11 +167,15 @@ class Prices:
         share = (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1)
         return self._transfer(axis, kind, count * width, round(count * width * share))
 
-    def _shared(self, chunk: int, axis: str, bucket: int | None) -> tuple[int, int]:
-        """Return (number of a chunk's or bucket's parameters that are summed or gathered over an axis, number
-        of ranks along the axis)."""
+    def _counts(self, chunk: int, bucket: int | None, gathers: bool) -> Parameters:
+        code = self._code
+        return code.gathered(chunk, bucket) if gathers else code.parameters(chunk, bucket)
+
+    def _shared(self, chunk: int, axis: str, bucket: int | None, *, gathers: bool = False) -> tuple[int, int]:
+        """Return (number of a chunk's or bucket's parameters that are summed over an axis, or with
+        ``gathers`` gathered; number of ranks along the axis)."""
         layout = self._code.layout
-        parameters = self._code.parameters(chunk, bucket)
+        parameters = self._counts(chunk, bucket, gathers)
         match axis:
             case "tp":
                 return parameters.whole + parameters.summed_apart("tp"), layout.tp

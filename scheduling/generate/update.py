@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.schedule.buckets import SHARDED, SUMMED, Buckets, norm_axes
+from braid.scheduling.schedule.buckets import SUMMED, Buckets, norm_axes
 from braid.scheduling.schedule.operations import (
     ENDING,
     Compute,
@@ -133,14 +133,15 @@ def with_gathering(
         present: set[int] = set()
         for instruction in stage:
             if isinstance(instruction, Block):
-                reading = (p for p in instruction.passes if p.kind is not PassKind.WEIGHT)
+                reading = (
+                    p for p in instruction.passes if p.kind is not PassKind.WEIGHT or buckets.read_late
+                )
                 chunks = dict.fromkeys(p.chunk for p in reading)
                 gathers = tuple(
                     Gather(chunk, axis)
                     for chunk in chunks
                     if chunk not in present
-                    for axis in buckets.axes(chunk)
-                    if axis in SHARDED
+                    for axis in buckets.gathered(chunk)
                 )
                 instruction = replace(instruction, gathers=gathers)
                 present.update(chunks if layout.zero < 3 else ())

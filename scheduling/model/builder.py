@@ -7,12 +7,17 @@ parameters, saved values and the inputs of its backward pass. This file has the 
 the model's ends; attention, experts and collectives have files of their own.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
 from braid.scheduling.model.attention import AttentionBuilder
 from braid.scheduling.model.experts import ExpertBuilder
 from braid.scheduling.model.graph import Dims, gradient_of
 from braid.scheduling.model.operators import Kind, Phase, Precision
+
+NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class LayerBuilder(AttentionBuilder, ExpertBuilder):
@@ -35,8 +40,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
         self._holds(name, whole=dims.width * (2 if self.shape.norms_center else 1))
-        gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Phase.GRADIENT)
-        self._gradient_with_skip(gradient, x)
+        self._gradient_with_skip(self._gradient_of_all(op, (f"d.{y}", x, statistics)), x)
         return y
 
     def head_norm(self, name: str, qkv: str) -> str:
@@ -51,38 +55,58 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
         self._holds(name, whole=2 * shape.head_dim)
-        self._one_gradient(gradient_of(op, (f"d.{y}", qkv, statistics), phase=Phase.GRADIENT), (qkv,))
+        self._one_gradient(self._gradient_of_all(op, (f"d.{y}", qkv, statistics)), (qkv,))
         return y
 
     def columns(
-        self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
+        self,
+        name: str,
+        x: str,
+        width: int,
+        *,
+        bias: bool = False,
+        experts: str | None = None,
+        matrices: Mapping[str, int] = NOTHING,
     ) -> str:
         """Write a column-parallel linear layer: its ``width`` outputs are cut over ``tp``, inputs are whole.
 
         ``bias``: whether it has a bias, which is also cut. ``experts``: name of the value with the number of
         rows of every expert (`Routed.sizes`); each expert then has a matrix of its own (grouped GEMM).
+        ``matrices``: outputs of the matrices of which the layer consists, by `lora.TARGETS`, if these can
+        have adapters.
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
         self._holds(name, cut=width // self.sizes.tensor if bias else 0)
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
-        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
+        result = Dims(self.dims(x).tokens, width, self.sizes.tensor)
+        return self._matrix(name, x, result, kind, experts, matrices)
 
-    def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
+    def rows(self, name: str, x: str, width: int, *, experts: str | None = None, matrix: str = "") -> str:
         """Write a row-parallel linear layer: its inputs are cut over ``tp``, and each rank computes partial
         sums, which `scatter` adds.
 
-        ``experts``: name of the value with the number of rows of every expert, as in `columns`.
+        ``experts``: name of the value with the number of rows of every expert, as in `columns`; ``matrix``:
+        one of `lora.TARGETS` if the layer can have adapters.
         """
         if self.dims(x).cut != self.sizes.tensor:
             raise ValueError(f"{name}: {x} is not cut over tp; use columns")
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
-        return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts)
+        return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts, {matrix: width})
 
-    def _matrix(self, name: str, x: str, result: Dims, kind: Kind, sizes: str | None = None) -> str:
+    def _matrix(
+        self,
+        name: str,
+        x: str,
+        result: Dims,
+        kind: Kind,
+        sizes: str | None = None,
+        matrices: Mapping[str, int] = NOTHING,
+    ) -> str:
         y = self._value(f"{name}.out", result)
         weights = self.dims(x).width * result.width
-        flops = 2 * result.tokens * weights // self.sizes.tensor
+        adapters = self._adapters(name, self.dims(x), result, matrices)
+        flops = 2 * result.tokens * (weights // self.sizes.tensor + adapters)
         row_counts = () if sizes is None else (sizes,)
         op = self._emit(name, kind, (x, *row_counts), (y,), flops=flops)
         if kind is Kind.GROUPED_GEMM:
@@ -93,8 +117,26 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
                 self._holds(name, cut=expert_elements)
         else:
             self._holds(name, cut=weights // self.sizes.tensor)
-        self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts)
+        # An adapter's weight gradients recompute its inner product forward and backward: twice its FLOPs.
+        weight_flops = 4 * result.tokens * adapters if adapters else None
+        self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts, weight_flops)
         return y
+
+    def _adapters(self, name: str, x: Dims, result: Dims, matrices: Mapping[str, int]) -> int:
+        """Add the adapters of a linear layer's ``matrices`` (name -> outputs) to its module; return their
+        number of parameters on this rank.
+
+        The factor beside the whole inputs or outputs is whole, the other is cut like the matrix.
+        """
+        lora = self.shape.lora
+        outputs = [] if lora is None else [count for at, count in matrices.items() if lora.adapts(at)]
+        if lora is None or not outputs:
+            return 0
+        inner, outer = x.width * lora.rank * len(outputs), sum(outputs) * lora.rank
+        whole, cut = (inner, outer) if result.cut > 1 or x.cut == 1 else (outer, inner)
+        cut //= self.sizes.tensor
+        self._holds(name, cut=cut, whole=whole, adapter=True)
+        return cut + whole
 
     def activation(self, name: str, x: str) -> str:
         """Write the MLP's activation: SwiGLU, which halves the width, or GELU, according to the family."""
@@ -119,7 +161,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
             numbers = self._token_numbers()
         op = self._emit(name, Kind.RESIDUAL, (branch, skip, *numbers), (y,))
         self._holds(name, whole=self.dims(skip).width if bias else 0)
-        gradient = gradient_of(op, (f"d.{y}", *numbers), phase=Phase.GRADIENT)
+        gradient = self._gradient_of_all(op, (f"d.{y}", *numbers))
         self._one_gradient(gradient, (branch, skip), alias=f"d.{y}", apart=(branch,) if numbers else ())
         return y
 
@@ -186,7 +228,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         op = self._emit(name, Kind.EMBEDDING, (tokens,), (y,))
         rows = self.sizes.vocabulary_rows
         self._holds(name, cut=rows * self.shape.hidden, tied=self.shape.tied_head)
-        self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Phase.WEIGHT_GRADIENT), ())
+        if not self.frozen:
+            self._one_gradient(gradient_of(op, (f"d.{y}", tokens), "wgrad", Phase.WEIGHT_GRADIENT), ())
         return y
 
     def positions(self, name: str, x: str) -> str:
@@ -195,8 +238,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         y = self._value(f"{name}.out", self.dims(x))
         op = self._emit(name, Kind.EMBEDDING, (x, *documents), (y,))
         self._holds(name, whole=self.shape.sequence * self.shape.hidden)
-        gradient = gradient_of(op, (f"d.{y}", *documents), phase=Phase.GRADIENT)
-        self._one_gradient(gradient, (x,), alias=f"d.{y}")
+        self._one_gradient(self._gradient_of_all(op, (f"d.{y}", *documents)), (x,), alias=f"d.{y}")
         return y
 
     def cross_entropy(self, name: str, logits: str, targets: str, scale: str) -> str:

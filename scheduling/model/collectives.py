@@ -23,6 +23,7 @@ class CollectiveBuilder(GraphBuilder):
         self.beyond = beyond(sizes.own) if sizes.own else ""
         self._stream: set[str] = set()
         """Names of values that hold the residual stream."""
+        self.frozen = sizes.shape.lora is not None
 
     # -- inputs --------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class GraphBuilder:
         self.beyond = ""
         """Axis of the ranks of ``tp`` that hold copies of the part's matrices, since its tensor-parallel
         degree is smaller than ``tp``; empty otherwise."""
+        self.frozen = False
+        """Whether parameters are not trained, unless they are adapters."""
         self._dims: dict[str, Dims] = {}
         self._values: dict[str, Value] = {}
         self._inputs: list[str] = []
@@ -46,6 +48,7 @@ class GraphBuilder:
         self._readers: dict[str, int] = {}
         self._arrived: dict[str, int] = {}
         self._modules: dict[str, Parameters] = {}
+        self._frozen: dict[str, Parameters] = {}
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -98,14 +101,23 @@ class GraphBuilder:
     # -- operators -----------------------------------------------------------------------------------------
 
     def _holds(
-        self, module: str, *, cut: int = 0, whole: int = 0, experts: int = 0, tied: bool = False
+        self,
+        module: str,
+        *,
+        cut: int = 0,
+        whole: int = 0,
+        experts: int = 0,
+        tied: bool = False,
+        adapter: bool = False,
     ) -> None:
         """Add to a module's count of parameters on a rank.
 
         ``cut``: its slice of parameters that are cut over ``tp``; ``whole``: parameters that every rank of
         ``tp`` holds; ``experts``: parameters of its experts; ``tied``: whether the cut ones are the table
-        that embedding and head share.
+        that embedding and head share; ``adapter``: whether they are trained while other parameters are
+        frozen.
         """
+        counts = self._frozen if self.frozen and not adapter else self._modules
         tied_too = cut if tied else 0
         apart: dict[tuple[str, ...], int] = {}
         if self.beyond == "tp":
@@ -121,7 +133,13 @@ class GraphBuilder:
             tied=tied_too,
             apart=tuple((axes, count) for axes, count in apart.items() if count),
         )
-        self._modules[module] = self._modules.get(module, Parameters()) + added
+        if added.total:
+            counts[module] = counts.get(module, Parameters()) + added
+
+    def _trains(self, module: str) -> bool:
+        """Return whether a module has weight gradients: all have, unless parameters are frozen and the module
+        has no adapters."""
+        return not self.frozen or module in self._modules
 
     def _emit(
         self,
@@ -158,6 +176,12 @@ class GraphBuilder:
         self._forward.append(op)
         return op
 
+    def _gradient_of_all(self, op: Operator, reads: tuple[str, ...]) -> Operator:
+        """Return the operator that computes the input gradients of ``op``, and its weight gradients if it has
+        trained parameters."""
+        trains = self._trains(op.module)
+        return gradient_of(op, reads, phase=Phase.GRADIENT if trains else Phase.INPUT_GRADIENT)
+
     def _one_gradient(
         self,
         gradient: Operator,
@@ -179,17 +203,20 @@ class GraphBuilder:
         inputs: tuple[str, ...],
         receivers: tuple[str, ...],
         constants: tuple[str, ...] = (),
+        weight_flops: int | None = None,
     ) -> None:
         """Define a backward pass of two operators: input gradients (dgrad) and weight gradients (wgrad).
 
         The first reads ``reads`` and writes the gradients of ``receivers``; the second reads ``reads`` and
-        ``inputs``. Both also read ``constants``, values without gradient.
+        ``inputs``. Both also read ``constants``, values without gradient. ``weight_flops``: FLOPs of the
+        second, by default those of ``op``. A module without trained parameters has the first operator only.
         """
 
         def reverse() -> None:
             self._contribute(gradient_of(op, (*reads, *constants), "dgrad"), receivers)
-            weights = gradient_of(op, (*reads, *inputs, *constants), "wgrad", Phase.WEIGHT_GRADIENT)
-            self._backward.append(weights)
+            if self._trains(op.module):
+                read = (*reads, *inputs, *constants)
+                self._backward.append(gradient_of(op, read, "wgrad", Phase.WEIGHT_GRADIENT, weight_flops))
 
         self._reverse.append(reverse)
 
@@ -268,6 +295,7 @@ class GraphBuilder:
             output=output,
             constants=tuple(self._constants),
             modules=dict(self._modules),
+            frozen=dict(self._frozen),
         )
 
     def _graph(self, operators: list[Operator]) -> Graph:

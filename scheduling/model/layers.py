@@ -27,10 +27,11 @@ def transformer_layer(g: LayerBuilder) -> str:
     x = g.input()
     a = g.norm("attention_norm", x)
     a = g.gather("attention_gather", a)
-    a = g.columns("qkv", a, shape.query_width + 2 * shape.kv_width, bias=shape.biases_of_qkv)
+    qkv = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+    a = g.columns("qkv", a, sum(qkv.values()), bias=shape.biases_of_qkv, matrices=qkv)
     a = g.head_norm("head_norm", a) if shape.head_norm else a
     a = g.attention("attention", a)
-    a = g.rows("projection", a, shape.hidden)
+    a = g.rows("projection", a, shape.hidden, matrix="o")
     a = g.scatter("attention_scatter", a)
     x = g.residual("attention_residual", a, x, bias=shape.bias_of_projection)
     m = g.norm("mlp_norm", x)
@@ -48,9 +49,10 @@ def _mlp(g: LayerBuilder, m: str, prefix: str = "", width: int | None = None) ->
     if not width:
         return ""
     m = g.gather(f"{prefix}mlp_gather", m)
-    m = g.columns(f"{prefix}mlp_in", m, width * (2 if g.shape.gated else 1), bias=g.shape.biases)
+    inner = dict.fromkeys(("gate", "up") if g.shape.gated else ("up",), width)
+    m = g.columns(f"{prefix}mlp_in", m, sum(inner.values()), bias=g.shape.biases, matrices=inner)
     m = g.activation(f"{prefix}activation", m)
-    m = g.rows(f"{prefix}mlp_out", m, g.shape.hidden)
+    m = g.rows(f"{prefix}mlp_out", m, g.shape.hidden, matrix="down")
     return g.scatter(f"{prefix}mlp_scatter", m)
 
 
@@ -88,7 +90,8 @@ def embedding(sizes: PartSizes) -> Part:
     x = g.embedding("embedding", g.token_ids("tokens"))
     x = g.scatter("embedding_scatter", x)
     x = g.positions("positions", x) if sizes.shape.family == "gpt" else x
-    return g.build(g.dropout("embedding_dropout", x))
+    part = g.build(g.dropout("embedding_dropout", x))
+    return part.without_gradients("embedding") if sizes.shape.lora is not None else part
 
 
 def head(sizes: PartSizes) -> Part:
@@ -106,8 +109,11 @@ def head(sizes: PartSizes) -> Part:
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part
-    table = part.modules["head"]
-    return replace(part, modules={**part.modules, "head": replace(table, tied=table.dense)})
+    modules, frozen = (
+        {**counts, "head": replace(counts["head"], tied=counts["head"].dense)} if "head" in counts else counts
+        for counts in (part.modules, part.frozen)
+    )
+    return replace(part, modules=modules, frozen=frozen)
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:

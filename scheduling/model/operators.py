@@ -297,15 +297,23 @@ class Part:
     constants: tuple[str, ...] = ()
     """Names of the inputs that the executor provides, not the previous part (tokens, targets, loss_scale)."""
     modules: Mapping[str, Parameters] = field(default_factory=dict)
-    """Module name -> counts of its parameters, if it has any; empty for a unit of several parts."""
+    """Module name -> counts of its trained parameters, if it has any; empty for a unit of several parts."""
+    frozen: Mapping[str, Parameters] = field(default_factory=dict)
+    """Module name -> counts of its parameters that are not trained, likewise."""
     members: tuple["Part", ...] = ()
     """Parts that were joined, if this is a unit of several parts; else empty."""
 
     @property
     def parameters(self) -> Parameters:
-        """Counts of all modules' parameters; a head that shares the embedding's table counts the table
-        too."""
+        """Counts of all modules' trained parameters; a head that shares the embedding's table counts the
+        table too."""
         counts = [member.parameters for member in self.members] or self.modules.values()
+        return sum(counts, Parameters())
+
+    @property
+    def frozen_parameters(self) -> Parameters:
+        """Counts of all modules' parameters that are not trained, likewise."""
+        counts = [member.frozen_parameters for member in self.members] or self.frozen.values()
         return sum(counts, Parameters())
 
     @property
@@ -318,6 +326,21 @@ class Part:
     def evaluation(self) -> Graph:
         """Forward graph without any gradient operators, for validation."""
         return Graph(operators=tuple(op for op in self.forward.operators if op.phase is Phase.FORWARD))
+
+    def without_gradients(self, module: str) -> "Part":
+        """Return the part with a backward graph that ends here: one operator drops the output's gradient,
+        which nothing needs if the part begins the model and is not trained. ``module``: that of the
+        operator."""
+        drop = Operator(
+            name=f"{module}.drop",
+            kind=Kind.EMBEDDING,
+            phase=Phase.INPUT_GRADIENT,
+            module=module,
+            reads=(f"d.{self.output}",),
+            writes=(),
+            part=self.name,
+        )
+        return replace(self, backward=Graph(operators=(drop,)))
 
     def at_once(self) -> "Part":
         """Return the part with its backward operators moved to the end of its forward graph.

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Final
 
 from braid.scheduling.mesh.layout import ParallelLayout, require_at_least_one
+from braid.scheduling.model.lora import Lora
 from braid.scheduling.model.rotary import RotaryScaling
 from braid.scheduling.text.pattern import DENSE, UNIFORM, kinds_of, pattern_of
 from braid.scheduling.text.suggestions import must_be_one_of
@@ -94,6 +95,8 @@ class ModelShape:
     pattern: str = UNIFORM
     """Kinds of layers, such as ``2*layer wide``, repeated until there are ``layers`` of them; it is stored in
     its shortest form."""
+    lora: Lora | None = None
+    """Adapters, which are trained in place of the model's own parameters; None: the latter are trained."""
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocabulary", "sequence")
@@ -122,6 +125,52 @@ class ModelShape:
                 "model.head_bias=true needs an output matrix of its own; leave out model.tied_head"
             )
         self._check_rotary()
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        if (lora := self.lora) is None:
+            return
+        held = {kind: self.matrices(kind) for kind in self.kinds}
+        for target in lora.targets or ():
+            if not any(target in matrices for matrices in held.values()):
+                why = "an MLP without gate" if not self.experts else "experts, which have no adapters here"
+                raise ValueError(
+                    f"model.lora.targets: no layer has a matrix {target!r} for adapters; model.family "
+                    f"{self.family} has {why}: leave it out"
+                )
+        for kind, matrices in held.items():
+            if not any(map(lora.adapts, matrices)):
+                raise ValueError(
+                    f"model.lora.targets={list(lora.targets or ())} leaves layers of the kind {kind!r} "
+                    f"without adapters, so that a stage may have nothing to train; add one of "
+                    f"{', '.join(matrices)}"
+                )
+        if self.balance_rate:
+            raise ValueError(
+                f"model.balance_rate={self.balance_rate:g} changes a bias of the router, which model.lora "
+                f"freezes; leave one out"
+            )
+
+    def matrices(self, kind: str) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of the matrices in a layer of a kind that can have adapters, by
+        `lora.TARGETS`; those of experts cannot."""
+        hidden, width = self.hidden, self.ffn
+        widths = {"q": self.query_width, "k": self.kv_width, "v": self.kv_width}
+        found = {name: (hidden, outputs) for name, outputs in widths.items()}
+        found["o"] = (self.query_width, hidden)
+        if self.experts and kind != DENSE:
+            width = self.shared_experts * self.expert_width
+        if not width:
+            return found
+        gate = {"gate": (hidden, width)} if self.gated else {}
+        return {**found, **gate, "up": (hidden, width), "down": (width, hidden)}
+
+    def adapter_parameters(self) -> int:
+        """Return the number of parameters of all adapters."""
+        if (lora := self.lora) is None:
+            return 0
+        adapted = (size for kind in self.kinds for at, size in self.matrices(kind).items() if lora.adapts(at))
+        return sum(lora.rank * sum(size) for size in adapted)
 
     def _check_rotary(self) -> None:
         scaling = self.rotary_scaling

@@ -18,7 +18,7 @@ from braid.scheduling.model.fit import check_fit
 from braid.scheduling.model.operators import Graph, Kind, Parameters, Part
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.model.units import chunk_parameters
+from braid.scheduling.model.units import chunk_parameters, members_of
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.schedule.memory import DTYPE_BYTES, sent_width, state_bytes
 
@@ -218,6 +218,10 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
     step += _sharing_ns(setting, cluster, parameters, step)
     width = DTYPE_BYTES[setting.dtype]
     states = sum(state_bytes(parameters.total, width, layout.share_ranks, layout.zero))
+    frozen = sum(
+        part.frozen_parameters.total for c in chunks for part in members_of(layer.parts, layout, kinds, c)
+    )
+    states += frozen * width // (layout.share_ranks if layout.zero > 2 else 1)
     if layout.zero > 1:  # buckets of two layers that are whole for a while
         rounded = sent_width(setting.dtype, setting.reduce_dtype) if setting.reduce_dtype else 0
         states += parameters.total // layers * 2 * (4 + rounded + width * (layout.zero > 2))

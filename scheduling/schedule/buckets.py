@@ -40,7 +40,14 @@ class BucketSpec:
     """Index of the part in the chunk, in the order of the forward pass."""
     modules: tuple[str, ...]
     parameters: Parameters
-    """Counts of the modules' parameters on the tensor-parallel rank that holds most."""
+    """Counts of the modules' trained parameters on the tensor-parallel rank that holds most."""
+    frozen: Parameters
+    """Counts of their parameters that are not trained."""
+
+    def shared(self, layout: ParallelLayout) -> tuple[Parameters, ...]:
+        """Return the counts of parameters that ranks gather from shards: with ZeRO 1 and 2 the trained ones,
+        which other ranks update; with ZeRO 3 the frozen ones too."""
+        return (self.parameters, self.frozen) if layout.zero > 2 else (self.parameters,)
 
 
 class Buckets:
@@ -59,7 +66,8 @@ class Buckets:
             table = 0 if 0 in members and not layout.ends_apart else None
             key = *map(id, parts), table is None
             if key not in cuts:
-                cuts[key] = tuple(_cut(parts, shares_table=table is not None))
+                counted = layout.zero > 2
+                cuts[key] = tuple(_cut(parts, shares_table=table is not None, counts_frozen=counted))
             self._of[chunk] = cuts[key]
             for number, bucket in enumerate(cuts[key]):
                 for module in bucket.modules:
@@ -67,9 +75,12 @@ class Buckets:
             if table is not None and layout.is_last(chunk):
                 self._homes.update(
                     ((chunk, len(parts) - 1, module), (table, 0))
-                    for module, parameters in parts[-1].modules.items()
+                    for counts in (parts[-1].modules, parts[-1].frozen)
+                    for module, parameters in counts.items()
                     if parameters.tied
                 )
+        self.read_late = any(part.frozen for parts in members.values() for part in parts)
+        """Whether weight gradients read parameters, as those of adapters do."""
 
     def of(self, chunk: int) -> tuple[BucketSpec, ...]:
         """Return the buckets of a chunk; empty for an unknown chunk."""
@@ -84,14 +95,21 @@ class Buckets:
 
         ``tp`` sums parameters that every tensor-parallel rank holds whole; axes inside tp, layers with a
         smaller tensor-parallel degree; ``ends``, an embedding table on both the first and the last stage. The
-        axes of replicas (`SUMMED`) come last.
+        axes of replicas (`SUMMED`) come last. There are none if nothing in the chunk is trained.
         """
         layout = self._layout
         flat = (flat_elements(layout, bucket.parameters) for bucket in self.of(chunk))
         axes = {axis for elements in flat for together in elements for axis in together}
         ordered = ("tp", *(beyond(degree) for degree in layout.own_degrees if degree > 1), "ends", *SUMMED)
-        wanted = {*axes, "replica"} & {*layout.mesh.axes, "ends"}
+        wanted = {*axes, *(["replica"] if axes else [])} & {*layout.mesh.axes, "ends"}
         return tuple(axis for axis in ordered if axis in wanted)
+
+    def gathered(self, chunk: int) -> tuple[str, ...]:
+        """Return the axes over which ranks gather the parameters of a chunk; empty without ZeRO."""
+        layout = self._layout
+        counts = (each for bucket in self.of(chunk) for each in bucket.shared(layout))
+        axes = {axis for each in counts for together in flat_elements(layout, each) for axis in together}
+        return tuple(axis for axis in SHARDED if layout.zero and axis in axes and axis in layout.mesh.axes)
 
     @property
     def keys(self) -> tuple[BucketKey, ...]:
@@ -120,25 +138,28 @@ def norm_axes(layout: ParallelLayout) -> tuple[str, ...]:
     return tuple(axis for axis, is_needed in needed.items() if is_needed)
 
 
-def _cut(parts: Sequence[Part], *, shares_table: bool) -> Iterator[BucketSpec]:
+def _cut(parts: Sequence[Part], *, shares_table: bool, counts_frozen: bool) -> Iterator[BucketSpec]:
     """Cut a chunk's parts into buckets; with ``shares_table`` a tied head's table is left out, since it is in
-    the embedding's bucket."""
+    the embedding's bucket. ``counts_frozen``: whether frozen parameters, which are then gathered, count for
+    the size of a bucket."""
     for index, part in enumerate(parts):
         buckets: list[BucketSpec] = []
         modules: tuple[str, ...] = ()
-        parameters = Parameters()
-        for name, added in part.modules.items():
-            if not added.total or (shares_table and added.tied and index):
+        parameters = frozen = Parameters()
+        for name in {**part.frozen, **part.modules}:
+            added, fixed = part.modules.get(name, Parameters()), part.frozen.get(name, Parameters())
+            if not (added.total or fixed.total) or (shares_table and (added.tied or fixed.tied) and index):
                 continue
-            modules, parameters = (*modules, name), parameters + added
-            if parameters.total >= LEAST_ELEMENTS:
-                buckets.append(BucketSpec(index, modules, parameters))
-                modules, parameters = (), Parameters()
+            modules, parameters, frozen = (*modules, name), parameters + added, frozen + fixed
+            if parameters.total + frozen.total * counts_frozen >= LEAST_ELEMENTS:
+                buckets.append(BucketSpec(index, modules, parameters, frozen))
+                modules, parameters, frozen = (), Parameters(), Parameters()
         if modules and buckets:  # modules at the part's end, too few for a bucket
             last = buckets.pop()
             modules, parameters = (*last.modules, *modules), last.parameters + parameters
+            frozen = last.frozen + frozen
         if modules:
-            buckets.append(BucketSpec(index, modules, parameters))
+            buckets.append(BucketSpec(index, modules, parameters, frozen))
         yield from buckets
 
 

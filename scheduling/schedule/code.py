@@ -12,7 +12,7 @@ from functools import cached_property
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.operators import Parameters, Part, Value
-from braid.scheduling.schedule.buckets import Buckets
+from braid.scheduling.schedule.buckets import Buckets, BucketSpec
 from braid.scheduling.schedule.operations import Compute, Gather, Norm, Operation, Pass, PassKind, Start, Step
 from braid.scheduling.schedule.schedule import Instruction, Prefetch, Schedule, passes_in
 
@@ -135,11 +135,18 @@ class Code:
     buckets: Buckets
 
     def parameters(self, chunk: int, bucket: int | None = None) -> Parameters:
-        """Return the parameter counts of a chunk, or of one of its buckets, on the tensor-parallel rank that
-        holds most."""
+        """Return the counts of trained parameters of a chunk, or of one of its buckets, on the
+        tensor-parallel rank that holds most."""
+        return sum((spec.parameters for spec in self._specs(chunk, bucket)), Parameters())
+
+    def gathered(self, chunk: int, bucket: int | None = None) -> Parameters:
+        """Return the counts of parameters that ranks gather, likewise."""
+        specs = self._specs(chunk, bucket)
+        return sum((each for spec in specs for each in spec.shared(self.layout)), Parameters())
+
+    def _specs(self, chunk: int, bucket: int | None) -> tuple[BucketSpec, ...]:
         buckets = self.buckets.of(chunk)
-        counted = buckets if bucket is None else (buckets[bucket],)
-        return sum((spec.parameters for spec in counted), Parameters())
+        return buckets if bucket is None else (buckets[bucket],)
 
 
 def update_begins(stretches: Sequence[Stretch]) -> int:

@@ -71,17 +71,19 @@ def rank_memory(
 
 def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
     """Return a rank's bytes of (parameters, gradients, optimizer states), given its stage and dtype."""
-    whole = share = 0
+    whole = share = frozen = 0
     for chunk in layout.chunks_of(stage):
         for bucket in buckets.of(chunk):
             for axes, count in flat_elements(layout, bucket.parameters).items():
                 ways = share_ways(layout, axes)
                 share += share_elements(count, ways)
                 whole += share_elements(count, ways) * ways
+            for axes, count in flat_elements(layout, bucket.frozen).items():
+                frozen += share_elements(count, share_ways(layout, axes) if layout.zero > 2 else 1)
     zero, width, main = layout.zero, DTYPE_BYTES[dtype], sum_width(dtype)
     masters = main if width < main else 0
     return (
-        (share if zero > 2 else whole) * width,
+        (frozen + (share if zero > 2 else whole)) * width,
         (share if zero > 1 else whole) * main,
         share * (masters + 2 * main),
     )

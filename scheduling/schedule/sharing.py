@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.operators import Kind, Phase
+from braid.scheduling.model.operators import Kind, Parameters, Phase
 from braid.scheduling.model.stages import Move, moves_of
-from braid.scheduling.schedule.buckets import BucketKey, Buckets
+from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec
 from braid.scheduling.schedule.code import Body, Stretch
 from braid.scheduling.schedule.operations import (
     Allocate,
@@ -115,7 +115,8 @@ class Sharing:
         for number, (position, touch) in enumerate(uses):
             block = stretches[position].instruction
             assert isinstance(block, Block)
-            gathers = [Gather(r.chunk or 0, r.axis, r.bucket) for r in self._replicas(touch.key)]
+            chunk, bucket = touch.key
+            gathers = [Gather(chunk, axis, bucket) for axis in self._shared(touch.key)]
             if touch.key not in gathered:
                 # A tied head reads the table of the first chunk, which need not be in the block.
                 if begin is None or not block.gathers:
@@ -147,7 +148,8 @@ class Sharing:
             assert begin is not None
             chunks = self.layout.chunks_of(stage)
             keys = [(chunk, number) for chunk in chunks for number in self._numbers(chunk)]
-            inserted[begin][0] += [(Compute, Update(*key)) for key in keys if key not in gathered]
+            trained = [key for key in keys if key not in gathered and self._spec(key).parameters.total]
+            inserted[begin][0] += [(Compute, Update(*key)) for key in trained]
 
     def _uses(self, stretches: Sequence[Stretch]) -> Iterator[_PlacedTouch]:
         """Yield the uses of buckets in the order of the stage's list; without ZeRO 3, where buckets stay
@@ -157,6 +159,8 @@ class Sharing:
         for position, stretch in enumerate(stretches):
             if isinstance(stretch.instruction, Block):
                 for touch in self._of(stretch).reads:
+                    if not any(each.total for each in self._spec(touch.key).shared(self.layout)):
+                        continue
                     if again or touch.key not in seen:
                         seen.add(touch.key)
                         yield _PlacedTouch(position, touch)
@@ -195,22 +199,32 @@ class Sharing:
                 if isinstance(event, Reduce):
                     sums.start(into[index], event)
                 elif sums.shared:
-                    sums.allocate(into[index], event, self._replicas(event))
+                    chunk, number = event
+                    axes = self._replicas(self._spec(event).parameters)
+                    sums.allocate(into[index], event, [Reduce(chunk, axis, number) for axis in axes])
             sums.end(map(_key, self._by_bucket(block)))
 
-    def _replicas(self, key: BucketKey) -> list[Reduce]:
+    def _spec(self, key: BucketKey) -> BucketSpec:
         chunk, number = key
-        sizes = self.buckets.of(chunk)[number].parameters
+        return self.buckets.of(chunk)[number]
+
+    def _shared(self, key: BucketKey) -> list[str]:
+        """Return the axes over which a bucket's parameters are gathered."""
+        counts = self._spec(key).shared(self.layout)
+        return list(dict.fromkeys(axis for each in counts for axis in self._replicas(each)))
+
+    def _replicas(self, sizes: Parameters) -> list[str]:
+        """Return the axes whose ranks share parameters of these counts."""
         summed = ("dp", sizes.dense), ("edp", sizes.experts if self.layout.expert_replicas > 1 else 0)
-        axes = [axis for axis, count in summed if count]
-        return [Reduce(chunk, axis, number) for axis in axes]
+        return [axis for axis, count in summed if count]
 
     def _by_bucket(self, block: Block) -> Iterator[Reduce]:
         """Yield a block's gradient sums separately for each bucket, in the order of a backward pass."""
         for chunk in dict.fromkeys(reduce.chunk for reduce in block.sums):
             sums = [reduce for reduce in block.sums if reduce.chunk == chunk]
             for number in reversed(self._numbers(chunk)):
-                yield from (Reduce(chunk, reduce.axis, number) for reduce in sums)
+                if chunk is not None and self._spec((chunk, number)).parameters.total:
+                    yield from (Reduce(chunk, reduce.axis, number) for reduce in sums)
 
     def _numbers(self, chunk: int | None) -> range:
         assert chunk is not None
@@ -236,7 +250,7 @@ class Sharing:
             key = self.buckets.home(chunks[operation.turn], node.part, node.operator.module)
             if key is None:
                 continue
-            if node.operator.phase is not Phase.WEIGHT_GRADIENT:
+            if node.operator.phase is not Phase.WEIGHT_GRADIENT or self.buckets.read_late:
                 first = reads.pop().first if reads and reads[-1].key == key else index
                 reads.append(_Touch(key, first, index))
             if node.operator.adds_gradients:

@@ -127,10 +127,11 @@ class Sweep:
         ):
             return 0
         assert what.chunk is not None
-        flats = flat_elements(layout, self.code.buckets.of(what.chunk)[what.bucket].parameters)
+        spec = self.code.buckets.of(what.chunk)[what.bucket]
         elements = sum(
             share_elements(count, ways) * ways
-            for axes, count in flats.items()
+            for each in (spec.shared(layout) if isinstance(what, Gather) else (spec.parameters,))
+            for axes, count in flat_elements(layout, each).items()
             if what.axis in axes and (ways := share_ways(layout, axes))
         )
         return elements * (self.width if isinstance(what, Gather) else max(4, self.width))

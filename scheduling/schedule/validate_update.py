@@ -61,6 +61,9 @@ class _Walk:
         self._instructions = schedule.stages[stage]
         self._last = {p.chunk: n for n, i in enumerate(self._instructions) for p in passes_in(i)}
         self._axes = {chunk: buckets.axes(chunk) for chunk in layout.chunks_of(stage)}
+        self._cut = {chunk: buckets.gathered(chunk) for chunk in self._axes}
+        """Axes over which the parameters of every chunk are gathered."""
+        self._read_late = buckets.read_late
         self._norm_axes = norm_axes(layout)
         self._under_way: list[Reduce] = []
         self._done: set[Reduce] = set()
@@ -112,18 +115,19 @@ class _Walk:
     def _gathers(self, block: Block) -> str | None:
         """Return an error text if a block's parameters are not gathered, or with ZeRO 1 and 2 gathered twice;
         else None."""
-        reading = dict.fromkeys(p.chunk for p in block.passes if p.kind is not PassKind.WEIGHT)
+        read_late = self._read_late
+        reading = dict.fromkeys(p.chunk for p in block.passes if p.kind is not PassKind.WEIGHT or read_late)
         for gather in block.gathers:
             if gather.chunk not in reading:
                 return f"{gather}: no pass of the block reads the parameters of chunk {gather.chunk}"
-            if gather.axis not in (cut := self._cut(self._axes.get(gather.chunk, ()))):
+            if gather.axis not in (cut := self._cut.get(gather.chunk, ())):
                 axes = ", ".join(cut) or "no axis"
                 return f"{gather}: over {gather.axis} there is nothing to gather (but over {axes})"
             if gather in self._gathered or block.gathers.count(gather) > 1:
                 return f"{gather} stands twice"
         gathered = {*self._gathered, *block.gathers}
         for chunk in reading:
-            for axis in self._cut(self._axes.get(chunk, ())):
+            for axis in self._cut.get(chunk, ()):
                 if Gather(chunk, axis) not in gathered:
                     zero = self._layout.zero
                     return f"the parameters of chunk {chunk} are not gathered over {axis} (ZeRO {zero})"
@@ -195,8 +199,3 @@ class _Walk:
                 return f"the squares of the norm are not summed over {axis}"
         self._stepped = True
         return None
-
-    def _cut(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of a chunk's axes of gradient sums over which ZeRO shards states; empty without
-        ZeRO."""
-        return tuple(axis for axis in axes if axis in SHARDED) if self._layout.zero else ()

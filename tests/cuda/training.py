@@ -241,7 +241,8 @@ class Runs:
 def state_bytes(rank: Assembly) -> tuple[int, int, int]:
     """What a rank holds between steps, in bytes: parameters, gradients, optimizer states."""
     optimizer = rank.optimizer
-    weights = [p.tensor for p in rank.model.parameters] + [shard.tensor for shard in optimizer.shards]
+    shards = (*optimizer.shards, *rank.buckets.frozen)
+    weights = [p.tensor for p in rank.model.parameters] + [shard.tensor for shard in shards]
     gradients = [bucket.gradients for bucket in rank.buckets.buckets]
     sums = [memory.shard if memory.whole is None else memory.whole for memory in gradients]
     states = [optimizer.states[master] for master in optimizer.masters]

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from braid.actors.controller.records.run_records import read_identity
 from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, mark_at
 from braid.scheduling.model.shape import OF_TRAINING, ModelShape
+from braid.scheduling.text.records import to_mapping
 
 Verify = Callable[[Path], None]
 """Reads all files of a checkpoint; raises `CheckpointError` if one is not as it was saved."""
@@ -100,7 +101,7 @@ class Homes:
         # Fields that older checkpoints lack have their defaults.
         usual = {entry.name: entry.default for entry in fields(shape) if entry.default is not MISSING}
         of_training = {name: getattr(shape, name) for name in OF_TRAINING}
-        ours, theirs = asdict(shape), {**usual, **found.manifest.shape, **of_training}
+        ours, theirs = to_mapping(shape), {**usual, **found.manifest.shape, **of_training}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
             raise CheckpointError(

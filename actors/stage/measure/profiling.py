@@ -118,7 +118,8 @@ class Profiler:
         self._spares_alone(rounds)
         place, rows = self.mesh.place, self._routing.rows
         with_experts = place.mesh.members(place.position, place.mesh.factors_of("ep")) if rows else ()
-        parameters = sum(parameter.shape.numel() for parameter in self.model.parameters)
+        trained = (parameter for parameter in self.model.parameters if parameter.trained)
+        parameters = sum(parameter.shape.numel() for parameter in trained)
         norms, updates = (
             [self._time(what) / max(1, parameters) for _ in range(3)] for what in (square, update)
         )

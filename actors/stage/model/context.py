@@ -1,7 +1,8 @@
 """Tools for definitions of layers: sizes of a part on this rank, and builders of its modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from braid.actors.stage.state.parameters import (
     INITIAL_DEVIATION,
     GlobalParameter,
     OperatorModule,
+    ParameterSlice,
     Place,
+    adapter_of,
     cut,
     whole,
 )
 from braid.kernels.family import TORCH, OperatorFamily
+from braid.kernels.operators.adapter import AdaptedLinear
 from braid.kernels.operators.context_attention import context_attention
 from braid.kernels.operators.context_blocks import TokenOrder, causal_order
 from braid.kernels.operators.linear import Linear, Residual
@@ -85,19 +89,50 @@ class ModuleContext:
         if bias:
             biases = [GlobalParameter(name=f"{name}.bias", shape=(width,)) for name, width in names.items()]
             slices["bias"] = cut(biases, self.place, {0: self.tensor})
-        outputs = sum(piece.sizes[0] for piece in slices["weight"])
-        return OperatorModule(
-            module=Linear(inputs=inputs, outputs=outputs, bias=bias, **self.home), slices=slices
-        )
+        return self._linear(slices, [name.rpartition(".")[2] for name in names], columns=True)
 
-    def rows(self, name: str, inputs: int, outputs: int) -> OperatorModule:
+    def rows(self, name: str, inputs: int, outputs: int, *, matrix: str = "") -> OperatorModule:
         """Build a linear map whose inputs are cut over ``tp``. It feeds the residual stream, so initial
-        weights are smaller.
+        weights are smaller. ``matrix``: one of `lora.TARGETS` if the map can have adapters.
         """
         weight = GlobalParameter(name=f"{name}.weight", shape=(outputs, inputs), deviation=self.smaller)
-        slices = cut([weight], self.place, {1: self.tensor})
-        module = Linear(inputs=slices[0].sizes[1], outputs=outputs, bias=False, **self.home)
-        return OperatorModule(module=module, slices={"weight": slices})
+        slices = {"weight": cut([weight], self.place, {1: self.tensor})}
+        return self._linear(slices, [matrix], columns=False)
+
+    def _linear(
+        self, slices: dict[str, tuple[ParameterSlice, ...]], matrices: Sequence[str], *, columns: bool
+    ) -> OperatorModule:
+        """Build a linear map, with adapters if the model has them for its matrices.
+
+        ``matrices``: their `lora.TARGETS`, in the order of the weight's slices; ``columns``: whether outputs
+        are cut over ``tp``, not inputs.
+        """
+        pieces, lora = slices["weight"], self.shape.lora
+        ends = [*accumulate((piece.sizes[0] for piece in pieces), initial=0)]
+        inputs, outputs, bias = pieces[0].sizes[1], ends[-1], "bias" in slices
+        adapted = [
+            (piece.source, range(*rows))
+            for matrix, piece, rows in zip(matrices, pieces, pairwise(ends), strict=True)
+            if lora is not None and lora.adapts(matrix)
+        ]
+        if lora is None or not adapted:
+            module = Linear(inputs=inputs, outputs=outputs, bias=bias, **self.home)
+            return OperatorModule(module=module, slices=slices)
+        module = AdaptedLinear(
+            inputs=inputs,
+            outputs=outputs,
+            bias=bias,
+            adapted=[rows for _, rows in adapted],
+            rank=lora.rank,
+            scale=lora.scale,
+            **self.home,
+        )
+        first, second = zip(*(adapter_of(source, lora.rank) for source, _ in adapted), strict=True)
+        factors = {
+            "a": cut(first, self.place, {} if columns else {1: self.tensor}),
+            "b": cut(second, self.place, {0: self.tensor} if columns else {}),
+        }
+        return OperatorModule(module=module, slices={**slices, **factors})
 
     @property
     def smaller(self) -> float:

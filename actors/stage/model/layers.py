@@ -63,7 +63,7 @@ class TransformerLayer:
             "qkv": context.columns(qkv, shape.hidden, bias=shape.biases_of_qkv),
             **(heads if shape.head_norm else {}),
             "attention": context.attention(),
-            "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden),
+            "projection": context.rows(f"{prefix}.projection", shape.query_width, shape.hidden, matrix="o"),
             "attention_residual": context.residual(f"{prefix}.projection" * shape.bias_of_projection),
             "mlp_norm": context.norm(f"{prefix}.mlp_norm"),
             **inside,
@@ -80,7 +80,7 @@ class TransformerLayer:
         return {
             f"{part}mlp_in": context.columns(mlp_in, shape.hidden, bias=shape.biases),
             f"{part}activation": context.activation(),
-            f"{part}mlp_out": context.rows(f"{prefix}.{part}mlp_out", width, shape.hidden),
+            f"{part}mlp_out": context.rows(f"{prefix}.{part}mlp_out", width, shape.hidden, matrix="down"),
         }
 
     def _experts(self, context: ModuleContext, prefix: str) -> dict[str, OperatorModule]:

@@ -1,13 +1,19 @@
 """The chunks of the model that one rank holds: parts with their modules and parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.model.layers import LayerDefinition, embedding_modules, head_modules, load_layers
-from braid.actors.stage.state.parameters import OperatorModule, Place, StageParameter, main_gradient_dtype
+from braid.actors.stage.state.parameters import (
+    OperatorModule,
+    ParameterSlice,
+    Place,
+    StageParameter,
+    main_gradient_dtype,
+)
 from braid.kernels.family import TORCH, OperatorFamily
 from braid.kernels.operators.dropout import site_number
 from braid.kernels.operators.operator import ComputeOperator
@@ -86,6 +92,10 @@ class StageModel:
         """
         return self.context.place.on("tp") == 0
 
+    def _trains(self, slices: Sequence[ParameterSlice]) -> bool:
+        """Return whether a parameter is trained: all are, unless the model has adapters."""
+        return self.shape.lora is None or slices[0].source.adapter
+
     def _instance(self, name: str, index: int, chunk: int, part: int) -> PartInstance:
         modules = self._modules(name, index)
         for key, entry in modules.items():
@@ -108,6 +118,7 @@ class StageModel:
                     chunk=chunk,
                     bucket=home[1],
                     shared=tied and self.layout.ends_apart,
+                    trained=self._trains(slices),
                     operators=[(entry.module, attribute)],
                 )
                 if tied:
@@ -143,7 +154,8 @@ class StageModel:
                 tensor, operators = entry.module.get_parameter(name), [(entry.module, name)]
                 parameter = StageParameter(tensor=tensor, slices=slices, chunk=-1, operators=operators)
                 parameter.initialise(seed)
-                parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(tensor.dtype))
+                if self._trains(slices):
+                    parameter.gradient = torch.zeros_like(tensor, dtype=main_gradient_dtype(tensor.dtype))
         return PartInstance(name=kind, index=index, modules=_by_operator(entries, index))
 
     def initialise(self, seed: int) -> None:

@@ -122,6 +122,9 @@ class Worker(Logged, Rank):
         self._profile = profile = TorchProfile(plan.config, self.rank, device, os.environ)
         parts = assemble(plan, mesh, device, accelerator_of(device), self._kernels, profile.around)
         self._assembly, self._model_of = parts, parts.model_of
+        initial, frozen = plan.config.model.initial, parts.buckets.frozen
+        if initial is not None and frozen:  # checkpoints and copies hold what is trained
+            load_initial(initial, plan.shape, ((shard.tensor, shard.slices) for shard in frozen))
         self._membership.graph = parts.executor.graph
         exchange = Peers(mesh, parts.streams, device).told
         parts.executor.ended = partial(parts.recorder.meet, self.rank, exchange)
@@ -289,7 +292,10 @@ class Worker(Logged, Rank):
 
     def load_initial(self, directory: str) -> None:
         self._parts.buckets.settle()
-        load_initial(Path(directory), self._shape, self._parts.optimizer)
+        optimizer = self._parts.optimizer
+        shards = (shard.slices for shard in optimizer.shards)
+        load_initial(Path(directory), self._shape, zip(optimizer.masters, shards, strict=True))
+        optimizer.restored(0)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and local slice of every parameter that this rank updates, for tests and exports."""

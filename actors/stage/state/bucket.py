@@ -12,7 +12,7 @@ and gradients are two flat memories of the bucket's layout:
     3       the shard; whole while in use           as with ZeRO 2
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -46,6 +46,7 @@ class Bucket:
         summed. ``ways``: number of shards; ``index``: number of this rank's shard.
         """
         self.key, self.axes, self.members = key, axes, tuple(members)
+        self.trained = members[0].trained
         self.ways, self.index = ways, index
         self.offsets = [0]
         """Offset of each member in the flat memory, then the end of the last member."""
@@ -105,7 +106,7 @@ class Bucket:
         """Allocate the bucket's memory for a ZeRO stage; parameters keep their values, gradients are 0.
 
         ``exact``: gradients are added up in float64. ``within``: memory for the gradients, part of a larger
-        bucket's memory; None: allocate new memory.
+        bucket's memory; None: allocate new memory. A bucket that is not trained has no gradients.
         """
         first = self.members[0].tensor
         nothing = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -123,6 +124,8 @@ class Bucket:
             self.parameters = FlatMemory(self, lay_parameter, whole, lasting=zero < 3)
             for shard, view in self._shard_views(self.parameters.shard):
                 shard.tensor = view
+        if not self.trained:
+            return
         gradients = within
         if gradients is None:
             dtype = torch.float64 if exact else main_gradient_dtype(first.dtype)
@@ -135,7 +138,8 @@ class Bucket:
     @property
     def passing(self) -> list[Tensor]:
         """Tensors that exist during a part of a step only."""
-        flats = [flat for flat in (self.parameters, self.gradients) if flat is not None and not flat.lasting]
+        held = (self.parameters, self.gradients if self.trained else None)
+        flats = [flat for flat in held if flat is not None and not flat.lasting]
         return [*(flat.whole for flat in flats if flat.whole is not None), *self.rounded.values()]
 
     # -- moves ---------------------------------------------------------------------------------------------
@@ -275,8 +279,20 @@ def _followed(launch: Launch, then: Callable[[], object]) -> Launch:
     return replace(launch, finish=both)
 
 
-def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucket]:
-    """Group a rank's parameters into buckets, which have no memory yet."""
+def buckets_of(parameters: Iterable[StageParameter], place: Place) -> list[Bucket]:
+    """Group a rank's trained parameters into buckets, which have no memory yet."""
+    return _grouped((parameter for parameter in parameters if parameter.trained), place)
+
+
+def frozen_buckets(parameters: Iterable[StageParameter], place: Place, zero: int) -> list[Bucket]:
+    """Group a rank's parameters that are not trained into buckets; only with ZeRO 3 these are cut into
+    shards.
+    """
+    frozen = (parameter for parameter in parameters if not parameter.trained)
+    return _grouped(frozen, place, cut=zero > 2)
+
+
+def _grouped(parameters: Iterable[StageParameter], place: Place, *, cut: bool = True) -> list[Bucket]:
     mesh = place.mesh
 
     def placement(p: StageParameter) -> tuple[int, int, tuple[str, ...], int]:
@@ -286,7 +302,7 @@ def buckets_of(parameters: Sequence[StageParameter], place: Place) -> list[Bucke
     buckets = []
     for (chunk, _, axes, number), group in groupby(sorted(parameters, key=placement), key=placement):
         members = tuple(group)
-        factors = [name for name in mesh.sharded if name in members[0].summed_over(mesh)]
+        factors = [name for name in mesh.sharded if cut and name in members[0].summed_over(mesh)]
         ways, index = mesh.size(factors), place.index(factors)
         buckets.append(Bucket((chunk, number), axes, members, ways, index))
     return buckets

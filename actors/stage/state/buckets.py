@@ -8,7 +8,7 @@ from torch import Tensor
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.rank.groups import Mesh
 from braid.actors.stage.run.streams import Streams, Transfer
-from braid.actors.stage.state.bucket import Bucket, buckets_of, joined, shards_in_order
+from braid.actors.stage.state.bucket import Bucket, buckets_of, frozen_buckets, joined, shards_in_order
 from braid.actors.stage.state.parameters import StageParameter
 from braid.actors.stage.state.shards import Shard
 from braid.kernels.collectives.primitives import Launch
@@ -18,7 +18,7 @@ from braid.scheduling.trace.spans import Label
 
 
 class RankBuckets:
-    """Holds all parameters of a rank and their gradient sums, which are at least fp32
+    """Holds all parameters of a rank and the gradient sums of trained ones, which are at least fp32
     (`main_gradient_dtype`).
     """
 
@@ -40,6 +40,12 @@ class RankBuckets:
         self._mesh, self._streams, self._recorder = mesh, streams, recorder
         self._reduce_dtype = reduce_dtype
         self.buckets = buckets_of(parameters, mesh.place)
+        frozen = frozen_buckets(parameters, mesh.place, mesh.layout.zero)
+        self.frozen = shards_in_order(frozen, parameters)
+        """What this rank holds of the parameters that are not trained: all, with ZeRO 3 its shards."""
+        self._frozen = [bucket for bucket in frozen if bucket.ways > 1]
+        for bucket in self._frozen:
+            bucket.hold(mesh.layout.zero, exact=deterministic)
         cut = [bucket for bucket in self.buckets if bucket.ways > 1]
         for bucket in cut:
             bucket.hold(mesh.layout.zero, exact=deterministic)
@@ -50,14 +56,15 @@ class RankBuckets:
         """The shards that this rank updates."""
         self.cut = bool(cut)
         """Whether ranks share the update (ZeRO), so that buckets are cut into shards."""
-        self._norm = _GlobalNorm(self.shards, mesh, parameters[0].tensor.device)
+        self.device, self.dtype = parameters[0].tensor.device, parameters[0].tensor.dtype
+        self._norm = _GlobalNorm(self.shards, mesh, self.device)
         self._pending: dict[Reduce | Gather, list[tuple[Label, Transfer]]] = {}
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
 
     @property
     def passing(self) -> list[Tensor]:
         """Tensors that exist during a part of a step only: gathered parameters, gradients, rounded copies."""
-        every = dict.fromkeys((*self._all, *self.buckets))
+        every = dict.fromkeys((*self._all, *self.buckets, *self._frozen))
         return [tensor for bucket in every for tensor in bucket.passing]
 
     # -- requests of linked code -----------------------------------------------------------------------------
@@ -133,7 +140,8 @@ class RankBuckets:
         """Return the buckets that a sum or gather covers: one bucket, or all of a chunk that use its axis."""
         buckets = self._all
         if what.bucket is not None:
-            buckets = [bucket for bucket in self.buckets if bucket.key[1] == what.bucket]
+            shared = (*self.buckets, *(self._frozen if isinstance(what, Gather) else ()))
+            buckets = [bucket for bucket in shared if bucket.key[1] == what.bucket]
         return [bucket for bucket in buckets if bucket.key[0] == what.chunk and what.axis in bucket.axes]
 
     def _label(self, what: Reduce | Gather, along: str, moved: Tensor) -> Label:

@@ -120,8 +120,9 @@ class Saves:
         written.
         """
         self._check_touch()
-        updates = self._optimizer.masters[0].new_tensor([self._optimizer.updates])
-        state = add_state({}, self._optimizer.shards, self._optimizer.named_tensors(), updates)
+        optimizer = self._optimizer
+        updates = torch.tensor([optimizer.updates], dtype=optimizer.dtype, device=optimizer.device)
+        state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
         self._progress = SaveProgress()
         with self._waiting():
             return self._write(directory, state)

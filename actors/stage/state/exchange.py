@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,10 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braid.actors.stage.files.guarded_reader import GuardedReader
 from braid.actors.stage.files.hub_files import INDEX, SINGLE, HubDirectory, StoredTensor, stored_tensors
-from braid.actors.stage.state.checkpoint import quietly
+from braid.actors.stage.state.checkpoint import quietly, read_tensors
 from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, LoadPlanner
-from braid.actors.stage.state.optimizer import Optimizer
-from braid.actors.stage.state.parameters import ParameterSlice
+from braid.actors.stage.state.parameters import GlobalParameter, ParameterSlice
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.model.shape import ModelShape
 
@@ -31,10 +31,13 @@ EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @torch.no_grad()
-def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> None:
-    """Read this rank's parts of the stored tensors, and nothing else, into masters and parameters.
+def load_initial(
+    directory: Path, shape: ModelShape, targets: Iterable[tuple[Tensor, Sequence[ParameterSlice]]]
+) -> None:
+    """Read some slices of the stored tensors, and nothing else, into local tensors that hold these slices.
 
-    Raise `ValueError` if the directory does not hold a model of this shape.
+    Slices of adapters, which no directory holds, are left as they are. Raise `ValueError` if the directory
+    does not hold a model of this shape.
     """
     hub = HubDirectory.open(directory)
     hub.check(shape)
@@ -48,14 +51,13 @@ def load_initial(directory: Path, shape: ModelShape, optimizer: Optimizer) -> No
         opened = {
             path: files.enter_context(safe_open(path, framework="pt")) for path in set(hub.places.values())
         }
-        for master, shard in zip(optimizer.masters, optimizer.shards, strict=True):
-            for piece in shard.slices:
-                for expert, box, target in _boxes(piece, master, (piece.source.name, None) not in homes):
+        for local, slices in targets:
+            for piece in (piece for piece in slices if not piece.source.adapter):
+                for expert, box, target in _boxes(piece, local, (piece.source.name, None) not in homes):
                     tensor, row = homes[piece.source.name, expert]
                     stored = hub.stored_name(tensor)
                     part = opened[hub.places[stored]].get_slice(stored)
                     target.copy_(_read(part, tensor, box, row))
-    optimizer.restored(0)
 
 
 def _boxes(
@@ -88,28 +90,31 @@ def export_model(
     dtype: str,
     max_file_bytes: int,
     tokens: Mapping[str, Any] = MappingProxyType({}),
+    base: Path | None = None,
 ) -> list[Path]:
     """Write a verified checkpoint's parameters into an empty directory; return the files that hold them.
 
-    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file's
-    tensors are in memory at a time; a tensor larger than ``max_file_bytes`` gets a file of its own. Raise
+    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``; ``base``:
+    directory of the model whose adapters the checkpoint holds, which are merged into it. One file's tensors
+    are in memory at a time; a tensor larger than ``max_file_bytes`` gets a file of its own. Raise
     `ValueError` if the checkpoint belongs to another model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
-    reader = GuardedReader(checkpoint)
-    _check_contents(checkpoint, reader, tensors)
+    load: Callable[[Sequence[StoredTensor]], _Parts]
+    if base is None:
+        reader = GuardedReader(checkpoint)
+        _check_contents(checkpoint, reader, tensors)
+        load = partial(_load, reader)
+    else:
+        load = partial(_load_merged, base, shape, adapters_in(checkpoint))
     kind = EXPORT_DTYPES[dtype]
     groups = _groups(tensors, kind.itemsize, max_file_bytes)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [SINGLE]
     for name, group in zip(names, groups, strict=True):
-        parts = _load(reader, group)
-        content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
-        try:
-            save_file(content, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{name}: {error}") from None
+        parts = load(group)
+        write_tensors(directory / name, {tensor.name: _stored(tensor, parts, kind) for tensor in group})
     if len(groups) > 1:
         total = sum(kind.itemsize * math.prod(tensor.shape) for tensor in tensors)
         files_of = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
@@ -121,6 +126,14 @@ def export_model(
     for file in files:  # safetensors creates files that only the owner may read
         shutil.copymode(directory / CONFIG, file)
     return files
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors by name as safetensors; raise `OSError` if that fails."""
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from None
 
 
 def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
@@ -155,13 +168,15 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
     return groups
 
 
-def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
-    """Read the parameters that a file's tensors consist of, in the checkpoint's dtype; return them by name.
+_Parts = Mapping[str, tuple[int, Tensor]]
+"""Name of a global parameter -> (first expert, box) of experts' parameters, (0, whole tensor) of others."""
 
-    For a global parameter of experts the value is (first expert, box); the box reaches from the file's first
-    expert to its last, so that no other experts are read. For other parameters the value is (0, whole
-    tensor). There is one box per parameter, as a stored slice of many experts is read anew for each box that
-    overlaps it.
+
+def _boxes_of(group: Sequence[StoredTensor]) -> dict[str, tuple[tuple[int, ...], range]]:
+    """Return {global parameter: (its shape, its rows in a file)}; rows are experts if it holds experts.
+
+    Rows reach from the file's first expert to its last, so that no other experts are read. There is one box
+    per parameter, as a stored slice of many experts is read anew for each box that overlaps it.
     """
     boxes: dict[str, tuple[tuple[int, ...], range]] = {}
     for tensor in group:
@@ -170,10 +185,50 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tup
             wanted = range(shape[0]) if tensor.expert is None else range(tensor.expert, tensor.expert + 1)
             _, experts = boxes.get(name, (shape, wanted))
             boxes[name] = shape, range(min(experts.start, wanted.start), max(experts.stop, wanted.stop))
+    return boxes
+
+
+Adapters = Mapping[str, tuple[Tensor, Tensor]]
+"""Name of a matrix -> the factors of its adapter: rank x inputs, outputs x rank."""
+
+
+def adapters_in(checkpoint: Path) -> Adapters:
+    """Return all adapters of a verified checkpoint, in its dtype."""
+    found = read_tensors(checkpoint)
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in found.items():
+        kind, _, parameter = name.partition(".")
+        matrix, _, factor = parameter.rpartition(".lora_")
+        if kind == "parameter" and matrix:
+            factors.setdefault(f"{matrix}.weight", {})[factor] = tensor
+    return {matrix: (both["a"], both["b"]) for matrix, both in factors.items()}
+
+
+def _load_merged(base: Path, shape: ModelShape, adapters: Adapters, group: Sequence[StoredTensor]) -> _Parts:
+    """Read the parameters that a file's tensors consist of from another directory, and add adapters."""
+    assert shape.lora is not None
+    wide = next(iter(adapters.values()))[0].dtype
+    parts, pieces = {}, []
+    for name, (extents, experts) in _boxes_of(group).items():
+        sizes = (len(experts), *extents[1:])
+        parts[name] = experts.start, torch.empty(sizes, dtype=wide)
+        offsets = (experts.start, *[0] * (len(extents) - 1))
+        source = GlobalParameter(name=name, shape=extents)
+        pieces.append((ParameterSlice(source=source, offsets=offsets, sizes=sizes),))
+    load_initial(base, shape, zip((local for _, local in parts.values()), pieces, strict=True))
+    for name, (_, local) in parts.items():
+        if (factors := adapters.get(name)) is not None:
+            a, b = factors
+            local.addmm_(b, a, alpha=shape.lora.scale)
+    return parts
+
+
+def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> _Parts:
+    """Read the parameters that a file's tensors consist of, in the checkpoint's dtype."""
     entries = reader.read_metadata().state_dict_metadata
     state: GlobalState = {}
     parts: dict[str, tuple[int, Tensor]] = {}
-    for name, (shape, experts) in boxes.items():
+    for name, (shape, experts) in _boxes_of(group).items():
         entry = entries[f"parameter.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         local = torch.empty((len(experts), *shape[1:]), dtype=entry.properties.dtype)
@@ -185,7 +240,7 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tup
     return parts
 
 
-def _stored(tensor: StoredTensor, parts: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+def _stored(tensor: StoredTensor, parts: _Parts, dtype: torch.dtype) -> Tensor:
     sources = [parts[name] for name, _ in tensor.sources]
     rows = [whole if tensor.expert is None else whole[tensor.expert - first] for first, whole in sources]
     stacked = torch.cat(rows).to(dtype)

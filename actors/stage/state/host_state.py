@@ -44,7 +44,7 @@ def state_elements(optimizer: Optimizer) -> int:
 
 
 def state_dtype(optimizer: Optimizer) -> torch.dtype:
-    return optimizer.masters[0].dtype
+    return optimizer.dtype
 
 
 def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostState:
@@ -68,7 +68,7 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
 
 def empty_state(optimizer: Optimizer) -> Tensor:
     """Return memory for one state; it is pinned if the state comes from a GPU."""
-    pinned = optimizer.masters[0].device.type == "cuda"
+    pinned = optimizer.device.type == "cuda"
     return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
 
 

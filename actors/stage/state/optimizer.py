@@ -71,6 +71,8 @@ class Optimizer:
         """Number of updates that led to the state, for AdamW's bias correction; a skipped step is no
         update.
         """
+        self.dtype, self.device = main_gradient_dtype(buckets.dtype), buckets.device
+        """Of masters and moments; of these a rank may have none, where shares are small."""
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
         self.states: dict[Tensor, dict[str, Tensor]] = {}
         """AdamW's state tensors of every master."""

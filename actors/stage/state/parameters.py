@@ -24,13 +24,17 @@ INITIAL_DEVIATION = 0.02
 class GlobalParameter:
     """A tensor of the whole model: its name, shape, and initialisation.
 
-    ``deviation``: standard deviation of a normal distribution around 0; None: every element is ``constant``.
+    ``deviation``: standard deviation of a distribution around 0, normal or ``uniform``; None: every element
+    is ``constant``.
     """
 
     name: str
     shape: tuple[int, ...]
     deviation: float | None = None
+    uniform: bool = False
     constant: float = 0.0
+    adapter: bool = False
+    """Whether it belongs to an adapter; if the model has adapters, only these are trained."""
     sign_rate: float = 0.0
     """Size of a step against the sign of the gradient, for the bias that balances experts; the gradient of
     this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter.
@@ -48,12 +52,13 @@ class GlobalParameter:
             return torch.full(tuple(sizes), self.constant)
         source = f"{seed}/{self.name}"
         if math.prod(self.shape) <= _DRAWN_WHOLE:
-            return _drawn(source, self.shape)[_box(offsets, sizes)] * self.deviation
+            return self._spread(_drawn(source, self.shape))[_box(offsets, sizes)] * self.deviation
         box = torch.empty(*sizes)
         tiles = [1] * (len(sizes) - 2) + [_TILE] * min(2, len(sizes))
         for tile in product(*map(_tiles, offsets, sizes, tiles)):
             first = [number * size for number, size in zip(tile, tiles, strict=True)]
             drawn = _drawn(f"{source}/{'/'.join(map(str, tile))}", [*map(_rest, self.shape, first, tiles)])
+            drawn = self._spread(drawn)
             common = [
                 (max(at, begin), min(at + size, begin + extent))
                 for at, size, begin, extent in zip(offsets, sizes, first, drawn.shape, strict=True)
@@ -64,6 +69,10 @@ class GlobalParameter:
             )
             box[box_slices] = drawn[drawn_slices]
         return box * self.deviation
+
+    def _spread(self, normal: Tensor) -> Tensor:
+        """Return numbers of standard deviation 1: the given normal ones, or uniform ones in equal order."""
+        return torch.erf(normal / 2**0.5) * 3**0.5 if self.uniform else normal
 
 
 _DRAWN_WHOLE = 1 << 20
@@ -80,6 +89,22 @@ def _tiles(offset: int, size: int, tile: int) -> range:
 def _rest(extent: int, begin: int, tile: int) -> int:
     """Return the length along one dimension of the tile that begins at ``begin``."""
     return min(tile, extent - begin)
+
+
+def adapter_of(matrix: GlobalParameter, rank: int) -> tuple[GlobalParameter, GlobalParameter]:
+    """Return both factors of a matrix's adapter, rank x inputs and outputs x rank.
+
+    They begin as in `peft`: the first is uniform within 1 / sqrt(inputs), the second is 0.
+    """
+    name, (outputs, inputs) = matrix.name.removesuffix(".weight"), matrix.shape
+    first = GlobalParameter(
+        name=f"{name}.lora_a",
+        shape=(rank, inputs),
+        deviation=(3 * inputs) ** -0.5,
+        uniform=True,
+        adapter=True,
+    )
+    return first, GlobalParameter(name=f"{name}.lora_b", shape=(outputs, rank), adapter=True)
 
 
 def _drawn(source: str, shape: Sequence[int]) -> Tensor:
@@ -163,7 +188,7 @@ class StageParameter:
     """A parameter as one rank holds it.
 
     ``shared``: the first and the last stage both hold the parameter (a tied head in an unfolded pipeline), so
-    gradients are summed over both stages.
+    gradients are summed over both stages. ``trained``: whether it has gradients and optimizer states.
     """
 
     tensor: nn.Parameter
@@ -172,6 +197,7 @@ class StageParameter:
     bucket: int = 0
     """Number of the bucket in the chunk (see `braid.scheduling.schedule.buckets`)."""
     shared: bool = False
+    trained: bool = True
     operators: list[tuple[ComputeOperator, str]] = field(default_factory=list)
     """Operators that compute with the parameter, each with the name that the operator gives the parameter."""
 
