@@ -192,6 +192,11 @@ class Config(Section):
             raise ConfigError(
                 "train.kernels='triton': Triton is not installed (the extra braid[gpu]); use auto or torch"
             )
+        if self.train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                "train.optimizer='adamw_8bit': torchao is not installed (the extra braid[eight-bit]); "
+                "install it, or use adamw"
+            )
         if self.overlap.cuda_graphs is True and shape.documents:
             raise ConfigError(
                 "overlap.cuda_graphs=true does not go with data.document_mask, as every micro-batch has "

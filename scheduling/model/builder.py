@@ -34,7 +34,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         numbers = Dims(dims.tokens, 2 if self.shape.norms_center else 1)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
-        self._holds(name, whole=dims.width * (2 if self.shape.norms_center else 1))
+        for _ in ("weight", "bias") if self.shape.norms_center else ("weight",):
+            self._holds(name, whole=dims.width)
         gradient = gradient_of(op, (f"d.{y}", x, statistics), phase=Phase.GRADIENT)
         self._gradient_with_skip(gradient, x)
         return y
@@ -50,23 +51,34 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         numbers = Dims(dims.tokens, shape.heads + shape.kv_heads, dims.cut)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
-        self._holds(name, whole=2 * shape.head_dim)
+        for _ in ("q", "k"):
+            self._holds(name, whole=shape.head_dim)
         self._one_gradient(gradient_of(op, (f"d.{y}", qkv, statistics), phase=Phase.GRADIENT), (qkv,))
         return y
 
     def columns(
-        self, name: str, x: str, width: int, *, bias: bool = False, experts: str | None = None
+        self,
+        name: str,
+        x: str,
+        width: int,
+        *,
+        bias: bool = False,
+        experts: str | None = None,
+        hidden: bool = True,
     ) -> str:
         """Write a column-parallel linear layer: its ``width`` outputs are cut over ``tp``, inputs are whole.
 
         ``bias``: whether it has a bias, which is also cut. ``experts``: name of the value with the number of
         rows of every expert (`Routed.sizes`); each expert then has a matrix of its own (grouped GEMM).
+        ``hidden``: whether both sides are hidden values, so that Muon may update the matrix.
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
-        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
-        return self._matrix(name, x, Dims(self.dims(x).tokens, width, self.sizes.tensor), kind, experts)
+        result = Dims(self.dims(x).tokens, width, self.sizes.tensor)
+        y = self._matrix(name, x, result, kind, experts, hidden=hidden)
+        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
+        return y
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None) -> str:
         """Write a row-parallel linear layer: its inputs are cut over ``tp``, and each rank computes partial
@@ -79,7 +91,9 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
         return self._matrix(name, x, Dims(self.dims(x).tokens, width), kind, experts)
 
-    def _matrix(self, name: str, x: str, result: Dims, kind: Kind, sizes: str | None = None) -> str:
+    def _matrix(
+        self, name: str, x: str, result: Dims, kind: Kind, sizes: str | None = None, *, hidden: bool = True
+    ) -> str:
         y = self._value(f"{name}.out", result)
         weights = self.dims(x).width * result.width
         flops = 2 * result.tokens * weights // self.sizes.tensor
@@ -88,11 +102,11 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         if kind is Kind.GROUPED_GEMM:
             expert_elements = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
             if self.sizes.ep > 1:
-                self._holds(name, experts=expert_elements)
+                self._holds(name, experts=expert_elements, matrix=hidden)
             else:
-                self._holds(name, cut=expert_elements)
+                self._holds(name, cut=expert_elements, matrix=hidden)
         else:
-            self._holds(name, cut=weights // self.sizes.tensor)
+            self._holds(name, cut=weights // self.sizes.tensor, matrix=hidden)
         self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts)
         return y
 
@@ -149,7 +163,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         saved_count = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, saved_count))
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
-        self._holds(name, cut=parameters)
+        self._holds(name, cut=parameters, matrix=True)
         receivers = tuple(x for x in reads if x not in self._constants)
         sources = (f"d.{y}", saved)
         if splits_weight_gradient:

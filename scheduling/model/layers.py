@@ -101,12 +101,13 @@ def head(sizes: PartSizes) -> Part:
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("loss_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
-    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias)
+    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias, hidden=False)
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part
     table = part.modules["head"]
-    return replace(part, modules={**part.modules, "head": replace(table, tied=table.dense)})
+    tensors = tuple(replace(tensor, place="tied") for tensor in table.tensors)
+    return replace(part, modules={**part.modules, "head": replace(table, tied=table.dense, tensors=tensors)})
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:

@@ -70,7 +70,7 @@ class Trained:
             self.optimizer.step(step)
 
     def state(self) -> list[torch.Tensor]:
-        return [one.detach().clone() for _, held in self.optimizer.named_tensors() for one in held]
+        return [entry.tensor.detach().clone() for entry in self.optimizer.entries()]
 
     def spoil(self) -> None:
         for master in self.optimizer.masters:
@@ -79,15 +79,15 @@ class Trained:
 
 
 @contextmanager
-def met(rank: int, port: int) -> Iterator[None]:
+def met(rank: int, port: int, ranks: int = LAYOUT.ranks) -> Iterator[None]:
     """As a rank among all."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
-    make_world("gloo", dist.PrefixStore("world", store), rank, LAYOUT.ranks, LIMIT)
+    make_world("gloo", dist.PrefixStore("world", store), rank, ranks, LIMIT)
     yield
     dist.destroy_process_group()
     store.set(f"done {rank}", "")
     if rank == 0:
-        store.wait([f"done {one}" for one in range(LAYOUT.ranks)], LIMIT)
+        store.wait([f"done {one}" for one in range(ranks)], LIMIT)
 
 
 def port_here() -> int:
@@ -111,7 +111,7 @@ def saved_and_restored(rank: int, home: Path) -> None:
     saves.take(SAVED)
     copies.keep(optimizer, SAVED)
     copies.settle()
-    older = add_state({}, optimizer.shards, optimizer.named_tensors(), torch.zeros(1))
+    older = add_state({}, optimizer.entries(), torch.zeros(1))
     del older[UPDATES]
     write_slices(home / "of before", older)
     trained.train(SAVED, STEPS)

@@ -208,11 +208,10 @@ class Ranked:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training leaves, by name."""
-        named = dict(self.parts.optimizer.named_tensors())
+        numbers = {shard: n for n, shard in enumerate(self.parts.optimizer.shards)}
         return {
-            f"{kind} {n} {shard.slices[0].source.name}": tensor
-            for kind, tensors in named.items()
-            for n, (shard, tensor) in enumerate(zip(self.parts.optimizer.shards, tensors, strict=True))
+            f"{kind} {numbers[shard]} {shard.slices[0].source.name}": tensor
+            for kind, shard, tensor in self.parts.optimizer.entries()
         }
 
     def left(self) -> dict[tuple[int, str], Any]:

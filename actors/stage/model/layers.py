@@ -138,7 +138,7 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Return the modules of the embedding part."""
     shape = context.shape
     size = (shape.vocabulary, shape.hidden)
-    table = GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
+    table = _table("embedding.weight", size)
     (piece,) = cut([table], context.place, {0: context.tensor})
     embedding = VocabularyEmbedding(hidden=shape.hidden, **_rows(context, piece), **context.home)
     modules = {"embedding": OperatorModule(module=embedding, slices={"weight": (piece,)})}
@@ -151,9 +151,13 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
             **context.home,
         )
         size = (shape.sequence, shape.hidden)
-        table = GlobalParameter(name="positions.weight", shape=size, deviation=INITIAL_DEVIATION)
+        table = _table("positions.weight", size)
         modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
     return modules
+
+
+def _table(name: str, size: tuple[int, int]) -> GlobalParameter:
+    return GlobalParameter(name=name, shape=size, deviation=INITIAL_DEVIATION, hidden=False)
 
 
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
@@ -163,7 +167,7 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """
     shape = context.shape
     name = "embedding" if shape.tied_head else "head"
-    head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias)
+    head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias, hidden=False)
     statistics = context.operators.cross_entropy_statistics(**_rows(context, head.slices["weight"][0]))
     return {
         "final_norm": context.norm("final_norm"),
