@@ -21,6 +21,7 @@ from braid.jobs.output import ExitCode, answer, complain, on_disk
 from braid.jobs.usage import AsJson, RunFolder, example, group
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.states import AVERAGE, PARAMETER
 from braid.scheduling.text.records import from_mapping
 
 checkpoint = group("List, verify and export the checkpoints of a run.", "checkpoint list runs/first")
@@ -80,6 +81,9 @@ def export_checkpoint(
     max_file_gb: Annotated[
         float, typer.Option(help="Cut the weights into files of at most this size.")
     ] = 5.0,
+    average: Annotated[
+        bool, typer.Option("--average", help="Write the average of the weights (train.average).")
+    ] = False,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
@@ -111,7 +115,8 @@ def export_checkpoint(
         tokens = copy_kept(found.path, partial)
         if tokens is None:
             complain(f"{source} has kept no tokenizer; the export has weights and config.json only")
-        files = export_model(found.path, partial, found.shape, dtype, int(max_file_gb * 1e9), tokens or {})
+        most, state = int(max_file_gb * 1e9), AVERAGE if average else PARAMETER
+        files = export_model(found.path, partial, found.shape, dtype, most, tokens or {}, state)
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")

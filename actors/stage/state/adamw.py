@@ -22,8 +22,9 @@ class Moment(Protocol):
 class AdamW(Protocol):
     """AdamW of some masters, whose gradients are in ``Tensor.grad``."""
 
-    states: Mapping[Tensor, dict[str, Any]]
-    """A tensor or a `Moment` of every kind (`MOMENTS`), by master."""
+    @property
+    def states(self) -> Mapping[Tensor, dict[str, Any]]:
+        """A tensor or a `Moment` of every kind (`MOMENTS`), by master."""
 
     def step(self, lr: float) -> None:
         """Update the masters."""

@@ -7,6 +7,7 @@ copies hold the moments' values in fp32, as AdamW's, and in the layout that wrot
 for bit.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,14 @@ _NEIGHBOURS = range(-4, 5)
 """Distances, in representable numbers, at which a block's scale is looked for."""
 
 
+def _torchao_optim() -> Any:
+    """Import torchao, which warns of kernels of its own that this machine has not; none is needed here."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    import torchao.optim
+
+    return torchao.optim
+
+
 def _parts(flat: Tensor) -> list[Tensor]:
     """Cut a 1-dim tensor into its whole blocks and the rest; empty parts are left out."""
     count = quantised_elements(flat.numel())
@@ -31,13 +40,13 @@ class QuantisedMoment:
     """A moment of one master: in 8 bits as far as `quantised_elements` says, else in fp32."""
 
     def __init__(self, master: Tensor, *, signed: bool) -> None:
-        from torchao.optim.subclass_8bit import OptimState8bit
-
+        quantised = _torchao_optim().subclass_8bit.OptimState8bit
         self._shape = master.shape
-        self.parts: list[Tensor] = []
+        self.parts: list[Any] = []
+        """torchao's tensors in 8 bits, and tensors in fp32."""
         for part in _parts(master.detach().view(-1)):
             if quantised_elements(part.numel()):
-                moment = OptimState8bit.zeros(part.shape, signed, BLOCK, part.device, dtype=torch.float32)
+                moment = quantised.zeros(part.shape, signed, BLOCK, part.device, dtype=torch.float32)
             else:
                 moment = torch.zeros_like(part)
             self.parts.append(moment)
@@ -74,8 +83,7 @@ def _restore_scales(moment: Any, values: Tensor) -> None:
     torchao's codes reach from -0.993 to 1, so a block whose largest value was negative has lost the scale
     that it was divided by; it is the largest value over -0.993, or a neighbour of this number.
     """
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
-
+    quantise = _torchao_optim().quant_utils.quantize_8bit_with_qmap
     wanted = values.view(-1, BLOCK)
     codes = moment.codes.view(-1, BLOCK)
     for distance in _NEIGHBOURS:
@@ -84,7 +92,7 @@ def _restore_scales(moment: Any, values: Tensor) -> None:
             return
         scales = wanted[odd].amin(dim=1) / moment.qmap[0]
         scales = (scales.view(torch.int32) + distance).view(torch.float32)
-        found = quantize_8bit_with_qmap(wanted[odd] / scales.view(-1, 1), moment.qmap)
+        found = quantise(wanted[odd] / scales.view(-1, 1), moment.qmap)
         fits = (moment.qmap[found.int()] * scales.view(-1, 1) == wanted[odd]).all(dim=1)
         codes[odd[fits]] = found[fits]
         moment.scale[odd[fits]] = scales[fits]
@@ -96,8 +104,6 @@ class EightBitAdamW:
     def __init__(self, masters: Sequence[tuple[Tensor, bool]], weight_decay: float, **settings: Any) -> None:
         """``masters``: fp32 tensors with gradients, at least one, each with whether it decays. ``settings``:
         ``lr``, ``betas``, ``eps``."""
-        from torchao.optim import AdamW8bit
-
         self._on_cpu = masters[0][0].device.type == "cpu"
         self.states: dict[Tensor, dict[str, Any]] = {}
         parts: list[tuple[Tensor, bool]] = []
@@ -112,7 +118,8 @@ class EightBitAdamW:
                 parts.append((part, decays))
                 states[part] = {kind: moment.parts[number] for kind, moment in moments.items()}
                 states[part]["step"] = torch.tensor(0.0)
-        self._adamw = AdamW8bit(decay_groups(parts, weight_decay), block_size=BLOCK, **settings)
+        adamw = _torchao_optim().AdamW8bit
+        self._adamw = adamw(decay_groups(parts, weight_decay), block_size=BLOCK, **settings)
         self._adamw.state.update(states)
 
     def step(self, lr: float) -> None:

@@ -26,6 +26,7 @@ from braid.actors.stage.state.optimizer import Optimizer
 from braid.actors.stage.state.parameters import ParameterSlice
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.states import PARAMETER
 
 EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,23 +89,25 @@ def export_model(
     dtype: str,
     max_file_bytes: int,
     tokens: Mapping[str, Any] = MappingProxyType({}),
+    state: str = PARAMETER,
 ) -> list[Path]:
     """Write a verified checkpoint's parameters into an empty directory; return the files that hold them.
 
-    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``. One file's
+    ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``; ``state``:
+    the kind of state that is written, the weights or their average. One file's
     tensors are in memory at a time; a tensor larger than ``max_file_bytes`` gets a file of its own. Raise
     `ValueError` if the checkpoint belongs to another model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
     reader = GuardedReader(checkpoint)
-    _check_contents(checkpoint, reader, tensors)
+    _check_contents(checkpoint, reader, tensors, state)
     kind = EXPORT_DTYPES[dtype]
     groups = _groups(tensors, kind.itemsize, max_file_bytes)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
     if len(groups) == 1:
         names = [SINGLE]
     for name, group in zip(names, groups, strict=True):
-        parts = _load(reader, group)
+        parts = _load(reader, group, state)
         content = {tensor.name: _stored(tensor, parts, kind) for tensor in group}
         try:
             save_file(content, directory / name, metadata={"format": "pt"})
@@ -123,15 +126,22 @@ def export_model(
     return files
 
 
-def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
+def _check_contents(
+    checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor], state: str
+) -> None:
     """Raise `ValueError` unless the checkpoint's parameters have the names and shapes that ``tensors``
     need.
     """
     stored = {
-        name.removeprefix("parameter."): tuple(entry.size)
+        name.removeprefix(f"{state}."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(f"{state}.") and isinstance(entry, TensorStorageMetadata)
     }
+    if not stored and state != PARAMETER:
+        raise ValueError(
+            f"checkpoint {checkpoint} has no {state} of the weights; train with train.average, or export "
+            f"without --average"
+        )
     wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
     for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):
@@ -155,7 +165,7 @@ def _groups(tensors: Sequence[StoredTensor], itemsize: int, max_file_bytes: int)
     return groups
 
 
-def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tuple[int, Tensor]]:
+def _load(reader: GuardedReader, group: Sequence[StoredTensor], kind: str) -> dict[str, tuple[int, Tensor]]:
     """Read the parameters that a file's tensors consist of, in the checkpoint's dtype; return them by name.
 
     For a global parameter of experts the value is (first expert, box); the box reaches from the file's first
@@ -174,11 +184,11 @@ def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> dict[str, tup
     state: GlobalState = {}
     parts: dict[str, tuple[int, Tensor]] = {}
     for name, (shape, experts) in boxes.items():
-        entry = entries[f"parameter.{name}"]
+        entry = entries[f"{kind}.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         local = torch.empty((len(experts), *shape[1:]), dtype=entry.properties.dtype)
         offsets = torch.Size((experts.start, *[0] * (len(shape) - 1)))
-        state[f"parameter.{name}"] = GlobalSlices(shape, {offsets: local})
+        state[f"{kind}.{name}"] = GlobalSlices(shape, {offsets: local})
         parts[name] = experts.start, local
     with quietly():
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)

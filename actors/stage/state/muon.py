@@ -42,8 +42,8 @@ class MatrixPart(NamedTuple):
     bucket: BucketKey
     name: str
     """Name of the global tensor."""
-    index: tuple[int, ...]
-    """Index of the matrix in the global tensor: the expert, or nothing."""
+    leading: tuple[int, ...]
+    """Position of the matrix in the global tensor: the expert, or nothing."""
     shape: tuple[int, int]
     """Shape of the whole matrix."""
     row: int
@@ -54,7 +54,7 @@ class MatrixPart(NamedTuple):
     @property
     def matrix(self) -> tuple[BucketKey, str, tuple[int, ...]]:
         """What tells matrices apart; sorted, it gives their order."""
-        return self.bucket, self.name, self.index
+        return self.bucket, self.name, self.leading
 
     @property
     def elements(self) -> int:
@@ -168,7 +168,7 @@ class MatrixUpdates:
         return launch.result
 
 
-def _joined(parts: Sequence[Tensor], held: Sequence[HeldMatrices]) -> Tensor:
+def _joined(parts: list[Tensor], held: Sequence[HeldMatrices]) -> Tensor:
     if parts:
         return torch.cat(parts)
     device = held[0].master.device if held else None
