@@ -4,21 +4,29 @@ The reference knows nothing of shards, owners or states: `torch.optim.AdamW`, `t
 matrix, the schedulers of `torch.optim.lr_scheduler`, and `AveragedModel`.
 """
 
+import importlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from braid.actors.config import TrainConfig
+from braid.actors.controller.controller import RunOptions, check_begin
+from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.stage.state.checkpoint import read_tensors
 from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
-from tests.end_to_end.runs import Run, prepare_text, run_layout, run_plain
+from tests.end_to_end.runs import Run, run_layout, run_plain, run_plan, small_config, trained
+from tests.in_process import Capture, called, refused
 
+SEED = int(os.environ["BRAID_TEST_SEED"])
 STEPS = 8
 MOE: Mapping[str, Any] = {"family": "moe", "experts": 4, "top_k": 2, "expert_ffn": 48}
 LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -44,6 +52,11 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith(ends)
 
 
+def torchao_optim() -> Any:
+    """The library of moments in 8 bits."""
+    return importlib.import_module("torchao.optim")
+
+
 class TorchTrainer(PlainTrainer):
     """Training with torch's own optimizers, schedulers and average."""
 
@@ -60,9 +73,8 @@ class TorchTrainer(PlainTrainer):
         decayed = [p for p in others.values() if p.dim() > 1]
         groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain}]
         settings: dict[str, Any] = {"lr": train.lr, "betas": train.betas, "eps": train.eps}
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(groups, weight_decay=0.0, **settings)
-        ]
+        adamw = torchao_optim().AdamW8bit if train.optimizer == "adamw_8bit" else torch.optim.AdamW
+        self.optimizers: list[torch.optim.Optimizer] = [adamw(groups, weight_decay=0.0, **settings)]
         if self._pieces:
             self.optimizers.append(
                 torch.optim.Muon(
@@ -89,7 +101,8 @@ class TorchTrainer(PlainTrainer):
             assert whole.grad is not None
             piece.grad = whole.grad[index]
         for optimizer, schedule in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
+            with torch.compiler.set_stance("force_eager"):  # which torchao would compile
+                optimizer.step()
             schedule.step()
         self.model.zero_grad()
         if self.average is not None:
@@ -117,17 +130,11 @@ def scheduler(train: TrainConfig, optimizer: torch.optim.Optimizer) -> lr_schedu
     return lr_scheduler.SequentialLR(optimizer, [rise, then], [warmup])
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, drawn anew in every session."""
-    return prepare_text(tmp_path_factory.mktemp("text"), torch.seed() % 1000)
-
-
 def sections(layout: str, **train: Any) -> dict[str, Mapping[str, Any]]:
     """A run's sections: small, in double precision, with a decay and a learning rate that show."""
     given = LAYOUTS[layout]
     model = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "sequence": 32, **given.get("model", {})}
-    small = {"steps": STEPS, "warmup_steps": 2, "dtype": "fp64", "lr": 3e-3, "global_batch": 8}
+    small = {"seed": SEED, "steps": STEPS, "warmup_steps": 2, "dtype": "fp64", "lr": 3e-3, "global_batch": 8}
     return {"model": model, "parallel": given["parallel"], "train": {**small, "micro_batch": 1, **train}}
 
 
@@ -157,3 +164,93 @@ def test_every_layout_trains_as_torch_does(tmp_path: Path, data: Path, layout: s
     assert (average is not None) == any(name.startswith("average.") for name in found)
     for name, expected in average.module.named_parameters() if average is not None else ():
         torch.testing.assert_close(found[f"average.{name}"], expected.detach(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2", "dp 2, ZeRO 3", "ep 2"])
+def test_moments_of_8_bits_are_as_near_as_the_librarys(tmp_path: Path, data: Path, layout: str) -> None:
+    """Layouts round other blocks: as far from torch's AdamW as torchao in one process, or little more."""
+    given = sections(layout, dtype="fp32", optimizer="adamw_8bit")
+    run = run_layout(tmp_path, data, **given)
+    exact = run.config.changed(train={"optimizer": "adamw"})
+    library, fp32 = (run_plain(config, data, TorchTrainer) for config in (run.config, exact))
+    assert run.losses == pytest.approx(library.losses, rel=2e-3)
+    ours, theirs, size = 0.0, 0.0, 0.0
+    found = run.parameters()
+    for (name, expected), (_, rounded) in zip(
+        fp32.model.named_parameters(), library.model.named_parameters(), strict=True
+    ):
+        ours += (found[name] - expected).square().sum().item()
+        theirs += (rounded - expected).square().sum().item()
+        size += expected.square().sum().item()
+    assert 0 < ours <= 4 * theirs, "at most twice as far"
+    assert theirs < 1e-3 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [
+        ("tp 2 x dp 2, ZeRO 1", {"optimizer": "muon", "average": 0.9, "schedule": "stable_decay"}),
+        ("dp 2, ZeRO 3", {"optimizer": "adamw_8bit", "dtype": "bf16", "average": 0.5}),
+    ],
+)
+def test_a_run_that_resumes_goes_on_bit_for_bit(
+    tmp_path: Path, data: Path, layout: str, train: Mapping[str, Any]
+) -> None:
+    given = sections(layout, **train)
+    undisturbed = run_layout(tmp_path, data, **given)
+    plan = run_plan(small_config(tmp_path, **given), data)
+    half = trained(plan, STEPS // 2)
+    whole = trained(plan, resume=True)
+    assert [*half.losses, *whole.losses] == undisturbed.losses
+    found, expected = states(whole, STEPS), states(undisturbed, STEPS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_muon_goes_on_in_another_layout(tmp_path: Path, data: Path, capsys: Capture) -> None:
+    """With its momentum and the average, which is also exported; other optimizers are refused."""
+    train = {"optimizer": "muon", "average": 0.9}
+    undisturbed = run_layout(tmp_path, data, **sections("tp 2", **train))
+    plan = run_plan(small_config(tmp_path, **sections("tp 2", **train)), data)
+    trained(plan, STEPS // 2)
+    parallel = plan.config.parallel.model_copy(update={"tp": 1, "dp": 2, "zero": 3})
+    moved = run_plan(plan.config.model_copy(update={"parallel": parallel}), data)
+    run = trained(moved, resume=True)
+    found, expected = states(run, STEPS), states(undisturbed, STEPS)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
+    folder = tmp_path / "averaged"
+    assert called(capsys, "checkpoint", "export", run.directory, folder, "--average").code == 0
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        norm = file.get_tensor("model.norm.weight")
+    assert torch.equal(norm, found["average.final_norm.weight"].float())
+    for section, says in (
+        (
+            {"optimizer": "adamw"},
+            "has the states of train.optimizer=muon, this run has train.optimizer=adamw",
+        ),
+        ({"average": 0.0}, ""),
+    ):
+        config = moved.config.changed(train=section)
+        if says:
+            with pytest.raises(CheckpointError, match=re.escape(says)):
+                check_begin(config, RunOptions(resume=True), moved.shape)
+        else:
+            check_begin(config, RunOptions(resume=True), moved.shape)
+
+
+@pytest.mark.slow
+def test_an_average_that_no_checkpoint_has_is_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
+    run = run_layout(tmp_path, data, until=2, **sections("tp 2"))
+    shape = run.shape
+    averaged = run.config.changed(train={"average": 0.9})
+    with pytest.raises(CheckpointError, match=r"no average of the weights, this run has train\.average=0\.9"):
+        check_begin(averaged, RunOptions(resume=True), shape)
+    eight = run.config.changed(train={"optimizer": "adamw_8bit"})
+    check_begin(eight, RunOptions(resume=True), shape)
+    outcome = called(capsys, "checkpoint", "export", run.directory, tmp_path / "none", "--average")
+    refused(outcome, "has no average of the weights", "train.average", "--average")
+    assert not (tmp_path / "none").exists()
