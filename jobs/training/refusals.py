@@ -23,8 +23,8 @@ from braid.jobs.data.tokenizer import tokenizer_of
 from braid.scheduling.cost.profile import read_profile
 from braid.scheduling.model.shape import ModelShape
 
-_STATE_BYTES = 16
-"""Least bytes per parameter: the parameter with its gradient, its fp32 copy and AdamW's two moments."""
+_STATE_BYTES = 8
+"""Least bytes per parameter beside the optimizer's states: the parameter with its gradient and fp32 copy."""
 
 
 def check_run(
@@ -87,7 +87,8 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
     if config.cluster.device == "cuda" or (config.cluster.device == "auto" and gpus_here(os.environ)):
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
-    needed, memory = shape.parameters() * _STATE_BYTES * copies, memory_here()
+    states = config.train.states.bytes(shape.parameters(), 4, matrix=True)
+    needed, memory = (shape.parameters() * _STATE_BYTES + states) * copies, memory_here()
     if memory is not None and needed > memory:
         raise ConfigError(
             f"model: weights, gradients and optimizer of {shape.parameters() / 1e9:.2f} B parameters need "

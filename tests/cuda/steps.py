@@ -91,6 +91,8 @@ class Case:
     """Of all layers, or of each."""
     rounded: bool = False
     """Whether ranks sum gradients in bf16."""
+    muon: bool = False
+    """Whether Muon updates matrices, which their owners get from other ranks."""
 
     @property
     def name(self) -> str:
@@ -139,6 +141,7 @@ class Case:
         parallel |= {"tensor_degrees": list(self.degrees)} if self.degrees else {}
         train = {"micro_batch": MICRO_BATCH, "global_batch": self.micro_batches * MICRO_BATCH * self.dp}
         train |= {"recompute": self.recompute, "reduce_dtype": "bf16" if self.rounded else None, **OPTIMIZER}
+        train |= {"optimizer": "muon"} if self.muon else {}
         schedule, _, pipeline = self.schedule.partition(":")
         overlap = {"schedule": schedule, "pipeline": pipeline or None, "cuda_graphs": self.graph}
         sections = {"parallel": parallel, "train": train, "overlap": overlap, "telemetry": {"spans": False}}
