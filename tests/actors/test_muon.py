@@ -127,7 +127,7 @@ def test_owners_share_the_work() -> None:
     parts = [[MatrixPart((0, n), "w", (), shape, 4 * r, 0, 4, 8) for n in range(6)] for r in range(2)]
     parts[0].append(MatrixPart((0, 0), "expert", (0,), shape, 0, 0, 8, 8))
     parts[1].append(MatrixPart((0, 0), "expert", (1,), shape, 0, 0, 8, 8))
-    owners = muon._owners(parts)
+    owners = muon.owners_of(parts)
     assert owners[(0, 0), "expert", (0,)] == 0
     assert owners[(0, 0), "expert", (1,)] == 1
     assert sorted(owners.values()) == [0] * 4 + [1] * 4

@@ -23,7 +23,7 @@ from braid.actors.controller.controller import RunOptions, check_begin
 from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.stage.state.checkpoint import read_tensors
 from braid.jobs.bench.plain_torch import PlainModel, PlainTrainer
-from tests.end_to_end.runs import Run, run_layout, run_plain, run_plan, small_config, trained
+from tests.end_to_end.runs import Run, prepare_text, run_layout, run_plain, run_plan, small_config, trained
 from tests.in_process import Capture, called, refused
 
 SEED = int(os.environ["BRAID_TEST_SEED"])
@@ -128,6 +128,12 @@ def scheduler(train: TrainConfig, optimizer: torch.optim.Optimizer) -> lr_schedu
             ends = [warmup, train.steps - train.decay_steps]
             return lr_scheduler.SequentialLR(optimizer, [rise, stay, fall], ends)
     return lr_scheduler.SequentialLR(optimizer, [rise, then], [warmup])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text; the order of samples and the initial weights are drawn anew in every session."""
+    return prepare_text(tmp_path_factory.mktemp("text"), 3, files=60)
 
 
 def sections(layout: str, **train: Any) -> dict[str, Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braid.actors.stage.state.adamw import decay_groups
+from braid.actors.stage.state.adamw import TorchAdamW, decay_groups
 from braid.scheduling.schedule.states import BLOCK, MOMENTS, quantised_elements
 
 _NEIGHBOURS = range(-4, 5)
@@ -40,32 +40,28 @@ class QuantisedMoment:
     """A moment of one master: in 8 bits as far as `quantised_elements` says, else in fp32."""
 
     def __init__(self, master: Tensor, *, signed: bool) -> None:
-        quantised = _torchao_optim().subclass_8bit.OptimState8bit
         self._shape = master.shape
         self.parts: list[Any] = []
         """torchao's tensors in 8 bits, and tensors in fp32."""
+        in_8_bits = _torchao_optim().subclass_8bit.OptimState8bit.zeros
         for part in _parts(master.detach().view(-1)):
-            if quantised_elements(part.numel()):
-                moment = quantised.zeros(part.shape, signed, BLOCK, part.device, dtype=torch.float32)
-            else:
-                moment = torch.zeros_like(part)
-            self.parts.append(moment)
+            whole = quantised_elements(part.numel()) > 0
+            moment = in_8_bits(part.shape, signed, BLOCK, part.device, torch.float32) if whole else None
+            self.parts.append(torch.zeros_like(part) if moment is None else moment)
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales, tables of codes, and of the part in fp32."""
-        held = [
-            tensor
-            for part in self.parts
-            for tensor in ((part.codes, part.scale, part.qmap) if _quantised(part) else (part,))
-        ]
-        return sum(tensor.nbytes for tensor in held)
+        held = ((p.codes, p.scale, p.qmap) if _quantised(p) else (p,) for p in self.parts)
+        return sum(tensor.nbytes for tensors in held for tensor in tensors)
 
     def read(self) -> Tensor:
-        values = [part.dequantize() if _quantised(part) else part for part in self.parts]
+        """Return the values in the host's memory, in the master's shape."""
+        values = (part.dequantize() if _quantised(part) else part for part in self.parts)
         return torch.cat([value.cpu() for value in values]).view(self._shape)
 
     def write(self, values: Tensor) -> None:
+        """Set the values; values that `read` returned are restored bit for bit."""
         for part, given in zip(self.parts, _parts(values.reshape(-1)), strict=True):
             here = given.to(device=part.device, dtype=torch.float32)
             part.copy_(here)
@@ -98,16 +94,14 @@ def _restore_scales(moment: Any, values: Tensor) -> None:
         moment.scale[odd[fits]] = scales[fits]
 
 
-class EightBitAdamW:
+class EightBitAdamW(TorchAdamW):
     """`torchao.optim.AdamW8bit`. On a CPU its update runs uncompiled, as compiling takes a C++ compiler."""
 
     def __init__(self, masters: Sequence[tuple[Tensor, bool]], weight_decay: float, **settings: Any) -> None:
-        """``masters``: fp32 tensors with gradients, at least one, each with whether it decays. ``settings``:
-        ``lr``, ``betas``, ``eps``."""
         self._on_cpu = masters[0][0].device.type == "cpu"
-        self.states: dict[Tensor, dict[str, Any]] = {}
+        self.states = {}
         parts: list[tuple[Tensor, bool]] = []
-        states: dict[Tensor, dict[str, Tensor]] = {}
+        states: dict[Tensor, dict[str, Any]] = {}
         for master, decays in masters:
             assert master.grad is not None
             moments = {kind: QuantisedMoment(master, signed=kind == MOMENTS[0]) for kind in MOMENTS}
@@ -118,8 +112,8 @@ class EightBitAdamW:
                 parts.append((part, decays))
                 states[part] = {kind: moment.parts[number] for kind, moment in moments.items()}
                 states[part]["step"] = torch.tensor(0.0)
-        adamw = _torchao_optim().AdamW8bit
-        self._adamw = adamw(decay_groups(parts, weight_decay), block_size=BLOCK, **settings)
+        groups = decay_groups(parts, weight_decay)
+        self._adamw = _torchao_optim().AdamW8bit(groups, block_size=BLOCK, **settings)
         self._adamw.state.update(states)
 
     def step(self, lr: float) -> None:
@@ -127,7 +121,3 @@ class EightBitAdamW:
             group["lr"].fill_(lr)
         with torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext():
             self._adamw.step()
-
-    def count(self, updates: int) -> None:
-        for state in self._adamw.state.values():
-            state["step"].fill_(updates)

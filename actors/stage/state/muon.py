@@ -14,9 +14,10 @@ gathers which another bucket has under way cannot be taken for it. The order of 
 all ranks, as it follows from the names of the matrices.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod, sqrt
 from typing import Final, NamedTuple
 
@@ -36,6 +37,10 @@ ROUND_ELEMENTS: Final = 1 << 26
 """Number of elements per rank that one round exchanges at most, unless one bucket has more."""
 
 
+MatrixKey = tuple[BucketKey, str, tuple[int, ...]]
+"""What tells matrices apart, and gives their order: `MatrixPart.bucket`, ``name`` and ``leading``."""
+
+
 class MatrixPart(NamedTuple):
     """A box of a matrix: the part that is contiguous in one rank's master."""
 
@@ -44,7 +49,7 @@ class MatrixPart(NamedTuple):
     """Name of the global tensor."""
     leading: tuple[int, ...]
     """Position of the matrix in the global tensor: the expert, or nothing."""
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     """Shape of the whole matrix."""
     row: int
     column: int
@@ -52,8 +57,7 @@ class MatrixPart(NamedTuple):
     columns: int
 
     @property
-    def matrix(self) -> tuple[BucketKey, str, tuple[int, ...]]:
-        """What tells matrices apart; sorted, it gives their order."""
+    def matrix(self) -> MatrixKey:
         return self.bucket, self.name, self.leading
 
     @property
@@ -64,9 +68,12 @@ class MatrixPart(NamedTuple):
         """Return this part of the whole matrix, a view."""
         return whole[self.row : self.row + self.rows, self.column : self.column + self.columns]
 
+    def at(self, flat: Tensor, place: int) -> Tensor:
+        """Return this part, which begins at ``place`` in a 1-dim tensor, as a box, a view."""
+        return flat[place : place + self.elements].view(self.rows, self.columns)
 
-@dataclass(frozen=True)
-class HeldMatrices:
+
+class HeldMatrices(NamedTuple):
     """A master that holds parts of matrices, with its momentum, and the shard that it belongs to."""
 
     master: Tensor
@@ -74,7 +81,7 @@ class HeldMatrices:
     shard: Shard
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A part that this rank holds: the number of the master, and the part's first element there."""
 
     master: int
@@ -86,77 +93,74 @@ class Held(NamedTuple):
 class _Round:
     """Matrices that are exchanged together."""
 
-    masters: tuple[int, ...]
-    """Numbers of this rank's masters that hold parts of them."""
-    sent: tuple[Held, ...]
+    sent: tuple[HeldPart, ...]
     """This rank's parts, by owner."""
     extents: Extents
-    owned: tuple[tuple[MatrixPart, ...], ...]
-    """Of every matrix that this rank owns, the parts of all ranks."""
-    places: tuple[tuple[int, ...], ...]
-    """The first elements of these parts in what arrives here."""
+    owned: tuple[tuple[tuple[MatrixPart, int], ...], ...]
+    """Of every matrix that this rank owns, the parts of all ranks, each with its first element in what
+    arrives."""
 
 
 class MatrixUpdates:
     """Updates the matrices of one rank; all ranks of a stage and replica call `update` together."""
 
     def __init__(
-        self, mesh: Mesh, held: Sequence[HeldMatrices], momentum: float, weight_decay: float
+        self,
+        mesh: Mesh,
+        held: Sequence[HeldMatrices],
+        device: torch.device,
+        momentum: float,
+        weight_decay: float,
     ) -> None:
         """Make the group of the exchange; all ranks of the run call this together."""
-        self._held, self._momentum, self._weight_decay = tuple(held), momentum, weight_decay
+        self._held, self._momentum, self._weight_decay = held, momentum, weight_decay
+        self._nothing = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self._line: Line | None = None
         shape = mesh.place.mesh
         factors = (*shape.factors_of("tp"), *shape.sharded)
         mine = [one for number, matrices in enumerate(held) for one in _parts_of(number, matrices.shard)]
-        everyone = [[one.part for one in mine]]
-        self._line: Line | None = None
+        everyone, rank = [[one.part for one in mine]], 0
         if shape.size(factors) > 1:
             assert mesh.groups is not None
             self._line = mesh.groups.line("update", shape.groups(factors))
             assert self._line is not None
             self._line.warm_up()
-            told = mesh.groups.gather([tuple(one.part) for one in mine])
+            told = mesh.groups.gather([tuple(part) for part in everyone[0]])
             ranks = shape.members(mesh.position, factors)
-            everyone = [[MatrixPart(*fields) for fields in told[rank]] for rank in ranks]
-        self._rounds = tuple(_rounds(mine, everyone, 0 if self._line is None else self._line.rank))
+            everyone = [[MatrixPart(*fields) for fields in told[other]] for other in ranks]
+            rank = self._line.rank
+        self._rounds = tuple(_round(run, mine, everyone, rank) for run in _runs_of_buckets(everyone))
 
     @torch.no_grad()
     def update(self, lr: float, factor: float) -> None:
         """Update all matrices. ``factor``: the factor that clips the gradients."""
         for now in self._rounds:
-            directions = self._nesterov(now, factor)
+            masters = dict.fromkeys(one.master for one in now.sent)
+            directions = {number: self._direction(self._held[number], factor) for number in masters}
             sent = [directions[one.master][one.begin :][: one.part.elements] for one in now.sent]
-            arrived = self._exchange(_joined(sent, self._held), now.extents)
-            for parts, places in zip(now.owned, now.places, strict=True):
-                whole = arrived.new_empty(parts[0].shape)
-                for part, place in zip(parts, places, strict=True):
-                    part.of(whole).copy_(arrived[place:][: part.elements].view(part.rows, part.columns))
-                direction = orthogonal_descent(whole)
-                for part, place in zip(parts, places, strict=True):
-                    arrived[place:][: part.elements].view(part.rows, part.columns).copy_(part.of(direction))
+            arrived = self._exchange(torch.cat([self._nothing, *sent]), now.extents)
+            for parts in now.owned:
+                whole = arrived.new_empty(parts[0][0].shape)
+                for part, place in parts:
+                    part.of(whole).copy_(part.at(arrived, place))
+                descent = orthogonal_descent(whole)
+                for part, place in parts:
+                    part.at(arrived, place).copy_(part.of(descent))
             returned = self._exchange(arrived, now.extents.back)
-            for number in now.masters:
+            for number in masters:
                 self._held[number].master.mul_(1 - lr * self._weight_decay)
             place = 0
-            for one in now.sent:
-                step = returned[place:][: one.part.elements]
-                target = self._held[one.master].master.view(-1)[one.begin :][: one.part.elements]
-                target.add_(step, alpha=lr * ADAMW_RMS * sqrt(max(one.part.shape)))
-                place += one.part.elements
+            for number, begin, part in now.sent:
+                target = part.at(self._held[number].master.view(-1), begin)
+                target.add_(part.at(returned, place), alpha=lr * ADAMW_RMS * sqrt(max(part.shape)))
+                place += part.elements
 
-    def _nesterov(self, now: _Round, factor: float) -> dict[int, Tensor]:
-        """Add the gradients to the momentum; return the directions of the masters, flat, in bf16."""
-        directions = {}
-        for number in now.masters:
-            held = self._held[number]
-            gradient = held.shard.gradient
-            if factor != 1.0:
-                gradient = gradient * factor
-            gradient = gradient.to(held.master.dtype)
-            held.momentum.lerp_(gradient, 1 - self._momentum)
-            direction = gradient.lerp(held.momentum, self._momentum)
-            directions[number] = direction.view(-1).to(torch.bfloat16)
-        return directions
+    def _direction(self, held: HeldMatrices, factor: float) -> Tensor:
+        """Add the gradient to the momentum; return Nesterov's direction, flat, in bf16."""
+        gradient = held.shard.gradient if factor == 1.0 else held.shard.gradient * factor
+        gradient = gradient.to(held.master.dtype)
+        held.momentum.lerp_(gradient, 1 - self._momentum)
+        return gradient.lerp(held.momentum, self._momentum).view(-1).to(torch.bfloat16)
 
     def _exchange(self, x: Tensor, extents: Extents) -> Tensor:
         if self._line is None:
@@ -166,13 +170,6 @@ class MatrixUpdates:
         if launch.finish is not None:
             launch.finish()
         return launch.result
-
-
-def _joined(parts: list[Tensor], held: Sequence[HeldMatrices]) -> Tensor:
-    if parts:
-        return torch.cat(parts)
-    device = held[0].master.device if held else None
-    return torch.empty(0, dtype=torch.bfloat16, device=device)
 
 
 def orthogonal_descent(direction: Tensor) -> Tensor:
@@ -190,77 +187,76 @@ def orthogonal_descent(direction: Tensor) -> Tensor:
     return step.detach()
 
 
-def _parts_of(number: int, shard: Shard) -> Iterator[Held]:
+def _parts_of(number: int, shard: Shard) -> Iterator[HeldPart]:
     """Yield the parts of matrices that a shard holds. ``number``: number of its master."""
     key = shard.parameter.chunk, shard.parameter.bucket
-    for piece in shard.slices:
+    for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
         *leading, rows, columns = piece.sizes
-        shape = piece.source.shape[-2], piece.source.shape[-1]
-        row, column = piece.offsets[-2:]
+        shape, (row, column) = piece.source.shape[-2:], piece.offsets[-2:]
         ranges = [range(at, at + size) for at, size in zip(piece.offsets, leading, strict=False)]
-        for count, index in enumerate(product(*ranges) if rows * columns else ()):
+        for count, index in enumerate(product(*ranges)):
             part = MatrixPart(key, piece.source.name, index, shape, row, column, rows, columns)
-            yield Held(number, piece.begin + count * part.elements, part)
+            yield HeldPart(number, piece.begin + count * part.elements, part)
 
 
-def _rounds(mine: Sequence[Held], everyone: Sequence[Sequence[MatrixPart]], rank: int) -> Iterator[_Round]:
-    """Yield the rounds of an update: runs of whole buckets. ``everyone``: the parts of all ranks of the
-    exchange; ``rank``: number of this rank among them."""
-    owned_elements: dict[BucketKey, int] = {}
-    for part in (part for parts in everyone for part in parts):
-        owned_elements[part.bucket] = owned_elements.get(part.bucket, 0) + part.elements
+def _runs_of_buckets(everyone: Sequence[Sequence[MatrixPart]]) -> Iterator[set[BucketKey]]:
+    """Yield the buckets of every round. ``everyone``: the parts of all ranks of the exchange."""
+    elements: Counter[BucketKey] = Counter()
+    for part in chain(*everyone):
+        elements[part.bucket] += part.elements
     run: set[BucketKey] = set()
-    for bucket in sorted(owned_elements):
-        if run and sum(map(owned_elements.__getitem__, (*run, bucket))) > ROUND_ELEMENTS * len(everyone):
-            yield _round(run, mine, everyone, rank)
+    for bucket in sorted(elements):
+        if run and sum(elements[key] for key in (*run, bucket)) > ROUND_ELEMENTS * len(everyone):
+            yield run
             run = set()
         run.add(bucket)
     if run:
-        yield _round(run, mine, everyone, rank)
+        yield run
 
 
 def _round(
-    buckets: set[BucketKey], mine: Sequence[Held], everyone: Sequence[Sequence[MatrixPart]], rank: int
+    buckets: set[BucketKey], mine: Sequence[HeldPart], everyone: Sequence[Sequence[MatrixPart]], rank: int
 ) -> _Round:
     parts = [[part for part in held if part.bucket in buckets] for held in everyone]
-    owners = _owners(parts)
+    owners = owners_of(parts)
+
+    def sizes(source: int) -> Counter[int]:
+        """Numbers of elements that a rank sends to every owner."""
+        sent: Counter[int] = Counter()
+        for part in parts[source]:
+            sent[owners[part.matrix]] += part.elements
+        return sent
+
+    owned: dict[MatrixKey, list[tuple[MatrixPart, int]]] = {}
+    place = 0
+    for part in (part for part in chain(*parts) if owners[part.matrix] == rank):
+        owned.setdefault(part.matrix, []).append((part, place))
+        place += part.elements
     here = [one for one in mine if one.part.bucket in buckets]
     ranks = range(len(everyone))
-
-    def between(source: int, owner: int) -> list[MatrixPart]:
-        return [part for part in parts[source] if owners[part.matrix] == owner]
-
-    arriving: dict[object, list[tuple[MatrixPart, int]]] = {}
-    at = 0
-    for source in ranks:
-        for part in between(source, rank):
-            arriving.setdefault(part.matrix, []).append((part, at))
-            at += part.elements
     return _Round(
-        masters=tuple(dict.fromkeys(one.master for one in here)),
         sent=tuple(sorted(here, key=lambda one: owners[one.part.matrix])),
         extents=Extents(
-            tuple(sum(part.elements for part in between(rank, other)) for other in ranks),
-            tuple(sum(part.elements for part in between(other, rank)) for other in ranks),
+            tuple(sizes(rank)[other] for other in ranks), tuple(sizes(other)[rank] for other in ranks)
         ),
-        owned=tuple(tuple(part for part, _ in placed) for placed in arriving.values()),
-        places=tuple(tuple(place for _, place in placed) for placed in arriving.values()),
+        owned=tuple(map(tuple, owned.values())),
     )
 
 
-def _owners(parts: Sequence[Sequence[MatrixPart]]) -> dict[object, int]:
-    """Return the owner of every matrix: the costliest matrix first, each goes to that of the ranks holding
-    parts of it which has least to do so far."""
-    holders: dict[tuple[BucketKey, str, tuple[int, ...]], set[int]] = {}
-    costs: dict[tuple[BucketKey, str, tuple[int, ...]], int] = {}
+def owners_of(parts: Sequence[Sequence[MatrixPart]]) -> dict[MatrixKey, int]:
+    """Return the owner of every matrix. ``parts``: those that each rank holds.
+
+    The costliest matrix first, each goes to that of its holders which has least to do so far.
+    """
+    holders: dict[MatrixKey, set[int]] = {}
+    costs: dict[MatrixKey, int] = {}
     for rank, held in enumerate(parts):
         for part in held:
             holders.setdefault(part.matrix, set()).add(rank)
             costs[part.matrix] = prod(part.shape) * min(part.shape)
     loads = [0] * len(parts)
-    owners: dict[object, int] = {}
+    owners: dict[MatrixKey, int] = {}
     for matrix in sorted(costs, key=lambda one: (-costs[one], one)):
-        owner = min(holders[matrix], key=lambda rank: (loads[rank], rank))
+        owners[matrix] = owner = min(holders[matrix], key=lambda rank: (loads[rank], rank))
         loads[owner] += costs[matrix]
-        owners[matrix] = owner
     return owners

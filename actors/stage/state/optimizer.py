@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from braid.actors.stage.run.accelerator import Accelerator, DeviceStream, Event
-from braid.actors.stage.state.adamw import AdamW, TorchAdamW
+from braid.actors.stage.state.adamw import TorchAdamW
 from braid.actors.stage.state.buckets import RankBuckets
-from braid.actors.stage.state.eight_bit import EightBitAdamW
+from braid.actors.stage.state.eight_bit import EightBitAdamW, QuantisedMoment
 from braid.actors.stage.state.global_state import StateEntry
 from braid.actors.stage.state.learning_rate import LearningRate
 from braid.actors.stage.state.muon import HeldMatrices, MatrixUpdates
@@ -61,7 +61,7 @@ def state_slots(shards: Sequence[Shard], states: OptimizerStates) -> Iterator[tu
 class _ParameterGroup:
     """Parameters that are updated at once: those of one bucket with ZeRO, otherwise all."""
 
-    adamw: AdamW | None
+    adamw: TorchAdamW | None
     """AdamW of the masters that it updates; None if there are none."""
     masters: list[tuple[Tensor, Shard]]
     rounded: list[tuple[Tensor, Tensor]]
@@ -102,8 +102,9 @@ class Optimizer:
         update.
         """
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
+        self._masters = dict(zip(self.shards, self.masters, strict=True))
         self.states: dict[Tensor, dict[str, Any]] = {}
-        """A tensor or a `Moment` of every kind of state, by master."""
+        """A tensor or a `QuantisedMoment` of every kind of state, by master."""
         self._lr = 0.0
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
         members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
@@ -121,8 +122,8 @@ class Optimizer:
             for master, shard in zip(self.masters, self.shards, strict=True)
             if self._by_muon(shard)
         ]
-        settings = self.settings
-        return MatrixUpdates(self._buckets.mesh, held, settings.momentum, settings.weight_decay)
+        mesh, device, given = self._buckets.mesh, self.masters[0].device, self.settings
+        return MatrixUpdates(mesh, held, device, given.momentum, given.weight_decay)
 
     def _group(self, masters: list[tuple[Tensor, Shard]]) -> _ParameterGroup:
         rounded = []
@@ -135,7 +136,10 @@ class Optimizer:
                 rounded.append((master.grad, shard.gradient))
         signed = [(m, shard, rate) for m, shard in masters if (rate := shard.parameter.sign_rate)]
         adam = [(m, shard.parameter.decays) for m, shard in others if not shard.parameter.sign_rate]
-        adamw = self._adamw_of(adam) if adam else None
+        given = self.settings
+        rule = EightBitAdamW if given.optimizer == "adamw_8bit" else TorchAdamW
+        settings = {"lr": given.lr, "betas": given.betas, "eps": given.eps}
+        adamw = rule(adam, given.weight_decay, **settings) if adam else None
         moments = {} if adamw is None else adamw.states
         for master, shard in masters:
             own = (MOMENTUM,) if self._by_muon(shard) else MOMENTS
@@ -145,19 +149,16 @@ class Optimizer:
         averages = [self.states[master][AVERAGE] for master, _ in masters if self.settings.average]
         return _ParameterGroup(adamw, masters, rounded, signed, averages)
 
-    def _adamw_of(self, masters: list[tuple[Tensor, bool]]) -> AdamW:
-        settings = self.settings
-        kind = EightBitAdamW if settings.optimizer == "adamw_8bit" else TorchAdamW
-        return kind(masters, settings.weight_decay, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    def _state(self, kind: str, shard: Shard) -> Tensor | QuantisedMoment:
+        master = self._masters[shard]
+        return master if kind == PARAMETER else self.states[master][kind]
 
     def entries(self) -> Iterator[StateEntry]:
-        """Yield the content of a checkpoint: masters and all states, most of them as views of the state; a
-        `Moment` is read when it is reached.
+        """Yield the content of a checkpoint: masters and all states, as views; a `QuantisedMoment` is read
+        when it is reached.
         """
-        masters = dict(zip(self.shards, self.masters, strict=True))
         for kind, shard in state_slots(self.shards, self.settings.states):
-            master = masters[shard]
-            state = master if kind == PARAMETER else self.states[master][kind]
+            state = self._state(kind, shard)
             yield StateEntry(kind, shard, state if isinstance(state, Tensor) else state.read())
 
     @torch.no_grad()
@@ -192,11 +193,9 @@ class Optimizer:
         """
         self._let_readers_end()
         self.updates = updates
-        masters = dict(zip(self.shards, self.masters, strict=True))
         for kind, shard, tensor in entries:
-            master = masters[shard]
-            state = master if kind == PARAMETER else self.states[master][kind]
-            if not isinstance(state, Tensor):
+            state = self._state(kind, shard)
+            if isinstance(state, QuantisedMoment):
                 state.write(tensor)
             elif state is not tensor:
                 state.copy_(tensor)
