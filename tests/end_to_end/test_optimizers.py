@@ -133,7 +133,7 @@ def scheduler(train: TrainConfig, optimizer: torch.optim.Optimizer) -> lr_schedu
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text; the order of samples and the initial weights are drawn anew in every session."""
-    return prepare_text(tmp_path_factory.mktemp("text"), 3, files=60)
+    return prepare_text(tmp_path_factory.mktemp("text"), SEED)
 
 
 def sections(layout: str, **train: Any) -> dict[str, Mapping[str, Any]]:
