@@ -50,7 +50,7 @@ class TrainConfig(Section):
     deterministic: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights and the order of samples
     # muon: orthogonal steps for matrices of hidden layers, AdamW for everything else; adamw_8bit: moments of
-    # AdamW in 8 bits (the extra braid[eight-bit])
+    # these matrices in 8 bits (the extra braid[eight-bit])
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     lr: Above0 = 1e-3  # peak learning rate; one that suits AdamW also suits Muon
     # after warm-up: a cosine or a line down to min_lr_fraction, constant, or constant until a last line down

@@ -38,8 +38,8 @@ class OptimizerStates:
         return self.optimizer == "adamw"
 
     def kinds(self, *, matrix: bool) -> tuple[str, ...]:
-        """Return the kinds of state of a parameter beside its master weights. ``matrix``: whether Muon would
-        update it."""
+        """Return the kinds of state of a parameter beside its master weights. ``matrix``: whether it holds
+        matrices of hidden layers, which Muon updates, and of which moments may be kept in 8 bits."""
         own = (MOMENTUM,) if matrix and self.optimizer == "muon" else MOMENTS
         return (*own, AVERAGE) if self.average else own
 
@@ -51,7 +51,7 @@ class OptimizerStates:
         count = len(self.kinds(matrix=matrix))
         if self.optimizer != "adamw_8bit":
             return count * elements * width
-        whole = quantised_elements(elements)
+        whole = quantised_elements(elements) if matrix else 0
         scales_and_table = (whole // BLOCK + _CODES) * 4 if whole else 0
         moments = whole + scales_and_table + (elements - whole) * width
         return len(MOMENTS) * moments + (count - len(MOMENTS)) * elements * width

@@ -39,7 +39,7 @@ def test_values_that_were_read_are_written_without_a_change(seed: int, count: in
 def test_a_moment_takes_the_bytes_that_are_predicted(count: int) -> None:
     moments = [QuantisedMoment(torch.zeros(count), signed=signed) for signed in (True, False)]
     states = OptimizerStates("adamw_8bit")
-    assert sum(moment.nbytes for moment in moments) == states.bytes(count, 4)
+    assert sum(moment.nbytes for moment in moments) == states.bytes(count, 4, matrix=True)
 
 
 def test_whole_tensors_are_updated_as_the_library_does() -> None:

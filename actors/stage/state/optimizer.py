@@ -61,8 +61,8 @@ def state_slots(shards: Sequence[Shard], states: OptimizerStates) -> Iterator[tu
 class _ParameterGroup:
     """Parameters that are updated at once: those of one bucket with ZeRO, otherwise all."""
 
-    adamw: TorchAdamW | None
-    """AdamW of the masters that it updates; None if there are none."""
+    adamw: list[TorchAdamW]
+    """AdamW of the masters that it updates: in the masters' dtype, and with moments in 8 bits."""
     masters: list[tuple[Tensor, Shard]]
     rounded: list[tuple[Tensor, Tensor]]
     """Pairs of a gradient in the master's dtype and the wider sum that it is rounded from."""
@@ -116,6 +116,10 @@ class Optimizer:
     def _by_muon(self, shard: Shard) -> bool:
         return self.settings.optimizer == "muon" and shard.parameter.matrix
 
+    def _rule(self, shard: Shard) -> type[TorchAdamW]:
+        in_8_bits = self.settings.optimizer == "adamw_8bit" and shard.parameter.matrix
+        return EightBitAdamW if in_8_bits else TorchAdamW
+
     def _matrix_updates(self) -> MatrixUpdates:
         held = [
             HeldMatrices(master, self.states[master][MOMENTUM], shard)
@@ -135,12 +139,14 @@ class Optimizer:
                 master.grad = torch.zeros_like(master)
                 rounded.append((master.grad, shard.gradient))
         signed = [(m, shard, rate) for m, shard in masters if (rate := shard.parameter.sign_rate)]
-        adam = [(m, shard.parameter.decays) for m, shard in others if not shard.parameter.sign_rate]
+        members: dict[type[TorchAdamW], list[tuple[Tensor, bool]]] = {}
+        for master, shard in others:
+            if not shard.parameter.sign_rate:
+                members.setdefault(self._rule(shard), []).append((master, shard.parameter.decays))
         given = self.settings
-        rule = EightBitAdamW if given.optimizer == "adamw_8bit" else TorchAdamW
         settings = {"lr": given.lr, "betas": given.betas, "eps": given.eps}
-        adamw = rule(adam, given.weight_decay, **settings) if adam else None
-        moments = {} if adamw is None else adamw.states
+        adamw = [rule(adam, given.weight_decay, **settings) for rule, adam in members.items()]
+        moments = {master: state for rule in adamw for master, state in rule.states.items()}
         for master, shard in masters:
             own = (MOMENTUM,) if self._by_muon(shard) else MOMENTS
             self.states[master] = moments.get(master) or {kind: torch.zeros_like(master) for kind in own}
@@ -200,8 +206,8 @@ class Optimizer:
             elif state is not tensor:
                 state.copy_(tensor)
         for group in self._groups.values():
-            if group.adamw is not None:
-                group.adamw.count(updates)
+            for adamw in group.adamw:
+                adamw.count(updates)
             if not updates:
                 _average(group, 0.0)
             _publish(group)
@@ -253,8 +259,8 @@ class Optimizer:
                 self._buckets.scale(self._factor, key)
             for rounded, gradient in group.rounded:
                 rounded.copy_(gradient)
-            if group.adamw is not None:
-                group.adamw.step(self._lr)
+            for adamw in group.adamw:
+                adamw.step(self._lr)
             for master, shard, rate in group.signed:
                 master.add_(shard.gradient.sign().to(master.dtype), alpha=-rate)
             _average(group, self.settings.average if self.updates > 1 else 0.0)
