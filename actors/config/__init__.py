@@ -100,21 +100,10 @@ class Config(Section):
                 f"{train.validate_every}, data.validation_fraction={data.validation_fraction:g}; set both "
                 f"above 0, or checkpoint.keep_best to false"
             )
-        formats = {one.format for one in data.sets.values()}
-        if "chat" in formats and data.packing == "stream":
+        if self.model.lora is not None and train.optimizer != "adamw":
             raise ValueError(
-                "data.packing='stream' cuts conversations, and data.format='chat' keeps them whole; leave "
-                "data.packing out, or set it to whole"
-            )
-        if data.chat_template is not None and "chat" not in formats:
-            raise ValueError(
-                f"data.chat_template={str(data.chat_template)!r} is for data.format=chat, and data.format is "
-                f"{data.format!r}; set it to chat, or leave data.chat_template out"
-            )
-        if data.restart_positions and not data.document_mask:
-            raise ValueError(
-                "data.restart_positions=true counts positions by documents that see each other; set "
-                "data.document_mask to true, too"
+                f"train.optimizer={train.optimizer!r} is for whole matrices, and model.lora trains adapters; set "
+                f"train.optimizer to adamw, or leave model.lora out"
             )
         return self
 
@@ -215,6 +204,11 @@ class Config(Section):
         if self.train.kernels == "triton" and importlib.util.find_spec("triton") is None:
             raise ConfigError(
                 "train.kernels='triton': Triton is not installed (the extra braid[gpu]); use auto or torch"
+            )
+        if self.train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                "train.optimizer='adamw_8bit': torchao is not installed (the extra braid[eight-bit]); "
+                "install it, or use adamw"
             )
         if self.overlap.cuda_graphs is True and shape.documents:
             raise ConfigError(

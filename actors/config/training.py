@@ -11,9 +11,13 @@ from braid.scheduling.mesh.layout import AXES
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import CONTEXT_MODES
 from braid.scheduling.schedule.gone import GONE
+from braid.scheduling.schedule.states import OptimizerStates
 from braid.scheduling.text.pattern import counted
 
 AUTO: Final = "auto"
+
+MOMENTUM: Final = 0.95
+"""Default of ``train.momentum``."""
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -45,11 +49,19 @@ class TrainConfig(Section):
     # the same bits in every run on the same GPUs: kernels without atomics, one algorithm for all sums; slower
     deterministic: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of initial weights, the order of samples and dropout
-    lr: Above0 = 1e-3  # peak learning rate of AdamW
-    min_lr_fraction: Fraction = 0.1  # of lr, at the end of the cosine
+    # muon: orthogonal steps for matrices of hidden layers, AdamW for everything else; adamw_8bit: moments of
+    # these matrices in 8 bits (the extra braid[eight-bit])
+    optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    lr: Above0 = 1e-3  # peak learning rate; one that suits AdamW also suits Muon
+    # after warm-up: a cosine or a line down to min_lr_fraction, constant, or constant until a last line down
+    schedule: Literal["cosine", "linear", "constant", "stable_decay"] = "cosine"
+    min_lr_fraction: Fraction = 0.1  # of lr, at the end of the schedule
     warmup_steps: Count = 10  # over which the learning rate rises
+    decay_steps: Count = 0  # over which it falls at the end of stable_decay; 0: a fifth of steps
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     eps: Above0 = 1e-8  # of AdamW
+    momentum: Beta = MOMENTUM  # of Muon
+    average: Beta = 0.0  # decay of an exponential average of the weights, for exports; 0: no average is kept
     weight_decay: AtLeast0 = 0.1  # of matrices; norms and biases do not decay
     clip_norm: AtLeast0 = 1.0  # 0: no clipping
     # probability with which an element of the embedding, and of what attention and MLP add, becomes 0
@@ -67,6 +79,35 @@ class TrainConfig(Section):
     deterministic_reduction: bool = False
     validate_every: Count = 0  # steps; 0: only at the end
     validation_samples: Positive = 64  # of each validation, at equal distances over what is held out
+
+    @model_validator(mode="after")
+    def _optimizer_and_schedule(self) -> "TrainConfig":
+        if self.momentum != MOMENTUM and self.optimizer != "muon":
+            raise ValueError(
+                f"momentum={self.momentum:g} is Muon's, and optimizer={self.optimizer}; set train.optimizer "
+                f"to muon, or leave train.momentum out (AdamW has train.betas)"
+            )
+        if self.decay_steps and self.schedule != "stable_decay":
+            raise ValueError(
+                f"decay_steps={self.decay_steps} belongs to schedule=stable_decay, and schedule="
+                f"{self.schedule}; set train.schedule to stable_decay, or train.decay_steps to 0"
+            )
+        if self.warmup_steps + self.decay_steps > self.steps and self.decay_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} are more than "
+                f"steps={self.steps}; lower train.decay_steps or train.warmup_steps, or raise train.steps"
+            )
+        if self.optimizer == "adamw_8bit" and self.dtype == "fp64":
+            raise ValueError(
+                "optimizer=adamw_8bit computes in fp32, and dtype=fp64; set train.optimizer to adamw, or "
+                "train.dtype to fp32 or bf16"
+            )
+        return self
+
+    @property
+    def states(self) -> OptimizerStates:
+        """What the optimizer keeps of every parameter."""
+        return OptimizerStates(self.optimizer, self.average > 0)
 
 
 def _degrees(value: Any) -> Any:

@@ -72,7 +72,9 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
     homes = Homes.of(config, identity_of(config.run_directory, config.name, mark), resume=True)
     if not options.again or homes.begun():
         train = config.train
-        homes.newest_of(shape).check_data({"seed": train.seed, "global_batch": train.global_batch})
+        newest = homes.newest_of(shape)
+        newest.check_data({"seed": train.seed, "global_batch": train.global_batch})
+        newest.check_states(train)
 
 
 def _resumes(config: Config, options: RunOptions) -> tuple[bool, str]:

@@ -165,7 +165,7 @@ def decisions_key(config: Config, shape: ModelShape, profile: Profile) -> str:
         "layout": asdict(config.layout()),
         "parallel": config.parallel.model_dump(mode="json"),
         "workload": asdict(config.workload()),
-        "train": [train.dtype, train.reduce_dtype, config.recompute, train.kernels],
+        "train": [train.dtype, train.reduce_dtype, config.recompute, train.kernels, asdict(train.states)],
         "memory_gb": config.cluster.memory_gb,
         "overlap": overlap.model_dump(mode="json", exclude={"profile", "plan", "schedule_file"}),
         "files": [_digest(file) for file in (overlap.plan, overlap.schedule_file)],

@@ -148,7 +148,8 @@ class Generation:
         with run.interruptions.timed("restore"), group.heeding(run.stop.is_set):
             done, notes = yield from self._restore(data)
             self._pair_copies(done)
-        run.saver.goes_on(done, group, run.generation, manifest_facts(layout, data, plan.shape))
+        stored = manifest_facts(layout, data, plan.shape, config.train.states)
+        run.saver.goes_on(done, group, run.generation, stored)
         notes += [kernels] if kernels else []
         if config.cluster.emulated_link_mbit is None:  # else the slow link is what the user wants to see
             notes += placement_notes(Topology(layout.mesh, group.hosts), plan.streams)

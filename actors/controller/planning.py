@@ -66,6 +66,7 @@ def setting_of(config: Config, shape: ModelShape) -> Setting:
         **config.overlap.name._asdict(),
         dtype=config.train.dtype,
         reduce_dtype=config.train.reduce_dtype,
+        states=config.train.states,
         recompute=config.recompute,
         context=config.parallel.context,
     )
@@ -172,6 +173,7 @@ _KEYS = {
     "workload": "train.global_batch and train.micro_batch",
     "dtype": "train.dtype",
     "reduce_dtype": "train.reduce_dtype",
+    "states": "train.optimizer and train.average",
     "recompute": "train.recompute",
     "context": "parallel.context",
 }

@@ -165,6 +165,7 @@ def machine() -> str:
 
 _TRAIN_KEYS = {
     *("micro_batch", "dtype", "reduce_dtype", "tf32", "deterministic", "deterministic_reduction", "kernels"),
+    "optimizer",
 }
 _CLUSTER_KEYS = {
     *("threads_per_rank", "cpus_per_rank", "nccl", "env", "device", "backend", "launcher"),

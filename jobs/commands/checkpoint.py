@@ -21,6 +21,7 @@ from braid.jobs.output import ExitCode, answer, complain, on_disk
 from braid.jobs.usage import AsJson, RunFolder, example, group
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.states import AVERAGE, PARAMETER
 from braid.scheduling.text.records import from_mapping
 
 checkpoint = group("List, verify and export the checkpoints of a run.", "checkpoint list runs/first")
@@ -100,6 +101,9 @@ def export_checkpoint(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with model.lora: the whole model, not its adapters.")
     ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Write the average of the weights (train.average).")
+    ] = False,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, config.json, tokenizer, generation settings.
 
@@ -111,8 +115,9 @@ def export_checkpoint(
     found = chosen(source, which)
     if merge and found.shape is not None and found.shape.lora is None:
         raise ConfigError(f"--merge: checkpoint {found.path} holds a whole model, no adapters; leave it out")
+    state = AVERAGE if average else PARAMETER
     with new_directory(directory) as partial:
-        files = write_weights(found, partial, dtype, int(max_file_gb * 1e9), adapters=not merge)
+        files = write_weights(found, partial, dtype, int(max_file_gb * 1e9), state, adapters=not merge)
         size = sum(file.stat().st_size for file in files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     typer.echo(f"step {found.step} of {source}: {directory}, {decimal(size)} of {dtype} in {count}")
@@ -166,14 +171,16 @@ def write_weights(
     directory: Path,
     dtype: str = "fp32",
     max_file_bytes: int = 5_000_000_000,
+    state: str = PARAMETER,
     *,
     adapters: bool = False,
 ) -> list[Path]:
     """Write a verified checkpoint in Hugging Face's form into an empty directory; return the files of
     weights.
 
-    ``adapters``: write the adapters of a run with ``model.lora`` alone, in the form of `peft`; otherwise they
-    are merged into the base model. Raise `ConfigError` if that is not there.
+    ``state``: the kind of state that is written, the weights or their average; ``adapters``: write the
+    adapters of a run with ``model.lora`` alone, in the form of `peft`; otherwise they are merged into the
+    base model. Raise `ConfigError` if that is not there.
     """
     from braid.actors.stage.state.exchange import export_model
     from braid.actors.stage.state.peft_files import export_adapters
@@ -193,8 +200,8 @@ def write_weights(
             f"the run of {found.path} has kept no tokenizer; the export has weights and config.json only"
         )
     if adapted and adapters:
-        return [export_adapters(found.path, directory, found.shape, dtype, base)]
-    return export_model(found.path, directory, found.shape, dtype, max_file_bytes, tokens or {}, base)
+        return [export_adapters(found.path, directory, found.shape, dtype, base, state)]
+    return export_model(found.path, directory, found.shape, dtype, max_file_bytes, tokens or {}, base, state)
 
 
 def _named(source: Path, paths: list[Path], which: str) -> Path:

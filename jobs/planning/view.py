@@ -290,7 +290,9 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
     names = ("stage", "parameters", "gradients", "optimizer", "activations", "total")
     memory = table_of("memory per rank (MiB, estimated)", (), names)
     for stage in range(layout.pp):
-        rank = rank_memory(code, shape, train.dtype, stage, reduce_dtype=train.reduce_dtype)
+        rank = rank_memory(
+            code, shape, train.dtype, stage, reduce_dtype=train.reduce_dtype, states=train.states
+        )
         states = rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes
         sizes = (*states, rank.activation_bytes, rank.total_bytes)
         memory.add_row(str(stage), *(f"{size / 2**20:,.1f}" for size in sizes))

@@ -98,6 +98,7 @@ def make_plan(job: Request, tell: Tell = lambda text: None) -> Plan:
             global_batch=config.train.global_batch,
             dtype=config.train.dtype,
             reduce_dtype=config.train.reduce_dtype,
+            states=config.train.states,
             micro_batch=config.train.micro_batch if "micro_batch" in given else None,
             recompute=config.recompute if "recompute" in given and config.train.recompute != AUTO else None,
             schedule=overlap.name if named else None,

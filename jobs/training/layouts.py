@@ -142,6 +142,7 @@ def _promising(config: Config, shape: ModelShape, ranks: int, fitting: Sequence[
         model=replace(shape, pattern=UNIFORM),
         global_batch=train.global_batch,
         reduce_dtype=train.reduce_dtype,
+        states=train.states,
         micro_batch=train.micro_batch,
         recompute=config.recompute,
         fixed={"cp": config.parallel.cp},

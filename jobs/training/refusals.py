@@ -25,8 +25,8 @@ from braid.scheduling.cost.profile import read_profile
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.memory import DTYPE_BYTES
 
-_STATE_BYTES = 16
-"""Least bytes per parameter: the parameter with its gradient, its fp32 copy and AdamW's two moments."""
+_STATE_BYTES = 8
+"""Least bytes per parameter beside the optimizer's states: the parameter with its gradient and fp32 copy."""
 
 
 def check_run(
@@ -90,7 +90,8 @@ def _check_memory(config: Config, shape: ModelShape) -> None:
         return
     copies = 1 if config.parallel.zero else config.parallel.dp
     trained = shape.parameters() if shape.lora is None else shape.adapter_parameters()
-    needed, memory = trained * _STATE_BYTES * copies, memory_here()
+    states = config.train.states.bytes(trained, 4, matrix=True)
+    needed, memory = (trained * _STATE_BYTES + states) * copies, memory_here()
     if shape.lora is not None:
         bases = 1 if config.parallel.zero > 2 else config.parallel.dp
         needed += shape.parameters() * DTYPE_BYTES[config.train.dtype] * bases

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError, read_content
 from braid.actors.controller.records.json_lines import last_line
 from braid.actors.stage.data.token_files import TRAIN, VALIDATION
 from braid.actors.stage.state.learning_rate import LearningRate
@@ -50,8 +50,8 @@ def on_adapters(config: Config) -> Iterator[str]:
 
 
 def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
-    """Yield remarks on a warm-up that does not end, and on a rate that jumps because a resumed run follows
-    another curve."""
+    """Yield remarks on a warm-up that does not end, and on a resumed run that follows another curve than it
+    began with, whether the rate jumps or only its horizon moves."""
     train = config.train
     if train.warmup_steps > train.steps:
         yield (
@@ -63,12 +63,33 @@ def on_learning_rate(config: Config, *, resume: bool) -> Iterator[str]:
     if not step or not rate or step >= train.steps:
         return
     curve = LearningRate(**{field.name: getattr(train, field.name) for field in fields(LearningRate)})
+    changes = ", ".join(_changes(config))
+    after, last = curve.learning_rate(step), curve.learning_rate(train.steps - 1)
     if abs(curve.learning_rate(step - 1) - rate) > _MOVED * rate:
         yield (
-            f"the learning rate goes from {rate:.3g} in step {step} to {curve.learning_rate(step):.3g} in "
-            f"the next one, as its curve is another one than the run began with: keep train.steps, train.lr, "
-            f"train.warmup_steps and train.min_lr_fraction, or lower train.lr"
+            f"the learning rate goes from {rate:.3g} in step {step} to {after:.3g} in "
+            f"the next one, as its curve is another one than the run began with"
+            f"{f' ({changes})' if changes else ''}: keep train.schedule, train.steps, train.decay_steps, "
+            f"train.lr, train.warmup_steps and train.min_lr_fraction, or lower train.lr"
         )
+    elif changes:
+        yield (
+            f"{changes}: the learning rate goes on from {rate:.3g} in step {step}, and ends with {last:.3g} "
+            f"in step {train.steps}"
+        )
+
+
+def _changes(config: Config) -> Iterator[str]:
+    """Yield the keys of the learning rate that differ from those with which a resumed run was last
+    started."""
+    try:
+        before = read_content(config.run_directory / "config.yaml").get("train")
+    except ConfigError:
+        return
+    for name in (field.name for field in fields(LearningRate)):
+        now = getattr(config.train, name)
+        if isinstance(before, dict) and name in before and before[name] != now:
+            yield f"train.{name} was {before[name]} and is {now} now"
 
 
 def _counted(count: int, what: str) -> str:

@@ -24,6 +24,7 @@ from braid.scheduling.model.units import chunk_parts
 from braid.scheduling.schedule.code import Code, Stretch
 from braid.scheduling.schedule.memory import RankMemory, rank_memory
 from braid.scheduling.schedule.operations import Compute, Node, Start, Strand, name_of
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 from braid.scheduling.trace.arrays import FloatArray, overlap_numbers, union
 from braid.scheduling.trace.spans import OverlapNumbers, Span
 
@@ -73,6 +74,7 @@ class Simulation:
     dtype: str = "bf16"
     reduce_dtype: str | None = None
     """Dtype to which gradients are rounded when ranks sum them; None if they are not."""
+    states: OptimizerStates = ADAMW
 
     @cached_property
     def ranks(self) -> tuple[RankRun, ...]:
@@ -125,7 +127,9 @@ class Simulation:
         """For every stage, the memory that one of its ranks needs."""
         stages = range(self.code.layout.pp)
         return [
-            rank_memory(self.code, self.shape, self.dtype, stage, reduce_dtype=self.reduce_dtype)
+            rank_memory(
+                self.code, self.shape, self.dtype, stage, reduce_dtype=self.reduce_dtype, states=self.states
+            )
             for stage in stages
         ]
 

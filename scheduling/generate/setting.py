@@ -20,6 +20,7 @@ from braid.scheduling.model.recompute import policies_of, with_policies
 from braid.scheduling.model.shape import CONTEXT_MODES, ModelShape, Workload
 from braid.scheduling.model.sizes import PartSizes, part_sizes
 from braid.scheduling.schedule.memory import DTYPE_BYTES
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 from braid.scheduling.text.suggestions import must_be_one_of
 
 MOST_UNIT_LAYERS: Final = 8
@@ -44,6 +45,8 @@ class Setting:
     """Recompute policy of all layers in one word, or of each layer in turn (`policies_of`)."""
     reduce_dtype: str | None = None
     """Dtype to which gradients are rounded when ranks sum them; None: gradients are not rounded."""
+    states: OptimizerStates = ADAMW
+    """What the optimizer keeps of every parameter."""
     context: str = "all_gather"
     pipeline: str = ""
     """Name of one of the schedule's pipelines; empty: not decided."""

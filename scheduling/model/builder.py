@@ -39,7 +39,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         numbers = Dims(dims.tokens, 2 if self.shape.norms_center else 1)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (x,), (y, statistics))
-        self._holds(name, whole=dims.width * (2 if self.shape.norms_center else 1))
+        for _ in ("weight", "bias") if self.shape.norms_center else ("weight",):
+            self._holds(name, whole=dims.width)
         self._gradient_with_skip(self._gradient_of_all(op, (f"d.{y}", x, statistics)), x)
         return y
 
@@ -54,7 +55,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         numbers = Dims(dims.tokens, shape.heads + shape.kv_heads, dims.cut)
         statistics = self._value(f"{name}.statistics", numbers, Precision.STATISTIC)
         op = self._emit(name, Kind.NORM, (qkv,), (y, statistics))
-        self._holds(name, whole=2 * shape.head_dim)
+        for _ in ("q", "k"):
+            self._holds(name, whole=shape.head_dim)
         self._one_gradient(self._gradient_of_all(op, (f"d.{y}", qkv, statistics)), (qkv,))
         return y
 
@@ -67,6 +69,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         bias: bool = False,
         experts: str | None = None,
         matrices: Mapping[str, int] = NOTHING,
+        hidden: bool = True,
     ) -> str:
         """Write a column-parallel linear layer: its ``width`` outputs are cut over ``tp``, inputs are whole.
 
@@ -74,13 +77,15 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         rows of every expert (`Routed.sizes`); each expert then has a matrix of its own (grouped GEMM).
         ``matrices``: outputs of the matrices of which the layer consists, by `lora.TARGETS`, if these can
         have adapters.
+        ``hidden``: whether both sides are hidden values, so that Muon may update the matrix.
         """
         if self.dims(x).cut > 1:
             raise ValueError(f"{name}: {x} is cut over tp; use rows, or gather it first")
-        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
         kind = Kind.GEMM if experts is None else Kind.GROUPED_GEMM
         result = Dims(self.dims(x).tokens, width, self.sizes.tensor)
-        return self._matrix(name, x, result, kind, experts, matrices)
+        y = self._matrix(name, x, result, kind, experts, matrices, hidden=hidden)
+        self._holds(name, cut=width // self.sizes.tensor if bias else 0)
+        return y
 
     def rows(self, name: str, x: str, width: int, *, experts: str | None = None, matrix: str = "") -> str:
         """Write a row-parallel linear layer: its inputs are cut over ``tp``, and each rank computes partial
@@ -102,6 +107,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         kind: Kind,
         sizes: str | None = None,
         matrices: Mapping[str, int] = NOTHING,
+        *,
+        hidden: bool = True,
     ) -> str:
         y = self._value(f"{name}.out", result)
         weights = self.dims(x).width * result.width
@@ -112,11 +119,11 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         if kind is Kind.GROUPED_GEMM:
             expert_elements = self.shape.experts * weights // (self.sizes.tensor * self.sizes.ep)
             if self.sizes.ep > 1:
-                self._holds(name, experts=expert_elements)
+                self._holds(name, experts=expert_elements, matrix=hidden)
             else:
-                self._holds(name, cut=expert_elements)
+                self._holds(name, cut=expert_elements, matrix=hidden)
         else:
-            self._holds(name, cut=weights // self.sizes.tensor)
+            self._holds(name, cut=weights // self.sizes.tensor, matrix=hidden)
         # An adapter's weight gradients recompute its inner product forward and backward: twice its FLOPs.
         weight_flops = 4 * result.tokens * adapters if adapters else None
         self._both_gradients(op, (f"d.{y}",), (x,), (x,), row_counts, weight_flops)
@@ -135,7 +142,8 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         inner, outer = x.width * lora.rank * len(outputs), sum(outputs) * lora.rank
         whole, cut = (inner, outer) if result.cut > 1 or x.cut == 1 else (outer, inner)
         cut //= self.sizes.tensor
-        self._holds(name, cut=cut, whole=whole, adapter=True)
+        self._holds(name, cut=cut, adapter=True)
+        self._holds(name, whole=whole, adapter=True)
         return cut + whole
 
     def activation(self, name: str, x: str) -> str:
@@ -209,7 +217,7 @@ class LayerBuilder(AttentionBuilder, ExpertBuilder):
         saved_count = sum(self.dims(x).elements for x in reads) if saved_elements is None else saved_elements
         saved = self._value(f"{name}.saved", Dims(1, saved_count))
         op = self._emit(name, Kind.CUSTOM, reads, (y, saved), flops=flops)
-        self._holds(name, cut=parameters)
+        self._holds(name, cut=parameters, matrix=True)
         receivers = tuple(x for x in reads if x not in self._constants)
         sources = (f"d.{y}", saved)
         if splits_weight_gradient:

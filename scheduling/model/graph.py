@@ -6,9 +6,20 @@ This file holds the code that all kinds of operators share; the kinds are method
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.model.operators import Graph, Kind, Operator, Parameters, Part, Phase, Precision, Value
+from braid.scheduling.model.operators import (
+    Graph,
+    HeldTensor,
+    Kind,
+    Operator,
+    Parameters,
+    Part,
+    Phase,
+    Precision,
+    Value,
+)
 
 
 @dataclass(frozen=True)
@@ -109,13 +120,14 @@ class GraphBuilder:
         experts: int = 0,
         tied: bool = False,
         adapter: bool = False,
+        matrix: bool = False,
     ) -> None:
-        """Add to a module's count of parameters on a rank.
+        """Add a tensor to a module's parameters on a rank, in the order in which the module holds them.
 
         ``cut``: its slice of parameters that are cut over ``tp``; ``whole``: parameters that every rank of
         ``tp`` holds; ``experts``: parameters of its experts; ``tied``: whether the cut ones are the table
         that embedding and head share; ``adapter``: whether they are trained while other parameters are
-        frozen.
+        frozen; ``matrix``: whether it holds matrices of hidden layers.
         """
         counts = self._frozen if self.frozen and not adapter else self._modules
         tied_too = cut if tied else 0
@@ -126,12 +138,18 @@ class GraphBuilder:
             apart[self.beyond, "dp"] = cut
         if self.beyond:
             apart[self.beyond, "edp"] = experts
+        place: Literal["cut", "whole", "tied", "experts"] = "experts" if experts else "cut"
+        if place == "cut" and (whole or tied):
+            place = "whole" if whole else "tied"
+        axes = next((axes for axes, count in apart.items() if count), ())
+        tensor = HeldTensor(whole + cut + experts, place, matrix, axes)
         added = Parameters(
             dense=cut + whole,
             experts=experts,
             whole=whole,
             tied=tied_too,
             apart=tuple((axes, count) for axes, count in apart.items() if count),
+            tensors=(tensor,) if tensor.elements else (),
         )
         if added.total:
             counts[module] = counts.get(module, Parameters()) + added

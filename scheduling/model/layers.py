@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from braid.scheduling.model.builder import LayerBuilder
-from braid.scheduling.model.operators import Part
+from braid.scheduling.model.operators import Parameters, Part
 from braid.scheduling.model.recompute import with_recompute
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.pattern import DENSE, ENDS, UNIFORM, base_kind, built_in_kinds, own_recompute
@@ -105,15 +105,21 @@ def head(sizes: PartSizes) -> Part:
     x, targets, scale = g.input(), g.token_ids("targets"), g.factor("target_scale")
     h = g.norm("final_norm", x)
     h = g.gather("head_gather", h)
-    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias)
+    logits = g.columns("head", h, sizes.vocabulary_rows * sizes.tp, bias=g.shape.head_bias, hidden=False)
     part = g.build(g.cross_entropy("loss", logits, targets, scale)).at_once()
     if not sizes.shape.tied_head:
         return part
     modules, frozen = (
-        {**counts, "head": replace(counts["head"], tied=counts["head"].dense)} if "head" in counts else counts
+        {**counts, "head": _tied(counts["head"])} if "head" in counts else counts
         for counts in (part.modules, part.frozen)
     )
     return replace(part, modules=modules, frozen=frozen)
+
+
+def _tied(table: Parameters) -> Parameters:
+    """Return the counts of a head's table as counts of a table that the embedding holds too."""
+    tensors = tuple(replace(tensor, place="tied") for tensor in table.tensors)
+    return replace(table, tied=table.dense, tensors=tensors)
 
 
 def model_parts(sizes: PartSizes, layers: Mapping[str, LayerGraph]) -> dict[str, Part]:

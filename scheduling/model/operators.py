@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.partition import Region
@@ -237,6 +237,19 @@ class Graph:
         return sum(op.flops for op in self.operators)
 
 
+@dataclass(frozen=True)
+class HeldTensor:
+    """A parameter tensor on one rank: the rank of a tensor-parallel group that holds most of it."""
+
+    elements: int
+    place: Literal["cut", "whole", "tied", "experts"]
+    """The field of `Parameters` that counts it; ``cut``: a dense tensor that no other field counts."""
+    matrix: bool = False
+    """Whether it holds matrices of hidden layers, which Muon updates."""
+    apart: tuple[str, ...] = ()
+    """The axes in `Parameters.apart` over which its gradient is summed; empty: the usual ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
     """Counts of parameters on one rank: the one of a tensor-parallel group that holds most."""
@@ -252,6 +265,8 @@ class Parameters:
     apart: tuple[tuple[tuple[str, ...], int], ...] = ()
     """Pairs (axes, count): number of the above parameters whose gradients are summed over these axes instead
     of the usual ones. They are matrices of layers with a tensor-parallel degree of their own."""
+    tensors: tuple[HeldTensor, ...] = ()
+    """The tensors that are counted, in the order in which buckets hold them."""
 
     @property
     def total(self) -> int:
@@ -265,6 +280,7 @@ class Parameters:
             whole=self.whole + other.whole,
             tied=self.tied + other.tied,
             apart=_added(self.apart, other.apart),
+            tensors=self.tensors + other.tensors,
         )
 
     def summed_apart(self, axis: str) -> int:

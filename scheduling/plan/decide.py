@@ -295,7 +295,9 @@ def _outcome(
     bench: CostedSetting, choices: Choices, note: PairingNote | None, code: Code, over: Over
 ) -> Outcome:
     setting = bench.setting
-    simulation = Simulation(code, setting.model, bench.profile, setting.dtype, setting.reduce_dtype)
+    simulation = Simulation(
+        code, setting.model, bench.profile, setting.dtype, setting.reduce_dtype, setting.states
+    )
     return Outcome(bench, choices, note, code, simulation, over(simulation))
 
 

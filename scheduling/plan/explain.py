@@ -90,6 +90,7 @@ def _more_memory(plan: Plan, now: float, cluster: ClusterSpec, tell: Tell) -> Wh
         global_batch=setting.workload.global_batch,
         dtype=setting.dtype,
         reduce_dtype=setting.reduce_dtype,
+        states=setting.states,
         context=setting.context,
     )
     try:

@@ -21,6 +21,7 @@ from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.units import chunk_parameters, members_of
 from braid.scheduling.plan.decide import modelled
 from braid.scheduling.schedule.memory import DTYPE_BYTES, sent_width, state_bytes
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples per micro-batch that the search tries."""
@@ -39,6 +40,7 @@ class Search:
     global_batch: int
     dtype: str = "bf16"
     reduce_dtype: str | None = None
+    states: OptimizerStates = ADAMW
     micro_batch: int | None = None
     recompute: str | None = None
     schedule: ScheduleName | None = None
@@ -114,6 +116,7 @@ def _settings(search: Search, cluster: ClusterSpec) -> Iterator[Setting]:
                     **named._asdict(),
                     dtype=search.dtype,
                     reduce_dtype=search.reduce_dtype,
+                    states=search.states,
                     recompute=recompute,
                     context=search.context,
                 )
@@ -217,7 +220,7 @@ def _estimate(setting: Setting, cluster: ClusterSpec, layer: _LayerPrice) -> Can
     parameters = sum((chunk_parameters(layer.parts, layout, kinds, chunk) for chunk in chunks), Parameters())
     step += _sharing_ns(setting, cluster, parameters, step)
     width = DTYPE_BYTES[setting.dtype]
-    states = sum(state_bytes(parameters.total, width, layout.share_ranks, layout.zero))
+    states = sum(state_bytes(parameters.total, width, layout.share_ranks, layout.zero, setting.states))
     frozen = sum(
         part.frozen_parameters.total for c in chunks for part in members_of(layer.parts, layout, kinds, c)
     )

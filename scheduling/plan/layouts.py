@@ -94,7 +94,9 @@ def plan_layout(
     setting = best.setting
     check(best.code)
     # Memory is checked for each instruction.
-    check_memory(best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype)
+    check_memory(
+        best.code, setting.model, setting.dtype, cluster.usable_bytes, setting.reduce_dtype, setting.states
+    )
     others_told = [runner_up(outcome, best) for outcome in outcomes[1 : keep + 1]]
     return plan_of(best, cluster, (*others_told, *refused), usual)
 
@@ -160,7 +162,7 @@ def _may_fit(setting: Setting, bench_of: BenchOf, usable_bytes: float) -> bool:
     layout, parts = setting.layout, bench_of(setting).members
     members = {chunk: members_of(parts, layout, setting.kinds, chunk) for chunk in range(layout.chunks)}
     order = setting.order.order(layout, setting.micro_batches, setting.hop)
-    return least_bytes(order, members, layout, setting.dtype) <= usable_bytes
+    return least_bytes(order, members, layout, setting.dtype, setting.states) <= usable_bytes
 
 
 def usual_schedules(best: Outcome, bench_of: BenchOf, over: Over) -> list[Outcome]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import beyond
-from braid.scheduling.model.operators import Parameters, Part
+from braid.scheduling.model.operators import HeldTensor, Parameters, Part
 from braid.scheduling.model.units import chunk_units, members_of
 
 LEAST_ELEMENTS: Final = 1 << 17
@@ -179,6 +179,23 @@ def flat_elements(layout: ParallelLayout, parameters: Parameters) -> dict[tuple[
         **dict(parameters.apart),
     }
     return {axes: count for axes, count in counts.items() if count}
+
+
+def flat_tensors(
+    layout: ParallelLayout, parameters: Parameters
+) -> dict[tuple[str, ...], tuple[HeldTensor, ...]]:
+    """Return the tensors that `flat_elements` counts, in the order in which each memory holds them."""
+    axes_of = {
+        "cut": ("dp",),
+        "whole": ("tp", "dp") if layout.tp > 1 else ("dp",),
+        "tied": ("dp", "ends") if layout.ends_apart else ("dp",),
+        "experts": ("edp",),
+    }
+    found: dict[tuple[str, ...], tuple[HeldTensor, ...]] = {}
+    for tensor in parameters.tensors:
+        axes = tensor.apart or axes_of[tensor.place]
+        found[axes] = (*found.get(axes, ()), tensor)
+    return found
 
 
 def share_ways(layout: ParallelLayout, axes: Sequence[str]) -> int:

@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.model.operators import Part, Phase
+from braid.scheduling.model.operators import HeldTensor, Part, Phase
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.schedule.buckets import Buckets, flat_elements, share_elements, share_ways
+from braid.scheduling.schedule.buckets import (
+    Buckets,
+    flat_elements,
+    flat_tensors,
+    share_elements,
+    share_ways,
+)
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.operations import PassKind
 from braid.scheduling.schedule.schedule import Block
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 from braid.scheduling.schedule.sweep import histories
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -52,14 +61,14 @@ def rank_memory(
     dtype: str,
     stage: int,
     reduce_dtype: str | None = None,
+    states: OptimizerStates = ADAMW,
 ) -> RankMemory:
-    """Return the memory that a rank of ``stage`` needs with AdamW, for the tensor-parallel rank that needs
-    most.
+    """Return the memory that a rank of ``stage`` needs, for the rank that needs most.
 
     ``reduce_dtype``: the dtype of the gradients that ranks exchange; they are summed in at least single
-    precision.
+    precision. Matrices that Muon sends to other ranks during an update do not count.
     """
-    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype)
+    parameters, gradients, optimizer = _states(code.buckets, code.layout, stage, dtype, states)
     return RankMemory(
         stage=stage,
         parameter_bytes=parameters,
@@ -69,9 +78,14 @@ def rank_memory(
     )
 
 
-def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) -> tuple[int, int, int]:
+def _states(
+    buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str, kept: OptimizerStates
+) -> tuple[int, int, int]:
     """Return a rank's bytes of (parameters, gradients, optimizer states), given its stage and dtype."""
     whole = share = frozen = 0
+    main = sum_width(dtype)
+    ranks = [0] * layout.share_ranks if layout.zero else [0]
+    """Bytes of states beside masters, by position among the ranks that share parameters."""
     for chunk in layout.chunks_of(stage):
         for bucket in buckets.of(chunk):
             for axes, count in flat_elements(layout, bucket.parameters).items():
@@ -80,13 +94,36 @@ def _states(buckets: Buckets, layout: ParallelLayout, stage: int, dtype: str) ->
                 whole += share_elements(count, ways) * ways
             for axes, count in flat_elements(layout, bucket.frozen).items():
                 frozen += share_elements(count, share_ways(layout, axes) if layout.zero > 2 else 1)
-    zero, width, main = layout.zero, DTYPE_BYTES[dtype], sum_width(dtype)
+            for axes, tensors in () if kept.uniform else flat_tensors(layout, bucket.parameters).items():
+                ways = share_ways(layout, axes)
+                each = _bytes_by_shard(tensors, ways, main, kept)
+                ranks = [held + each[rank * ways // len(ranks)] for rank, held in enumerate(ranks)]
+    zero, width = layout.zero, DTYPE_BYTES[dtype]
     masters = main if width < main else 0
+    beside = share * kept.bytes(1, main) if kept.uniform else max(ranks)
     return (
         (frozen + (share if zero > 2 else whole)) * width,
         (share if zero > 1 else whole) * main,
-        share * (masters + 2 * main),
+        share * masters + beside,
     )
+
+
+@lru_cache(maxsize=4096)
+def _bytes_by_shard(
+    tensors: tuple[HeldTensor, ...], ways: int, width: int, kept: OptimizerStates
+) -> tuple[int, ...]:
+    """Return the bytes of states beside master weights of each of the ``ways`` shards of a flat memory, which
+    holds ``tensors`` one after the other; shards are cut wherever tensors begin."""
+    ends = list(accumulate(tensor.elements for tensor in tensors))
+    share = share_elements(ends[-1], ways)
+    found = []
+    for low in range(0, ways * share, share):
+        held = [
+            (min(end, low + share) - max(end - tensor.elements, low), tensor.matrix)
+            for end, tensor in zip(ends, tensors, strict=True)
+        ]
+        found.append(sum(kept.bytes(count, width, matrix=matrix) for count, matrix in held if count > 0))
+    return tuple(found)
 
 
 def least_bytes(
@@ -94,6 +131,7 @@ def least_bytes(
     members: Mapping[int, Sequence[Part]],
     layout: ParallelLayout,
     dtype: str,
+    states: OptimizerStates = ADAMW,
 ) -> int:
     """Return a lower bound of the memory that the fullest rank needs, in bytes.
 
@@ -119,7 +157,7 @@ def least_bytes(
                     case PassKind.WEIGHT:
                         held -= late[pass_.chunk]
             peak = max(peak, held)
-        most = max(most, peak + sum(_states(buckets, layout, stage, dtype)))
+        most = max(most, peak + sum(_states(buckets, layout, stage, dtype, states)))
     return most
 
 
@@ -149,14 +187,17 @@ def held_during(
     return histories(code, width, rounded)[stage].during
 
 
-def state_bytes(parameters: int, width: int, shares: int, zero: int) -> tuple[int, int, int]:
+def state_bytes(
+    parameters: int, width: int, shares: int, zero: int, states: OptimizerStates = ADAMW
+) -> tuple[int, int, int]:
     """Return a rank's bytes of parameters, gradients and optimizer states under ZeRO stage ``zero``.
 
-    ``parameters``: number held without ZeRO; ``width``: bytes each; ``shares``: ranks that shard them.
+    ``parameters``: number held without ZeRO, all as matrices of hidden layers; ``width``: bytes each;
+    ``shares``: ranks that shard them.
     """
     main = max(4, width)
     masters = 0 if width == main else parameters * main
-    optimizer = masters + 2 * parameters * main
+    optimizer = masters + states.bytes(parameters, main, matrix=True)
     cut = [shares if zero >= level else 1 for level in (3, 2, 1)]
     return parameters * width // cut[0], parameters * main // cut[1], optimizer // cut[2]
 

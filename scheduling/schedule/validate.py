@@ -31,6 +31,7 @@ from braid.scheduling.schedule.operations import (
     Wait,
 )
 from braid.scheduling.schedule.schedule import Block, Schedule, Side, passes_in
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 from braid.scheduling.schedule.sweep import AbsentInputError, histories, unfinished
 from braid.scheduling.schedule.text import write_sides
 from braid.scheduling.schedule.timeline import unit_timeline
@@ -94,12 +95,17 @@ def check(code: Code) -> None:
 
 
 def check_memory(
-    code: Code, shape: ModelShape, dtype: str, limit_bytes: int, reduce_dtype: str | None = None
+    code: Code,
+    shape: ModelShape,
+    dtype: str,
+    limit_bytes: int,
+    reduce_dtype: str | None = None,
+    states: OptimizerStates = ADAMW,
 ) -> None:
     """Raise `ScheduleError` if a rank would need more than ``limit_bytes``; it names the instruction with the
     peak."""
     for stage in range(code.layout.pp):
-        needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype).total_bytes
+        needed = rank_memory(code, shape, dtype, stage, reduce_dtype=reduce_dtype, states=states).total_bytes
         if needed > limit_bytes:
             during = held_during(code, stage, DTYPE_BYTES[dtype], reduce_dtype=reduce_dtype)
             cause = (

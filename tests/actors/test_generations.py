@@ -26,7 +26,7 @@ class Counted(Worker):
         model, held, optimizer = self._parts.model, self._parts.buckets, self._parts.optimizer
         tensors = [one.tensor for one in (*model.parameters, *held.shards)]
         tensors += [bucket.gradients.shard for bucket in held.buckets]
-        tensors += [moment for _, state in optimizer.named_tensors() for moment in state]
+        tensors += [entry.tensor for entry in optimizer.entries()]
         self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self.objects = [weakref.ref(one) for one in (model, self._parts.executor, optimizer)]
 

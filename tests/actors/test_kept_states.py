@@ -44,10 +44,18 @@ SKIPPED, SAVED, STEPS = 2, 4, 6
 """The step whose gradients are no numbers; the steps done when the state is kept, and in the end."""
 
 
-class Trained:
-    """One rank's optimizer, with gradients drawn at random."""
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "adamw": {},
+    "muon, average": {"optimizer": "muon", "average": 0.9},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+}
+"""Settings of optimizers that keep other states."""
 
-    def __init__(self, rank: int) -> None:
+
+class Trained:
+    """One rank's optimizer, with gradients drawn at random. ``kind``: a key of `KINDS`."""
+
+    def __init__(self, rank: int, kind: str = "adamw") -> None:
         self.rank = rank
         mesh = build_mesh(LAYOUT, rank, timeout=LIMIT)
         self.model = held(LAYOUT, SHAPE, rank)
@@ -55,7 +63,7 @@ class Trained:
         streams = HostStreams()
         recorder = Recorder(streams)
         self.buckets = RankBuckets(self.model.parameters, mesh, streams, recorder)
-        self.optimizer = Optimizer(self.buckets, OptimizerSettings(**SETTINGS))
+        self.optimizer = Optimizer(self.buckets, OptimizerSettings(**SETTINGS, **KINDS[kind]))
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -70,7 +78,7 @@ class Trained:
             self.optimizer.step(step)
 
     def state(self) -> list[torch.Tensor]:
-        return [one.detach().clone() for _, held in self.optimizer.named_tensors() for one in held]
+        return [entry.tensor.detach().clone() for entry in self.optimizer.entries()]
 
     def spoil(self) -> None:
         for master in self.optimizer.masters:
@@ -79,15 +87,15 @@ class Trained:
 
 
 @contextmanager
-def met(rank: int, port: int) -> Iterator[None]:
+def met(rank: int, port: int, ranks: int = LAYOUT.ranks) -> Iterator[None]:
     """As a rank among all."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=LIMIT)
-    make_world("gloo", dist.PrefixStore("world", store), rank, LAYOUT.ranks, LIMIT)
+    make_world("gloo", dist.PrefixStore("world", store), rank, ranks, LIMIT)
     yield
     dist.destroy_process_group()
     store.set(f"done {rank}", "")
     if rank == 0:
-        store.wait([f"done {one}" for one in range(LAYOUT.ranks)], LIMIT)
+        store.wait([f"done {one}" for one in range(ranks)], LIMIT)
 
 
 def port_here() -> int:
@@ -95,13 +103,13 @@ def port_here() -> int:
     return int(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 
-def run_rank(rank: int, folder: str, port: int) -> None:
+def run_rank(rank: int, folder: str, port: int, kind: str) -> None:
     with met(rank, port):
-        saved_and_restored(rank, Path(folder))
+        saved_and_restored(rank, Path(folder), kind)
 
 
-def saved_and_restored(rank: int, home: Path) -> None:
-    trained, copies = Trained(rank), Copies()
+def saved_and_restored(rank: int, home: Path, kind: str) -> None:
+    trained, copies = Trained(rank, kind), Copies()
     optimizer = trained.optimizer
     copies.join(optimizer, LAYOUT, LAYOUT.mesh, 1, None, LIMIT)
     saves = Saves(optimizer, save_group(LIMIT))
@@ -111,7 +119,7 @@ def saved_and_restored(rank: int, home: Path) -> None:
     saves.take(SAVED)
     copies.keep(optimizer, SAVED)
     copies.settle()
-    older = add_state({}, optimizer.shards, optimizer.named_tensors(), torch.zeros(1))
+    older = add_state({}, optimizer.entries(), torch.zeros(1))
     del older[UPDATES]
     write_slices(home / "of before", older)
     trained.train(SAVED, STEPS)
@@ -128,7 +136,9 @@ def saved_and_restored(rank: int, home: Path) -> None:
         def model_of(place: Place, device: torch.device) -> Any:
             return held(LAYOUT, SHAPE, place.mesh.index(place.position, {"tp"}))
 
-        write_slices(home / "rescued", held_slices(copies, rank, plan, LAYOUT.mesh, model_of))
+        states = optimizer.settings.states
+        slices = held_slices(copies, rank, plan, LAYOUT.mesh, model_of, states)
+        write_slices(home / "rescued", slices)
         load_checkpoint(home / "rescued", optimizer, SAVED)
 
     restores: list[Callable[[], None]] = [
@@ -149,10 +159,12 @@ def saved_and_restored(rank: int, home: Path) -> None:
     dist.barrier()
 
 
-def test_a_skipped_step_stays_skipped_in_every_state_that_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_stays_skipped_in_every_state_that_is_kept(tmp_path: Path, kind: str) -> None:
+    """And training goes on bit for bit, whatever the optimizer keeps."""
     for name in ("saved", "in the background", "of before", "rescued"):
         (tmp_path / name).mkdir()
-    run_forked(run_rank, (str(tmp_path), port_here()), nprocs=LAYOUT.ranks)
+    run_forked(run_rank, (str(tmp_path), port_here(), kind), nprocs=LAYOUT.ranks)
 
 
 # -- a rank that writes slowly, and ranks that lose touch ----------------------------------------------------

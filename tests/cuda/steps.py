@@ -91,6 +91,8 @@ class Case:
     """Of all layers, or of each."""
     rounded: bool = False
     """Whether ranks sum gradients in bf16."""
+    muon: bool = False
+    """Whether Muon updates matrices, which their owners get from other ranks."""
 
     @property
     def name(self) -> str:
@@ -139,6 +141,7 @@ class Case:
         parallel |= {"tensor_degrees": list(self.degrees)} if self.degrees else {}
         train = {"micro_batch": MICRO_BATCH, "global_batch": self.micro_batches * MICRO_BATCH * self.dp}
         train |= {"recompute": self.recompute, "reduce_dtype": "bf16" if self.rounded else None, **OPTIMIZER}
+        train |= {"optimizer": "muon"} if self.muon else {}
         schedule, _, pipeline = self.schedule.partition(":")
         overlap = {"schedule": schedule, "pipeline": pipeline or None, "cuda_graphs": self.graph}
         sections = {"parallel": parallel, "train": train, "overlap": overlap, "telemetry": {"spans": False}}
@@ -208,11 +211,10 @@ class Ranked:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training leaves, by name."""
-        named = dict(self.parts.optimizer.named_tensors())
+        numbers = {shard: n for n, shard in enumerate(self.parts.optimizer.shards)}
         return {
-            f"{kind} {n} {shard.slices[0].source.name}": tensor
-            for kind, tensors in named.items()
-            for n, (shard, tensor) in enumerate(zip(self.parts.optimizer.shards, tensors, strict=True))
+            f"{kind} {numbers[shard]} {shard.slices[0].source.name}": tensor
+            for kind, shard, tensor in self.parts.optimizer.entries()
         }
 
     def left(self) -> dict[tuple[int, str], Any]:

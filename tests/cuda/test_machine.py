@@ -50,6 +50,8 @@ CASES = [
     Case(schedule="expert_overlap", dp=2, ep=2, pp=2, micro_batches=4),
     Case(schedule="megatron", dp=2, ep=2, tp=2, micro_batches=1),
     ROUNDED[1],
+    Case(schedule="braid:w", tp=2, dp=2, zero=3, least=LEAST, micro_batches=2, steps=2, muon=True),
+    Case(schedule="ddp", dp=2, zero=1, least=LEAST, micro_batches=2, steps=2, muon=True),
 ]
 """What differs in the orders that a device may choose, and what `tests.cuda.test_combinations` has not: small
 buckets, copies of the state, weight gradients that the next block does."""

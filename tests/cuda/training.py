@@ -245,10 +245,11 @@ def state_bytes(rank: Assembly) -> tuple[int, int, int]:
     weights = [p.tensor for p in rank.model.parameters] + [shard.tensor for shard in shards]
     gradients = [bucket.gradients for bucket in rank.buckets.buckets]
     sums = [memory.shard if memory.whole is None else memory.whole for memory in gradients]
-    states = [optimizer.states[master] for master in optimizer.masters]
-    moments = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+    states = [state for master in optimizer.masters for state in optimizer.states[master].values()]
+    tensors = [state for state in states if isinstance(state, torch.Tensor)]
+    moments = sum(state.nbytes for state in states if not isinstance(state, torch.Tensor))  # in 8 bits
     held = held_bytes(weights)
-    return held, held_bytes(sums), held_bytes(weights, optimizer.masters, moments) - held
+    return held, held_bytes(sums), held_bytes(weights, optimizer.masters, tensors) - held + moments
 
 
 def assert_predicted(outcome: Outcome, run: Trained) -> None:

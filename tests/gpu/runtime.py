@@ -181,8 +181,8 @@ class LocalRank:
         self.parts.model.initialise(0)
         for master, shard in zip(self.optimizer.masters, self.optimizer.shards, strict=True):
             master.copy_(shard.tensor)
-        for kind, tensors in self.optimizer.named_tensors():
-            for tensor in tensors if kind != "parameter" else ():
+        for kind, _, tensor in self.optimizer.entries():
+            if kind != "parameter":
                 tensor.zero_()
         self.optimizer.restored(0)
         self.parts.buckets.zero()

@@ -259,3 +259,18 @@ def test_a_rate_that_leaps_on_resuming_is_told(tmp_path: Path) -> None:
     assert list(on_learning_rate(same, resume=True)) == list(on_learning_rate(longer, resume=False)) == []
     (text,) = on_learning_rate(longer, resume=True)
     assert f"from {cosine(90, 100):.3g} in step 90 to {cosine(91, 300):.3g} in the next one" in text
+    (tmp_path / "run" / "config.yaml").write_text("train: {steps: 100, schedule: cosine}\n")
+    (text,) = on_learning_rate(longer, resume=True)
+    assert "(train.steps was 100 and is 300 now)" in text
+    assert list(on_learning_rate(same, resume=True)) == []
+
+
+def test_a_horizon_that_moves_without_a_leap_is_told(tmp_path: Path) -> None:
+    """Before the decay begins, a longer run goes on at the same rate."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 50, "lr": 1e-3}) + "\n")
+    (tmp_path / "run" / "config.yaml").write_text("train: {steps: 100, schedule: stable_decay}\n")
+    train = {"steps": 300, "schedule": "stable_decay", "decay_steps": 50, "min_lr_fraction": 0.0}
+    (text,) = on_learning_rate(configured(tmp_path, train=train), resume=True)
+    assert text.startswith("train.steps was 100 and is 300 now")
+    assert text.endswith("goes on from 0.001 in step 50, and ends with 2e-05 in step 300")

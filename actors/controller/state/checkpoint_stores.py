@@ -7,11 +7,12 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from braid.actors.config import Config
+from braid.actors.config import Config, TrainConfig
 from braid.actors.controller.records.run_records import read_identity
 from braid.actors.controller.state.manifest import CheckpointError, CheckpointStore, Manifest, inspect
 from braid.actors.controller.state.mirror import Mirror, MirrorError, RunIdentity, mark_at
 from braid.scheduling.model.shape import OF_TRAINING, ModelShape
+from braid.scheduling.schedule.states import OptimizerStates
 from braid.scheduling.text.records import to_mapping
 
 Verify = Callable[[Path], None]
@@ -34,6 +35,21 @@ class Found:
     path: str
     manifest: Manifest
     notes: tuple[str, ...] = ()
+
+    def check_states(self, train: TrainConfig) -> None:
+        """Raise `CheckpointError` if the optimizer needs states that the checkpoint does not hold."""
+        held = OptimizerStates(**self.manifest.states)
+        remedy = "or begin a run with an export of this checkpoint as model.initial"
+        if held.kinds(matrix=True)[0] != train.states.kinds(matrix=True)[0]:
+            raise CheckpointError(
+                f"checkpoint {self.path} has the states of train.optimizer={held.optimizer}, this run has "
+                f"train.optimizer={train.optimizer}; set it to {held.optimizer}, {remedy}"
+            )
+        if train.average and not held.average:
+            raise CheckpointError(
+                f"checkpoint {self.path} has no average of the weights, this run has train.average="
+                f"{train.average:g}; set it to 0, {remedy}"
+            )
 
     def check_data(self, here: dict[str, Any]) -> None:
         """Raise `CheckpointError` if other samples would come next than in the run that wrote the

@@ -36,6 +36,8 @@ class Manifest(BaseModel):
     data: dict[str, Any]
     shape: dict[str, Any]
     files: dict[str, tuple[int, str]]
+    states: dict[str, Any] = {}
+    """Fields of `OptimizerStates`; empty in older checkpoints, which are AdamW's without an average."""
     run: str = ""
     """Mark of the run that wrote the checkpoint (`RunDirectory.identity`); empty if the run has none."""
     validation_loss: float | None = None

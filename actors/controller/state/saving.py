@@ -26,6 +26,7 @@ from braid.actors.controller.state.mirror import Upload, Uploads
 from braid.actors.controller.state.recovery import newest_common, rank_names
 from braid.actors.stage.rank.interface import Rank
 from braid.actors.stage.rank.messages import CopiesHeld, Rendezvous, Rescue, Written
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 
 _TRIES = 3
 """Most tries of one save; then training goes on until the next save is due."""
@@ -356,6 +357,8 @@ class Saver:
         yield self._directory.note("save-failed", save.step, save.generation, text)
 
 
-def manifest_facts(layout: Any, data: dict[str, Any], shape: Any) -> dict[str, Any]:
+def manifest_facts(
+    layout: Any, data: dict[str, Any], shape: Any, states: OptimizerStates = ADAMW
+) -> dict[str, Any]:
     """Return what a checkpoint's manifest says beside its files."""
-    return {"layout": asdict(layout), "data": data, "shape": asdict(shape)}
+    return {"layout": asdict(layout), "data": data, "shape": asdict(shape), "states": asdict(states)}

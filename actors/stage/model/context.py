@@ -77,12 +77,16 @@ class ModuleContext:
         }
         return OperatorModule(module=HeadNorm(**sizes, **self.home), slices=weights)
 
-    def columns(self, names: dict[str, int], inputs: int, *, bias: bool = False) -> OperatorModule:
+    def columns(
+        self, names: dict[str, int], inputs: int, *, bias: bool = False, hidden: bool = True
+    ) -> OperatorModule:
         """Build a linear map whose outputs are cut over ``tp``; ``names`` maps global names to output
-        widths.
+        widths. ``hidden``: whether outputs are hidden values (`GlobalParameter.hidden`).
         """
         weights = [
-            GlobalParameter(name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION)
+            GlobalParameter(
+                name=f"{name}.weight", shape=(width, inputs), deviation=INITIAL_DEVIATION, hidden=hidden
+            )
             for name, width in names.items()
         ]
         slices = {"weight": cut(weights, self.place, {0: self.tensor})}

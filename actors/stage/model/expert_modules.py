@@ -66,7 +66,7 @@ def _router(context: ModuleContext, name: str) -> OperatorModule:
         **context.home,
     )
     size = (shape.experts, shape.hidden)
-    weight = GlobalParameter(name=f"{name}.weight", shape=size, deviation=INITIAL_DEVIATION)
+    weight = GlobalParameter(name=f"{name}.weight", shape=size, deviation=INITIAL_DEVIATION, hidden=False)
     slices = {"weight": whole(weight)}
     if shape.balance_rate:
         bias = GlobalParameter(name=f"{name}.bias", shape=(shape.experts,), sign_rate=shape.balance_rate)

@@ -139,7 +139,7 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """Return the modules of the embedding part."""
     shape = context.shape
     size = (shape.vocabulary, shape.hidden)
-    table = GlobalParameter(name="embedding.weight", shape=size, deviation=INITIAL_DEVIATION)
+    table = _table("embedding.weight", size)
     (piece,) = cut([table], context.place, {0: context.tensor})
     embedding = VocabularyEmbedding(hidden=shape.hidden, **_rows(context, piece), **context.home)
     modules = {"embedding": OperatorModule(module=embedding, slices={"weight": (piece,)})}
@@ -152,11 +152,15 @@ def embedding_modules(context: ModuleContext) -> dict[str, OperatorModule]:
             **context.home,
         )
         size = (shape.sequence, shape.hidden)
-        table = GlobalParameter(name="positions.weight", shape=size, deviation=INITIAL_DEVIATION)
+        table = _table("positions.weight", size)
         modules["positions"] = OperatorModule(module=positions, slices={"weight": whole(table)})
     if shape.dropout:
         modules["embedding_dropout"] = OperatorModule(module=Dropout(shape.dropout))
     return modules
+
+
+def _table(name: str, size: tuple[int, int]) -> GlobalParameter:
+    return GlobalParameter(name=name, shape=size, deviation=INITIAL_DEVIATION, hidden=False)
 
 
 def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
@@ -166,7 +170,7 @@ def head_modules(context: ModuleContext) -> dict[str, OperatorModule]:
     """
     shape = context.shape
     name = "embedding" if shape.tied_head else "head"
-    head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias)
+    head = context.columns({name: shape.vocabulary}, shape.hidden, bias=shape.head_bias, hidden=False)
     rows = _rows(context, head.slices["weight"][0])
     statistics = context.operators.cross_entropy_statistics(**rows, **shape.loss_terms)
     return {

@@ -262,7 +262,8 @@ class Worker(Logged, Rank):
     def rescue(self, directory: str, plan: Rescue) -> Written:
         number = plan.survivors.index(self.rank)
         self._membership.join(self._config.cluster, plan.meeting, number, len(plan.survivors))
-        slices = held_slices(self._copies, self.rank, plan, self._layout.mesh, self._model_of)
+        states = self._config.train.states
+        slices = held_slices(self._copies, self.rank, plan, self._layout.mesh, self._model_of, states)
         written = write_slices(Path(directory), slices)
         self.leave()
         return Written(files=written)

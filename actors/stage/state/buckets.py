@@ -62,6 +62,11 @@ class RankBuckets:
         self._labels: dict[tuple[Reduce | Gather, int], Label] = {}
 
     @property
+    def mesh(self) -> Mesh:
+        """The groups of ranks that share the parameters."""
+        return self._mesh
+
+    @property
     def passing(self) -> list[Tensor]:
         """Tensors that exist during a part of a step only: gathered parameters, gradients, rounded copies."""
         every = dict.fromkeys((*self._all, *self.buckets, *self._frozen))

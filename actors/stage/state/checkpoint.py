@@ -30,9 +30,10 @@ from braid.actors.stage.state.bucket import buckets_of, shards_in_order
 from braid.actors.stage.state.copies import Copies
 from braid.actors.stage.state.global_state import UPDATES, GlobalState, LoadPlanner, SavePlanner, add_state
 from braid.actors.stage.state.host_state import HostState, split, take
-from braid.actors.stage.state.optimizer import Optimizer
+from braid.actors.stage.state.optimizer import Optimizer, state_slots
 from braid.actors.stage.state.parameters import Place
 from braid.scheduling.mesh.mesh import MeshShape
+from braid.scheduling.schedule.states import ADAMW, OptimizerStates
 
 _NO_LIMIT = timedelta(days=365)
 _LOOK_SECONDS = 0.2
@@ -122,7 +123,7 @@ class Saves:
         self._check_touch()
         optimizer = self._optimizer
         updates = torch.tensor([optimizer.updates], dtype=optimizer.dtype, device=optimizer.device)
-        state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
+        state = add_state({}, optimizer.entries(), updates)
         self._progress = SaveProgress()
         with self._waiting():
             return self._write(directory, state)
@@ -137,8 +138,8 @@ class Saves:
         self._check_touch()
         self._join()
         assert self._state is not None
-        state, shards = self._state, self._optimizer.shards
-        slices = add_state({}, shards, split(state, [shard.shape for shard in shards]), state.updates)
+        slots = state_slots(self._optimizer.shards, self._optimizer.settings.states)
+        slices = add_state({}, split(self._state, slots), self._state.updates)
         self._written, self._progress = None, SaveProgress()
         self._thread = threading.Thread(
             target=self._write_beside, args=(directory, slices), name="save", daemon=True
@@ -213,7 +214,12 @@ def write_slices(directory: Path, state: GlobalState) -> Digests:
 
 
 def held_slices(
-    copies: Copies, rank: int, plan: Rescue, mesh: MeshShape, model_of: Callable[..., StageModel]
+    copies: Copies,
+    rank: int,
+    plan: Rescue,
+    mesh: MeshShape,
+    model_of: Callable[..., StageModel],
+    states: OptimizerStates = ADAMW,
 ) -> GlobalState:
     """Return the slices of global tensors that ``rank`` writes for all ranks whose states it holds.
 
@@ -228,7 +234,7 @@ def held_slices(
             model = model_of(place=place, device=torch.device("meta"))
             shards = shards_in_order(buckets_of(model.parameters, place), model.parameters)
             host_state = copies.state_of(target, rank, plan.step)
-            add_state(state, shards, split(host_state, [shard.shape for shard in shards]), host_state.updates)
+            add_state(state, split(host_state, state_slots(shards, states)), host_state.updates)
     return state
 
 
@@ -242,12 +248,13 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, step: int) -> None:
     # Read here so that refusal has a clear message: torch would only log the error and look elsewhere.
     stored = reader.read_metadata().state_dict_metadata
     updates = torch.tensor([step], dtype=torch.float64)
-    state = add_state({}, optimizer.shards, optimizer.named_tensors(), updates)
+    entries = list(optimizer.entries())
+    state = add_state({}, entries, updates)
     if UPDATES not in stored:
         del state[UPDATES]
     with quietly():
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
-    optimizer.restored(int(updates))
+    optimizer.restored(int(updates), entries)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from braid.actors.stage.state.global_state import GlobalSlices, GlobalState, Loa
 from braid.actors.stage.state.parameters import GlobalParameter, ParameterSlice
 from braid.scheduling.model.presets.hugging_face import CONFIG, hugging_face_config
 from braid.scheduling.model.shape import ModelShape
+from braid.scheduling.schedule.states import PARAMETER
 
 EXPORT_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -91,22 +92,24 @@ def export_model(
     max_file_bytes: int,
     tokens: Mapping[str, Any] = MappingProxyType({}),
     base: Path | None = None,
+    state: str = PARAMETER,
 ) -> list[Path]:
     """Write a verified checkpoint's parameters into an empty directory; return the files that hold them.
 
     ``dtype``: a key of `EXPORT_DTYPES`; ``tokens``: ids of special tokens, for ``config.json``; ``base``:
-    directory of the model whose adapters the checkpoint holds, which are merged into it. One file's tensors
-    are in memory at a time; a tensor larger than ``max_file_bytes`` gets a file of its own. Raise
-    `ValueError` if the checkpoint belongs to another model, `OSError` if a file cannot be written.
+    directory of the model whose adapters the checkpoint holds, which are merged into it; ``state``: kind of
+    state that is written, the weights or their average. One file's tensors are in memory at a time; a tensor
+    larger than ``max_file_bytes`` gets a file of its own. Raise `ValueError` if the checkpoint belongs to
+    another model, `OSError` if a file cannot be written.
     """
     tensors = stored_tensors(shape)
     load: Callable[[Sequence[StoredTensor]], _Parts]
     if base is None:
         reader = GuardedReader(checkpoint)
-        _check_contents(checkpoint, reader, tensors)
-        load = partial(_load, reader)
+        _check_contents(checkpoint, reader, tensors, state)
+        load = partial(_load, reader, kind=state)
     else:
-        load = partial(_load_merged, base, shape, adapters_in(checkpoint))
+        load = partial(_load_merged, base, shape, adapters_in(checkpoint, state))
     kind = EXPORT_DTYPES[dtype]
     groups = _groups(tensors, kind.itemsize, max_file_bytes)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
@@ -136,15 +139,22 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(f"{file.name}: {error}") from None
 
 
-def _check_contents(checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor]) -> None:
+def _check_contents(
+    checkpoint: Path, reader: GuardedReader, tensors: Sequence[StoredTensor], state: str
+) -> None:
     """Raise `ValueError` unless the checkpoint's parameters have the names and shapes that ``tensors``
     need.
     """
     stored = {
-        name.removeprefix("parameter."): tuple(entry.size)
+        name.removeprefix(f"{state}."): tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("parameter.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(f"{state}.") and isinstance(entry, TensorStorageMetadata)
     }
+    if not stored and state != PARAMETER:
+        raise ValueError(
+            f"checkpoint {checkpoint} has no {state} of the weights; train with train.average, or export "
+            f"without --average"
+        )
     wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
     for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):
@@ -192,14 +202,14 @@ Adapters = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a matrix -> the factors of its adapter: rank x inputs, outputs x rank."""
 
 
-def adapters_in(checkpoint: Path) -> Adapters:
-    """Return all adapters of a verified checkpoint, in its dtype."""
+def adapters_in(checkpoint: Path, state: str = PARAMETER) -> Adapters:
+    """Return all adapters of a verified checkpoint, in its dtype: the weights, or another kind of state."""
     found = read_tensors(checkpoint)
     factors: dict[str, dict[str, Tensor]] = {}
     for name, tensor in found.items():
         kind, _, parameter = name.partition(".")
         matrix, _, factor = parameter.rpartition(".lora_")
-        if kind == "parameter" and matrix:
+        if kind == state and matrix:
             factors.setdefault(f"{matrix}.weight", {})[factor] = tensor
     return {matrix: (both["a"], both["b"]) for matrix, both in factors.items()}
 
@@ -223,17 +233,17 @@ def _load_merged(base: Path, shape: ModelShape, adapters: Adapters, group: Seque
     return parts
 
 
-def _load(reader: GuardedReader, group: Sequence[StoredTensor]) -> _Parts:
+def _load(reader: GuardedReader, group: Sequence[StoredTensor], kind: str) -> _Parts:
     """Read the parameters that a file's tensors consist of, in the checkpoint's dtype."""
     entries = reader.read_metadata().state_dict_metadata
     state: GlobalState = {}
     parts: dict[str, tuple[int, Tensor]] = {}
     for name, (shape, experts) in _boxes_of(group).items():
-        entry = entries[f"parameter.{name}"]
+        entry = entries[f"{kind}.{name}"]
         assert isinstance(entry, TensorStorageMetadata)
         local = torch.empty((len(experts), *shape[1:]), dtype=entry.properties.dtype)
         offsets = torch.Size((experts.start, *[0] * (len(shape) - 1)))
-        state[f"parameter.{name}"] = GlobalSlices(shape, {offsets: local})
+        state[f"{kind}.{name}"] = GlobalSlices(shape, {offsets: local})
         parts[name] = experts.start, local
     with quietly():
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)

@@ -4,9 +4,9 @@ The placements of a rank's parameters determine its slices; this module needs no
 ranks hold is written by one of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -58,6 +58,15 @@ class GlobalSlices:
         return stored
 
 
+class StateEntry(NamedTuple):
+    """One state of one shard: the master weights, or what the optimizer keeps beside them."""
+
+    kind: str
+    """One of `braid.scheduling.schedule.states.STATE_KINDS`."""
+    shard: Shard
+    tensor: Tensor
+
+
 GlobalState = dict[str, GlobalSlices]
 """Slices by the names of their tensors: ``parameter.layers.0.qkv.q.weight``, ``exp_avg....``, `UPDATES`."""
 
@@ -68,20 +77,18 @@ _COUNT = ParameterSlice(source=GlobalParameter(name=UPDATES, shape=(1,)), offset
 
 def add_state(
     state: GlobalState,
-    shards: Sequence[Shard],
-    named_tensors: Sequence[tuple[str, list[Tensor]]],
+    entries: Iterable[StateEntry],
     updates: Tensor,
 ) -> GlobalState:
-    """Add views of a rank's masters and moments (`Optimizer.named_tensors`) to ``state``; return ``state``.
+    """Add views of a rank's masters and states (`Optimizer.entries`) to ``state``; return ``state``.
 
     ``updates``: tensor of one element, the number of updates, which is equal on all ranks.
     """
     state.setdefault(UPDATES, GlobalSlices((1,))).add(_COUNT, updates)
-    for kind, tensors in named_tensors:
-        for tensor, shard in zip(tensors, shards, strict=True):
-            for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
-                name = f"{kind}.{piece.source.name}"
-                state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
+    for kind, shard, tensor in entries:
+        for piece in (piece for piece in shard.slices if 0 not in piece.sizes):
+            name = f"{kind}.{piece.source.name}"
+            state.setdefault(name, GlobalSlices(piece.source.shape)).add(piece, tensor)
     return state
 
 

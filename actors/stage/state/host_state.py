@@ -1,13 +1,15 @@
 """A rank's training state in the host's memory: copied at one moment, restored bit for bit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.run.accelerator import Event
-from braid.actors.stage.state.optimizer import STATE_KINDS, Optimizer
+from braid.actors.stage.state.global_state import StateEntry
+from braid.actors.stage.state.optimizer import Optimizer, state_slots
+from braid.actors.stage.state.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,9 @@ class HostState:
 
 
 def state_elements(optimizer: Optimizer) -> int:
-    """Return the length of `HostState.flat`: three elements per parameter that this rank updates, and one
-    more.
-    """
-    return 1 + sum(tensor.numel() for _, tensors in optimizer.named_tensors() for tensor in tensors)
+    """Return the length of `HostState.flat`: an element per parameter and kind of state, and one more."""
+    slots = state_slots(optimizer.shards, optimizer.settings.states)
+    return 1 + sum(shard.shape.numel() for _, shard in slots)
 
 
 def state_dtype(optimizer: Optimizer) -> torch.dtype:
@@ -58,10 +59,9 @@ def take(optimizer: Optimizer, step: int, into: Tensor | None = None) -> HostSta
 
     def copy() -> None:
         begin = 0
-        for _, tensors in optimizer.named_tensors():
-            for tensor in tensors:
-                flat[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
-                begin += tensor.numel()
+        for _, _, tensor in optimizer.entries():
+            flat[begin : begin + tensor.numel()].copy_(tensor.detach().reshape(-1), non_blocking=True)
+            begin += tensor.numel()
 
     return HostState(step, flat, optimizer.read_beside(copy))
 
@@ -72,18 +72,17 @@ def empty_state(optimizer: Optimizer) -> Tensor:
     return torch.empty(state_elements(optimizer), dtype=state_dtype(optimizer), pin_memory=pinned)
 
 
-def split(state: HostState, shapes: Sequence[torch.Size]) -> list[tuple[str, list[Tensor]]]:
-    """Return the state as `Optimizer.named_tensors` does, as views. ``shapes``: shapes of the shards."""
-    sizes = [shape.numel() for shape in shapes]
-    pieces = iter(state.flat[:-1].split(sizes * len(STATE_KINDS)))
-    return [(kind, [next(pieces).view(shape) for shape in shapes]) for kind in STATE_KINDS]
+def split(state: HostState, slots: Iterable[tuple[str, Shard]]) -> Iterator[StateEntry]:
+    """Yield the state as `Optimizer.entries` does, as views. ``slots``: see `state_slots`."""
+    begin, flat = 0, state.flat
+    for kind, shard in slots:
+        end = begin + shard.shape.numel()
+        yield StateEntry(kind, shard, flat[begin:end].view(shard.shape))
+        begin = end
 
 
 @torch.no_grad()
 def put_back(state: HostState, optimizer: Optimizer) -> None:
     """Set the optimizer's masters, moments and parameters to a state."""
-    states = split(state, [master.shape for master in optimizer.masters])
-    for (_, tensors), (_, pieces) in zip(optimizer.named_tensors(), states, strict=True):
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece)
-    optimizer.restored(int(state.updates))
+    slots = state_slots(optimizer.shards, optimizer.settings.states)
+    optimizer.restored(int(state.updates), split(state, slots))

@@ -1,53 +1,83 @@
-"""AdamW on master weights, clipping by the global norm, and the learning rate as a function of the step."""
+"""Updates of master weights: clipping by the global norm, AdamW, Muon for matrices, and the average of the
+weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from braid.actors.stage.run.accelerator import Accelerator, DeviceStream, Event
+from braid.actors.stage.state.adamw import TorchAdamW
 from braid.actors.stage.state.buckets import RankBuckets
+from braid.actors.stage.state.eight_bit import EightBitAdamW, QuantisedMoment
+from braid.actors.stage.state.global_state import StateEntry
 from braid.actors.stage.state.learning_rate import LearningRate
+from braid.actors.stage.state.muon import HeldMatrices, MatrixUpdates
 from braid.actors.stage.state.parameters import main_gradient_dtype
 from braid.actors.stage.state.shards import Shard
 from braid.scheduling.schedule.buckets import BucketKey
+from braid.scheduling.schedule.states import (
+    AVERAGE,
+    MOMENTS,
+    MOMENTUM,
+    PARAMETER,
+    STATE_KINDS,
+    OptimizerStates,
+)
 
 if TYPE_CHECKING:  # tests of GPUs run where pydantic is not installed
     from braid.actors.config import Config
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE_KINDS = ("parameter", *_MOMENTS)
-"""Kinds of state that a checkpoint has of every parameter, in the order of `Optimizer.named_tensors`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(LearningRate):
-    """Settings of AdamW; see ``train`` in the configuration."""
+    """Settings of the optimizer; see ``train`` in the configuration."""
 
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     clip_norm: float
+    optimizer: str = "adamw"
+    momentum: float = 0.95
+    average: float = 0.0
+
+    @property
+    def states(self) -> OptimizerStates:
+        """What is kept of every parameter."""
+        return OptimizerStates(self.optimizer, self.average > 0)
+
+
+def state_slots(shards: Sequence[Shard], states: OptimizerStates) -> Iterator[tuple[str, Shard]]:
+    """Yield the states that are kept of shards as (kind, shard), in the order of copies and checkpoints."""
+    kinds = [{PARAMETER, *states.kinds(matrix=shard.parameter.matrix)} for shard in shards]
+    for kind in STATE_KINDS:
+        yield from ((kind, shard) for shard, kept in zip(shards, kinds, strict=True) if kind in kept)
 
 
 @dataclass
 class _ParameterGroup:
     """Parameters that are updated at once: those of one bucket with ZeRO, otherwise all."""
 
-    adamw: torch.optim.AdamW
+    adamw: list[TorchAdamW]
+    """AdamW of the masters that it updates: in the masters' dtype, and with moments in 8 bits."""
     masters: list[tuple[Tensor, Shard]]
     rounded: list[tuple[Tensor, Tensor]]
     """Pairs of a gradient in the master's dtype and the wider sum that it is rounded from."""
     signed: list[tuple[Tensor, Shard, float]]
     """Parameters that take steps against the sign of their gradient, without AdamW, with their step sizes."""
+    averages: list[Tensor]
+    """Averages of the masters, in their order; none if no averages are kept."""
 
 
 class Optimizer:
-    """One rank's AdamW. Parameters narrower than fp32 have fp32 masters; other parameters are their own
+    """One rank's optimizer. Parameters narrower than fp32 have fp32 masters; other parameters are their own
     masters.
+
+    With Muon, all matrices of hidden layers are updated when the gradients are clipped (`MatrixUpdates`), and
+    everything else bucket by bucket.
     """
 
     def __init__(
@@ -74,50 +104,70 @@ class Optimizer:
         self.dtype, self.device = main_gradient_dtype(buckets.dtype), buckets.device
         """Of masters and moments; of these a rank may have none, where shares are small."""
         self.masters: list[Tensor] = [_master(shard.tensor) for shard in self.shards]
-        self.states: dict[Tensor, dict[str, Tensor]] = {}
-        """AdamW's state tensors of every master."""
+        self._masters = dict(zip(self.shards, self.masters, strict=True))
+        self.states: dict[Tensor, dict[str, Any]] = {}
+        """A tensor or a `QuantisedMoment` of every kind of state, by master."""
+        self._lr = 0.0
         keys = {id(shard): bucket.key for bucket in buckets.buckets for shard in bucket.shards}
         members: dict[BucketKey | None, list[tuple[Tensor, Shard]]] = {}
         for master, shard in zip(self.masters, self.shards, strict=True):
             members.setdefault(keys[id(shard)] if buckets.cut else None, []).append((master, shard))
         self._groups = {key: self._group(pairs) for key, pairs in members.items()}
+        self._matrices = self._matrix_updates() if settings.optimizer == "muon" else None
+
+    def _by_muon(self, shard: Shard) -> bool:
+        return self.settings.optimizer == "muon" and shard.parameter.matrix
+
+    def _rule(self, shard: Shard) -> type[TorchAdamW]:
+        in_8_bits = self.settings.optimizer == "adamw_8bit" and shard.parameter.matrix
+        return EightBitAdamW if in_8_bits else TorchAdamW
+
+    def _matrix_updates(self) -> MatrixUpdates:
+        held = [
+            HeldMatrices(master, self.states[master][MOMENTUM], shard)
+            for master, shard in zip(self.masters, self.shards, strict=True)
+            if self._by_muon(shard)
+        ]
+        mesh, device, given = self._buckets.mesh, self.device, self.settings
+        return MatrixUpdates(mesh, held, device, given.momentum, given.weight_decay)
 
     def _group(self, masters: list[tuple[Tensor, Shard]]) -> _ParameterGroup:
         rounded = []
-        for master, shard in masters:
+        others = [(master, shard) for master, shard in masters if not self._by_muon(shard)]
+        for master, shard in others:
             if shard.gradient.dtype == master.dtype:
                 master.grad = shard.gradient
             else:
                 master.grad = torch.zeros_like(master)
                 rounded.append((master.grad, shard.gradient))
         signed = [(m, shard, rate) for m, shard in masters if (rate := shard.parameter.sign_rate)]
-        adam = [(master, shard.parameter) for master, shard in masters if not shard.parameter.sign_rate]
-        decayed = [master for master, parameter in adam if parameter.decays]
-        plain = [master for master, parameter in adam if not parameter.decays]
-        groups = [
-            {"params": decayed, "weight_decay": self.settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.settings.lr,
-            betas=self.settings.betas,
-            eps=self.settings.eps,
-            fused=True,
-        )
-        for master, _ in masters:
-            self.states[master] = adamw.state[master] = {
-                "step": torch.tensor(0.0, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-        return _ParameterGroup(adamw, masters, rounded, signed)
+        members: dict[type[TorchAdamW], list[tuple[Tensor, bool]]] = {}
+        for master, shard in others:
+            if not shard.parameter.sign_rate:
+                members.setdefault(self._rule(shard), []).append((master, shard.parameter.decays))
+        given = self.settings
+        settings = {"lr": given.lr, "betas": given.betas, "eps": given.eps}
+        adamw = [rule(adam, given.weight_decay, **settings) for rule, adam in members.items()]
+        moments = {master: state for rule in adamw for master, state in rule.states.items()}
+        for master, shard in masters:
+            own = (MOMENTUM,) if self._by_muon(shard) else MOMENTS
+            self.states[master] = moments.get(master) or {kind: torch.zeros_like(master) for kind in own}
+            if self.settings.average:
+                self.states[master][AVERAGE] = master.detach().clone()
+        averages = [self.states[master][AVERAGE] for master, _ in masters if self.settings.average]
+        return _ParameterGroup(adamw, masters, rounded, signed, averages)
 
-    def named_tensors(self) -> list[tuple[str, list[Tensor]]]:
-        """Return the content of a checkpoint as (kind, tensors), tensors in the order of the shards."""
-        state = [self.states[master] for master in self.masters]
-        moments = [(kind, [entry[kind] for entry in state]) for kind in _MOMENTS]
-        return [("parameter", self.masters), *moments]
+    def _state(self, kind: str, shard: Shard) -> Tensor | QuantisedMoment:
+        master = self._masters[shard]
+        return master if kind == PARAMETER else self.states[master][kind]
+
+    def entries(self) -> Iterator[StateEntry]:
+        """Yield the content of a checkpoint: masters and all states, as views; a `QuantisedMoment` is read
+        when it is reached.
+        """
+        for kind, shard in state_slots(self.shards, self.settings.states):
+            state = self._state(kind, shard)
+            yield StateEntry(kind, shard, state if isinstance(state, Tensor) else state.read())
 
     @torch.no_grad()
     def read_beside(self, read: Callable[[], None]) -> Event | None:
@@ -143,16 +193,25 @@ class Optimizer:
             self._accelerator.current().wait_event(self._reading.pop())
 
     @torch.no_grad()
-    def restored(self, updates: int) -> None:
-        """Recompute what depends on masters and moments, after these were set from outside.
+    def restored(self, updates: int, entries: Iterable[StateEntry] = ()) -> None:
+        """Take over ``entries``, which have the order of `entries`; then recompute what depends on masters
+        and states, after these were set from outside.
 
-        ``updates``: number of updates that led to them.
+        ``updates``: number of updates that led to them; from 0 updates on, averages begin with the masters.
         """
         self._let_readers_end()
         self.updates = updates
-        for master in self.masters:
-            self.states[master]["step"].fill_(updates)
+        for kind, shard, tensor in entries:
+            state = self._state(kind, shard)
+            if isinstance(state, QuantisedMoment):
+                state.write(tensor)
+            elif state is not tensor:
+                state.copy_(tensor)
         for group in self._groups.values():
+            for adamw in group.adamw:
+                adamw.count(updates)
+            if not updates:
+                _average(group, 0.0)
             _publish(group)
 
     def square(self) -> None:
@@ -170,7 +229,8 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, step: int, intact: Callable[[], None] = lambda: None) -> tuple[float, float]:
-        """Decide whether and how to update; return (gradient norm before clipping, learning rate).
+        """Decide whether and how to update, and let Muon update its matrices; return (gradient norm before
+        clipping, learning rate).
 
         A norm that is not finite, which all ranks find alike, updates nothing. ``intact`` raises if
         communication was broken off before the norm was complete: an abort leaves garbage in the results of
@@ -185,10 +245,10 @@ class Optimizer:
         self.updates += 1
         limit = self.settings.clip_norm
         self._factor = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-        for group in self._groups.values():
-            for parameters in group.adamw.param_groups:
-                parameters["lr"] = lr
+        self._lr = lr
         self._let_readers_end()
+        if self._matrices is not None:
+            self._matrices.update(lr, self._factor)
         return norm, lr
 
     @torch.no_grad()
@@ -201,9 +261,11 @@ class Optimizer:
                 self._buckets.scale(self._factor, key)
             for rounded, gradient in group.rounded:
                 rounded.copy_(gradient)
-            group.adamw.step()
+            for adamw in group.adamw:
+                adamw.step(self._lr)
             for master, shard, rate in group.signed:
                 master.add_(shard.gradient.sign().to(master.dtype), alpha=-rate)
+            _average(group, self.settings.average if self.updates > 1 else 0.0)
             _publish(group)
         self._buckets.zero(key)
 
@@ -213,6 +275,13 @@ def _publish(group: _ParameterGroup) -> None:
     for master, shard in group.masters:
         if master.dtype != shard.parameter.tensor.dtype:
             shard.tensor.copy_(master)
+
+
+def _average(group: _ParameterGroup, decay: float) -> None:
+    """Move the averages towards the masters, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does; ``decay``
+    0: set the averages to the masters, as torch's `AveragedModel` does at the first update."""
+    if group.averages:
+        torch._foreach_lerp_(group.averages, [master.detach() for master, _ in group.masters], 1 - decay)
 
 
 def _master(tensor: Tensor) -> Tensor:
@@ -263,4 +332,9 @@ def optimizer_settings(config: "Config") -> OptimizerSettings:
         eps=train.eps,
         weight_decay=train.weight_decay,
         clip_norm=train.clip_norm,
+        schedule=train.schedule,
+        decay_steps=train.decay_steps,
+        optimizer=train.optimizer,
+        momentum=train.momentum,
+        average=train.average,
     )

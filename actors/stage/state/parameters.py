@@ -40,6 +40,16 @@ class GlobalParameter:
     this bias does not come from the loss and is not part of the norm. 0: AdamW updates the parameter.
     """
 
+    hidden: bool = True
+    """Whether rows and columns of a matrix are hidden values; False where one of both are tokens, positions
+    or experts (embedding, head, router)."""
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the last two dimensions are a matrix of hidden layers, which Muon updates; earlier
+        dimensions count matrices (experts)."""
+        return self.hidden and len(self.shape) > 1
+
     def initial(self, seed: int) -> Tensor:
         """Return the initial value (float32, CPU), a pure function of the seed and the name."""
         return self.initial_box(seed, (0,) * len(self.shape), self.shape)
@@ -238,6 +248,11 @@ class StageParameter:
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
         return len(self.slices[0].source.shape) > 1
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it holds matrices of hidden layers, which Muon updates."""
+        return self.slices[0].source.matrix
 
     @property
     def sign_rate(self) -> float:

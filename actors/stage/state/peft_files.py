@@ -19,17 +19,18 @@ _IN_LAYER = re.compile(r".+\.\d+\.(.+)")
 
 
 def export_adapters(
-    checkpoint: Path, directory: Path, shape: ModelShape, dtype: str, base: Path | None
+    checkpoint: Path, directory: Path, shape: ModelShape, dtype: str, base: Path | None, state: str
 ) -> Path:
     """Write the adapters of a verified checkpoint into an empty directory; return the file that holds them.
 
-    ``dtype``: a key of `EXPORT_DTYPES`; ``base``: directory of the model that the adapters belong to. A
+    ``dtype``: a key of `EXPORT_DTYPES`; ``base``: directory of the model that the adapters belong to;
+    ``state``: kind of state that is written, the weights or their average. A
     matrix that `transformers` has in one with others (GPT-2's queries, keys and values) makes one adapter of
     as many times the rank: the first factors one below the other, the second ones along the diagonal. Raise
     `ValueError` if `transformers` has no such model or `peft` no such adapters, `OSError` if a file cannot be
     written.
     """
-    lora, adapters, kind = shape.lora, adapters_in(checkpoint), EXPORT_DTYPES[dtype]
+    lora, adapters, kind = shape.lora, adapters_in(checkpoint, state), EXPORT_DTYPES[dtype]
     assert lora is not None
     content, ranks, transposed = {}, {}, False
     for tensor in stored_tensors(shape):
