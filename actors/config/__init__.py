@@ -102,8 +102,8 @@ class Config(Section):
             )
         if self.model.lora is not None and train.optimizer != "adamw":
             raise ValueError(
-                f"train.optimizer={train.optimizer!r} is for whole matrices, and model.lora trains adapters; set "
-                f"train.optimizer to adamw, or leave model.lora out"
+                f"train.optimizer={train.optimizer!r} is for whole matrices, and model.lora trains adapters; "
+                f"set train.optimizer to adamw, or leave model.lora out"
             )
         return self
 
