@@ -28,19 +28,22 @@ class RowPacking:
     template: ChatTemplate | None
 
 
+_Piece = tuple[np.ndarray, np.ndarray, int, int]
+"""A document, or a part of it, in one row: ids, marks, bytes of text, and 1 if it ends there."""
+
+
 class RowWriter:
     """Packs the documents of one split of one work item into rows, and writes the rows."""
 
     def __init__(self, writer: ShardWriter, row_tokens: int, end: int, counts: Counter[str]) -> None:
         """``end``: id of the token that fills up rows. ``counts``: its ``tokens_padded`` are added up."""
         self._writer, self._row_tokens, self._end, self._counts = writer, row_tokens, end, counts
-        self._document = np.zeros((2, 0), np.int64)
-        """Ids and marks of the document that has not ended: [2, tokens]."""
-        self._bytes = 0
+        self._document: list[tuple[np.ndarray, np.ndarray]] = []
+        """Ids and marks of the document that has not ended."""
+        self._length = self._bytes = 0
         self._open: list[tuple[int, int]] = []
         """Room and number of every open row, sorted."""
-        self._rows: dict[int, list[tuple[np.ndarray, int, int]]] = {}
-        """By number of the row: ids and marks of its documents, with their bytes of text and ends."""
+        self._rows: dict[int, list[_Piece]] = {}
         self._begun = 0
 
     @property
@@ -56,16 +59,30 @@ class RowWriter:
         A document's first token never counts. A document that is longer than a row fills rows of its own, and
         its next row begins with the last token of the row, so that every other token is predicted once.
         """
-        marks = np.full(len(ids), COUNTS) if counted is None else counted * COUNTS
-        self._document = np.concatenate([self._document, [ids, marks]], axis=1)
-        self._document[1, :1] = BEGINS
-        self._bytes += bytes_of_text
-        while self._document.shape[1] > self._row_tokens:
-            self._flush([(self._document[:, : self._row_tokens], self._bytes, 0)])
-            self._document, self._bytes = self._document[:, self._row_tokens - 1 :], 0
-            self._document[1, 0] = BEGINS
+        marks = np.full(len(ids), COUNTS, np.uint8) if counted is None else counted.astype(np.uint8)
+        self._document.append((ids, marks))
+        self._length, self._bytes, row = (
+            self._length + len(ids),
+            self._bytes + bytes_of_text,
+            self._row_tokens,
+        )
+        while self._length > row:
+            whole_ids, whole_marks, size = self._taken()
+            whole_marks[0] = BEGINS
+            self._flush([(whole_ids[:row], whole_marks[:row], size, 0)])
+            self._document, self._length = (
+                [(whole_ids[row - 1 :], whole_marks[row - 1 :])],
+                len(whole_ids) - row + 1,
+            )
         if documents:
             self._end_document(documents)
+
+    def _taken(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Take the ids, marks and bytes of the document that has not ended."""
+        ids, marks = (np.concatenate(parts) for parts in zip(*self._document, strict=True))
+        size = self._bytes
+        self._document, self._length, self._bytes = [], 0, 0
+        return ids, marks, size
 
     def close(self) -> None:
         """Write all rows that are open."""
@@ -76,28 +93,28 @@ class RowWriter:
 
     def _end_document(self, documents: int) -> None:
         """Put the document into a row."""
-        length, piece = self._document.shape[1], (self._document, self._bytes, documents)
-        self._document, self._bytes = self._document[:, :0], 0
-        if not length:
+        if not (length := self._length):
             return
+        ids, marks, size = self._taken()
+        marks[0] = BEGINS
         at = bisect_left(self._open, (length, 0))
         if at < len(self._open):
             room, number = self._open.pop(at)
         else:
             room, number = self._row_tokens, self._begun
             self._begun += 1
-        self._rows.setdefault(number, []).append(piece)
+        self._rows.setdefault(number, []).append((ids, marks, size, documents))
         insort(self._open, (room - length, number))
         if room == length or len(self._open) > max(16, _OPEN_TOKENS // self._row_tokens):
             self._flush(self._rows.pop(self._open.pop(0)[1]))
 
-    def _flush(self, pieces: list[tuple[np.ndarray, int, int]]) -> None:
+    def _flush(self, pieces: list[_Piece]) -> None:
         """Write a row."""
-        contents, sizes, documents = zip(*pieces, strict=True)
-        ids, marks = np.concatenate(contents, axis=1)
-        length, counted = len(ids), np.array([np.count_nonzero(marks & COUNTS)], ROW_COUNTS)
-        ids = np.pad(ids, (0, self._row_tokens - length), constant_values=self._end)
-        marks = np.pad(marks, (0, self._row_tokens - length)).astype(np.uint8)
-        marks[length : length + 1] = BEGINS
-        self._counts["tokens_padded"] += self._row_tokens - length
+        all_ids, all_marks, sizes, documents = zip(*pieces, strict=True)
+        room = self._row_tokens - sum(map(len, all_ids))
+        ids = np.concatenate([*all_ids, np.full(room, self._end)])
+        marks = np.concatenate([*all_marks, np.zeros(room, np.uint8)])
+        marks[len(marks) - room :][:1] = BEGINS
+        self._counts["tokens_padded"] += room
+        counted = np.array([np.count_nonzero(marks & COUNTS)], ROW_COUNTS)
         self._writer.write(ids, sum(sizes), sum(documents), marks=marks, counts=counted)

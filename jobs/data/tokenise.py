@@ -5,7 +5,7 @@ It runs in any process and on any node that an executor chooses, and communicate
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,88 +75,89 @@ def tokenise(
     counts, lowest, highest = Counter[str](), 2**64, -1
     shards = (ShardWriter(folder, name, item.number, dtype) for name in (TRAIN, VALIDATION))
     train, validation = (s if rows is None else RowWriter(s, rows.tokens, end, counts) for s in shards)
-    documents = _texts(data, tokenizer, split, item, counts)
-    if data.format == "megatron":
-        documents = _copied(tokenizer, split, item, counts)
-    if rows is not None and rows.template is not None:
-        documents = _conversations(data, tokenizer, rows.template, rows.tokens, split, item, counts)
     with closing(train), closing(validation):
-        for number, pieces in documents:
+        writers = {TRAIN: train, VALIDATION: validation}
+        numbers = _texts(data, tokenizer, split, item, counts, writers)
+        if data.format == "megatron":
+            numbers = _copied(tokenizer, split, item, counts, writers)
+        if rows is not None and rows.template is not None:
+            numbers = _conversations(data, tokenizer, rows, rows.template, split, item, counts, writers)
+        for number in numbers:
             counts["documents"] += 1
             lowest, highest = min(lowest, number), max(highest, number)
-            for name, piece in pieces:
-                (train if name == TRAIN else validation).write(**piece)
     found = {TRAIN: train.shards, VALIDATION: validation.shards}
     return ItemResult(item.number, found, counts, lowest, highest)
 
 
-_Pieces = Iterator[tuple[str, dict[str, Any]]]
-"""Pieces of a document: the split, and the arguments of `ShardWriter.write` or `RowWriter.write`."""
-
-
 def _texts(
-    data: DataConfig, tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str]
-) -> Iterator[tuple[int, _Pieces]]:
-    """Yield hash and pieces of every text of a work item."""
-    end = {"ids": np.array([tokenizer.end_of_document]), "documents": 1}
-
-    def pieces(document: str, number: int) -> _Pieces:
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    item: WorkItem,
+    counts: Counter[str],
+    writers: Mapping[str, Any],
+) -> Iterator[int]:
+    """Write every text of a work item; yield their hashes."""
+    end = np.array([tokenizer.end_of_document])
+    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
+        if not document or document.isspace():
+            counts["documents_skipped" if document is None else "documents_empty"] += 1
+            continue
+        number = document_hash(document)
+        yield number
         for name, text, ends in _split_document(split, document, number):
+            writer = writers[name]
             for piece in _pieces(text):
                 encoded = tokenizer.encode(piece)
                 counts["characters"] += len(piece)
                 counts["characters_lost"] += encoded.lost
                 counts["tokens_unknown"] += encoded.unknown
-                yield name, {"ids": encoded.ids, "bytes_of_text": len(piece.encode())}
+                writer.write(encoded.ids, len(piece.encode()))
             if ends:
-                yield name, end
-
-    for document in chain.from_iterable(read_documents(part, data) for part in item.ranges):
-        if not document or document.isspace():
-            counts["documents_skipped" if document is None else "documents_empty"] += 1
-        else:
-            number = document_hash(document)
-            yield number, pieces(document, number)
+                writer.write(end, documents=1)
 
 
 def _copied(
-    tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str]
-) -> Iterator[tuple[int, _Pieces]]:
-    """Yield hash and tokens of every document of a work item of Megatron's files."""
+    tokenizer: Tokenizer, split: Split, item: WorkItem, counts: Counter[str], writers: Mapping[str, Any]
+) -> Iterator[int]:
+    """Write every document of a work item of Megatron's files; yield the hashes of their tokens."""
     for ids in chain.from_iterable(read_tokens(part, tokenizer) for part in item.ranges):
         if not len(ids):
             counts["documents_empty"] += 1
             continue
         number = token_hash(ids)
-        parts = _split_document(split, ids, number)
-        yield number, ((name, {"ids": part, "documents": int(ends)}) for name, part, ends in parts)
+        yield number
+        for name, part, ends in _split_document(split, ids, number):
+            writers[name].write(part, documents=int(ends))
 
 
 def _conversations(
     data: DataConfig,
     tokenizer: Tokenizer,
+    rows: RowPacking,
     template: ChatTemplate,
-    row_tokens: int,
     split: Split,
     item: WorkItem,
     counts: Counter[str],
-) -> Iterator[tuple[int, _Pieces]]:
-    """Yield hash and tokens of every conversation of a work item, but for conversations that are longer than
-    a row, or have no token that counts."""
+    writers: Mapping[str, Any],
+) -> Iterator[int]:
+    """Write every conversation of a work item, but for conversations that are longer than a row, or have no
+    token that counts; yield the hashes of their texts."""
     for conversation in chain.from_iterable(read_conversations(part, data) for part in item.ranges):
         if conversation is None:
             counts["documents_skipped"] += 1
             continue
         rendered = template.render(conversation)
         encoded, counted = encode(tokenizer, rendered)
-        if len(encoded.ids) > row_tokens or not counted[1:].any():
-            counts["documents_long" if len(encoded.ids) > row_tokens else "documents_silent"] += 1
+        if len(encoded.ids) > rows.tokens or not counted[1:].any():
+            counts["documents_long" if len(encoded.ids) > rows.tokens else "documents_silent"] += 1
             continue
         counts["characters"] += len(rendered.text)
         counts["tokens_unknown"] += encoded.unknown
         number = document_hash(rendered.text)
+        yield number
         name = VALIDATION if number < split.threshold else TRAIN
-        yield number, iter([(name, {"ids": encoded.ids, "documents": 1, "counted": counted})])
+        writers[name].write(encoded.ids, documents=1, counted=counted)
 
 
 @lru_cache(maxsize=1)

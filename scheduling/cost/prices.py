@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from braid.scheduling.cost.profile import Profile
 from braid.scheduling.mesh.cluster import Stream
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.operators import Kind, Parameters
+from braid.scheduling.model.operators import Kind
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move
 from braid.scheduling.schedule.code import Code
 from braid.scheduling.schedule.memory import DTYPE_BYTES, message_bytes, sent_width, sum_width

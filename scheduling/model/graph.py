@@ -9,17 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from braid.scheduling.mesh.cluster import Stream
-from braid.scheduling.model.operators import (
-    Graph,
-    HeldTensor,
-    Kind,
-    Operator,
-    Parameters,
-    Part,
-    Phase,
-    Precision,
-    Value,
-)
+from braid.scheduling.model.operators import Graph, Kind, Operator, Part, Phase, Precision, Value
+from braid.scheduling.model.parameters import HeldTensor, Parameters
 
 
 @dataclass(frozen=True)

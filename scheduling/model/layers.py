@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from braid.scheduling.model.builder import LayerBuilder
-from braid.scheduling.model.operators import Parameters, Part
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.recompute import with_recompute
 from braid.scheduling.model.sizes import PartSizes
 from braid.scheduling.text.pattern import DENSE, ENDS, UNIFORM, base_kind, built_in_kinds, own_recompute

@@ -12,7 +12,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.model.operators import Graph, Operator, Parameters, Part, Value
+from braid.scheduling.model.operators import Graph, Operator, Part, Value
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.text.pattern import ENDS, counted, is_layer
 
 

@@ -15,7 +15,8 @@ from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.fit import check_fit
-from braid.scheduling.model.operators import Graph, Kind, Parameters, Part
+from braid.scheduling.model.operators import Graph, Kind, Part
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.recompute import RECOMPUTE_POLICIES
 from braid.scheduling.model.shape import ModelShape, Workload
 from braid.scheduling.model.units import chunk_parameters, members_of

@@ -11,7 +11,8 @@ from typing import Final
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import beyond
-from braid.scheduling.model.operators import HeldTensor, Parameters, Part
+from braid.scheduling.model.operators import Part
+from braid.scheduling.model.parameters import HeldTensor, Parameters
 from braid.scheduling.model.units import chunk_units, members_of
 
 LEAST_ELEMENTS: Final = 1 << 17

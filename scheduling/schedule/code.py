@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.model.operators import Parameters, Part, Value
+from braid.scheduling.model.operators import Part, Value
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.schedule.buckets import Buckets, BucketSpec
 from braid.scheduling.schedule.operations import Compute, Gather, Norm, Operation, Pass, PassKind, Start, Step
 from braid.scheduling.schedule.schedule import Instruction, Prefetch, Schedule, passes_in

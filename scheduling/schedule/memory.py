@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from braid.scheduling.mesh.layout import ParallelLayout
-from braid.scheduling.model.operators import HeldTensor, Part, Phase
+from braid.scheduling.model.operators import Part, Phase
+from braid.scheduling.model.parameters import HeldTensor
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.schedule.buckets import (
     Buckets,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.operators import Kind, Parameters, Phase
+from braid.scheduling.model.operators import Kind, Phase
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.stages import Move, moves_of
 from braid.scheduling.schedule.buckets import BucketKey, Buckets, BucketSpec
 from braid.scheduling.schedule.code import Body, Stretch

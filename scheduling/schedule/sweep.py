@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from braid.scheduling.mesh.mesh import is_tensor
-from braid.scheduling.model.operators import Parameters
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.schedule.buckets import flat_elements, share_elements, share_ways
 from braid.scheduling.schedule.code import Body, Code, Frame, Stretch
 from braid.scheduling.schedule.operations import (

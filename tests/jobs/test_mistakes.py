@@ -398,6 +398,6 @@ def test_a_name_that_is_gone_is_refused_with_what_stands_in_its_place(
     shutil.copy(ROOT / "LICENSE", "corpus.txt")
     Path("old.yaml").write_text(OLD_NAMES[call].format(name))
     (line,) = refused(called(capsys, *call.format(name).split()), repr(name)).splitlines()
-    new = ScheduleName.parse(GONE[name])
+    new = ScheduleName(*GONE[name])
     pipeline = f" with pipeline {new.pipeline}" if new.pipeline else ""
     assert line.endswith(f" is gone; use schedule {new.schedule}{pipeline}"), line

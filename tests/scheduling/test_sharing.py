@@ -12,7 +12,8 @@ import pytest
 
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.generate.setting import Setting
-from braid.scheduling.model.operators import Parameters, Phase
+from braid.scheduling.model.operators import Phase
+from braid.scheduling.model.parameters import Parameters
 from braid.scheduling.model.units import members_of
 from braid.scheduling.schedule import buckets
 from braid.scheduling.schedule.buckets import BucketKey
