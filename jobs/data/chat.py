@@ -124,6 +124,18 @@ def encode(tokenizer: Tokenizer, rendered: Rendered) -> tuple[Encoded, np.ndarra
     return encoded, counted_N
 
 
+def ends_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Return the special token that the template writes at the end of an answer; none if there is no such
+    token, or the template refuses two short messages."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        rendered = template.render(Conversation(messages, None, lambda: "a conversation"))
+    except ValueError:
+        return []
+    encoded, counted_N = encode(tokenizer, rendered)
+    return [int(token) for token in encoded.ids[counted_N] if token in tokenizer.special][-1:]
+
+
 def _read(file: Path) -> tuple[str, str]:
     """Return the source of a template, and where it is from."""
     try:
@@ -142,16 +154,17 @@ def _beside_tokenizer(folder: Path | None) -> tuple[str, str]:
         )
     if (folder / TEMPLATE_FILE).is_file():
         return _read(folder / TEMPLATE_FILE)
-    told = content_of(folder / TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(told, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in told if isinstance(one, dict)}
-        told = named.get("default")
-    if not isinstance(told, str):
-        raise ValueError(
-            f"{KEY}: data.format=chat needs a chat template, and {str(folder)!r} has neither {TEMPLATE_FILE} "
-            f"nor the key chat_template in {TOKENIZER_CONFIG}; set {KEY} to a Jinja file"
-        )
-    return told, str(folder / TOKENIZER_CONFIG)
+    for file in (folder / "chat_template.json", folder / TOKENIZER_CONFIG):
+        told = content_of(file).get("chat_template")
+        if isinstance(told, list):  # several, by name
+            named = {one.get("name"): one.get("template") for one in told if isinstance(one, dict)}
+            told = named.get("default")
+        if isinstance(told, str):
+            return told, str(file)
+    raise ValueError(
+        f"{KEY}: data.format=chat needs a chat template, and {str(folder)!r} has neither {TEMPLATE_FILE} "
+        f"nor the key chat_template in {TOKENIZER_CONFIG}; set {KEY} to a Jinja file"
+    )
 
 
 def _without_marks(marked: str) -> Rendered:

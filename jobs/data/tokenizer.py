@@ -72,6 +72,9 @@ class BytesTokenizer:
     def encode(self, text: str) -> Encoded:
         return Encoded(np.frombuffer(text.encode(), dtype=np.uint8))
 
+    special = frozenset((256,))
+    """Ids of the special tokens."""
+
     def encode_rendered(self, text: str) -> tuple[Encoded, np.ndarray]:
         """Encode text in which the end token's name is the token; see `HuggingFaceTokenizer`."""
         ids, spans, start = list[int](), list[tuple[int, int]](), 0
@@ -139,6 +142,8 @@ class HuggingFaceTokenizer:
         names = {self.end_token, *marked, *special_names(path.parent).values()}
         special = {ids[name] for name in names if name in ids}
         forbidden = sorted(special - ({self._unknown} - {self.end_of_document}))
+        self.special = frozenset(forbidden)
+        """Ids of the special tokens, which plain text never becomes."""
         self._special = np.array(forbidden)
         self._lost: dict[str, bool] = {}
         rules = f"{_RULES} {self.end_of_document} {forbidden} ".encode()

@@ -10,8 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from braid.actors.config import Config, ConfigError
+from braid.actors.config import Config
 from braid.actors.config.paths import BYTES
+from braid.jobs.data.chat import TEMPLATE_FILE, ChatTemplate, ends_of_answers
 from braid.jobs.data.tokenizer import (
     GENERATION,
     TOKENIZER_CONFIG,
@@ -23,7 +24,6 @@ from braid.jobs.data.tokenizer import (
 from braid.scheduling.model.presets.hugging_face import CONFIG
 
 FOLDER: Final = "tokenizer"
-_TEMPLATE: Final = "chat_template.jinja"
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of the tokens that begin, end and pad texts, in `GENERATION` and in `CONFIG`."""
 
@@ -40,15 +40,19 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
         files[TOKENIZER_FILE] = path.read_bytes()
     made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
     files.setdefault(TOKENIZER_CONFIG, json.dumps(made, indent=2).encode())
-    if (template := _named_template(config)) is not None:
-        files[_TEMPLATE] = template.encode()
+    ends = [tokenizer.end_of_document]  # the token that ends a document also ends generated text
+    chats = (data for data in config.data.sets.values() if data.format == "chat")
+    if (chat := next(chats, None)) is not None:
+        template = ChatTemplate.of(chat, tokenizer)
+        files[TEMPLATE_FILE] = template.source.encode()
+        ends += ends_of_answers(template, tokenizer)
     initial = config.model.initial
     settings = {} if initial is None else _settings(initial, files[TOKENIZER_FILE])
-    ends = settings.get("eos_token_id")
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    end = tokenizer.end_of_document
-    if end not in known:  # the token that ends a document also ends generated text
-        settings = {**settings, "eos_token_id": [*known, end] if known else end}
+    told = settings.get("eos_token_id")
+    known = told if isinstance(told, list) else [] if told is None else [told]
+    if new := [end for end in dict.fromkeys(ends) if end not in known]:
+        every = [*known, *new]
+        settings = {**settings, "eos_token_id": every if len(every) > 1 else every[0]}
     files[GENERATION] = f"{json.dumps(settings, indent=2)}\n".encode()
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
@@ -66,36 +70,6 @@ def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:
         shutil.copyfile(file, export / file.name)
     settings = content_of(folder / GENERATION)
     return {key: settings[key] for key in _TOKEN_IDS if key in settings}
-
-
-def template_of(config: Config, tokenizer_folder: Path | None) -> str | None:
-    """Return the chat template of a run, in Jinja: ``data.chat_template``, or that of the tokenizer's files;
-    None if there is none. ``tokenizer_folder``: None for Braid's tokenizer of bytes.
-
-    Raise `ConfigError` if the file that ``data.chat_template`` names cannot be read.
-    """
-    if (named := _named_template(config)) is not None or tokenizer_folder is None:
-        return named
-    if (tokenizer_folder / _TEMPLATE).is_file():
-        return (tokenizer_folder / _TEMPLATE).read_text(encoding="utf-8")
-    for file in ("chat_template.json", TOKENIZER_CONFIG):
-        found = content_of(tokenizer_folder / file).get("chat_template")
-        if isinstance(found, list):  # several, each with a name
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
-        if isinstance(found, str):
-            return found
-    return None
-
-
-def _named_template(config: Config) -> str | None:
-    """Return the content of the file ``data.chat_template``, or the key's text if that is a template."""
-    named = getattr(config.data, "chat_template", None)
-    if named is None or "{" in str(named):
-        return named
-    try:
-        return Path(named).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template={str(named)!r} cannot be read: {error}") from None
 
 
 def _settings(initial: Path, tokenizer: bytes) -> dict[str, Any]:
