@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from braid.actors.stage.measure import kernel_choice
-from braid.actors.stage.measure.kernel_choice import KernelChoice, uses
+from braid.actors.stage.measure.kernel_uses import KernelChoice, uses
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.model.expert_modules import expert_modules
 from braid.actors.stage.model.model import StageModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from braid.actors.controller.combining import combine
-from braid.actors.stage.measure.kernel_choice import KernelChoice
+from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.profiling import Profiler
 from braid.actors.stage.rank.assembly import code_of, put_together
 from braid.actors.stage.rank.groups import Mesh, build_mesh

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braid.actors.stage.measure.kernel_choice import uses
+from braid.actors.stage.measure.kernel_uses import uses
 from braid.kernels.family import Kind, OperatorFamily, candidates
 from braid.kernels.trials import _TRIALS, DeviceClock, Laboratory, Use, _Operands, _results
 from braid.scheduling.mesh.layout import ParallelLayout

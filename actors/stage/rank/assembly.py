@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from braid.actors.stage.measure.kernel_choice import KernelChoice
+from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.telemetry import Recorder
 from braid.actors.stage.measure.torch_profile import Around
 from braid.actors.stage.model.layers import LayerDefinition, load_layers

@@ -13,7 +13,7 @@ import torch
 
 from braid.actors.stage.data.samples import ReplicaSamples, documents_to_measure
 from braid.actors.stage.files.digests import damage_in_share
-from braid.actors.stage.measure.kernel_choice import KernelChoice
+from braid.actors.stage.measure.kernel_uses import KernelChoice
 from braid.actors.stage.measure.memory_meter import MemoryMeter
 from braid.actors.stage.measure.peak_memory import PeakMemory
 from braid.actors.stage.measure.profiling import Profiler
