@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from braid.actors.stage.measure import kernel_choice
+from braid.actors.stage.measure import kernel_uses
 from braid.actors.stage.measure.kernel_uses import KernelChoice, uses
 from braid.actors.stage.model.context import ModuleContext
 from braid.actors.stage.model.expert_modules import expert_modules
@@ -163,11 +163,11 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured: list[str] = []
-        monkeypatch.setattr(kernel_choice, "card", lambda device: "a card")
+        monkeypatch.setattr(kernel_uses, "card", lambda device: "a card")
         candidates = {"candidates": lambda operator, *where: dict.fromkeys(names(operator))}
         clock = {"DeviceClock": lambda device: None, "Laboratory": lambda **given: self}
         for name, value in {**candidates, **clock}.items():
-            monkeypatch.setattr(kernel_choice, name, value)
+            monkeypatch.setattr(kernel_uses, name, value)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def measure(self, uses: Sequence[Use], kinds: dict[str, Any]) -> Measured:
