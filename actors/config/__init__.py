@@ -89,9 +89,9 @@ class Config(Section):
                 f"parallel.tensor_degrees=auto; set both to auto, or give both"
             )
         profiled = self.telemetry.profile.steps
-        if profiled is not None and profiled[0] > train.steps:
+        if profiled is not None and profiled[1] > train.steps:
             raise ValueError(
-                f"telemetry.profile.steps={list(profiled)} begin after train.steps={train.steps}; lower "
+                f"telemetry.profile.steps={list(profiled)} end after train.steps={train.steps}; lower "
                 f"them, or raise train.steps"
             )
         if self.checkpoint.keep_best and not (train.validate_every and data.validates):
@@ -269,6 +269,8 @@ def read_content(path: Path) -> dict[str, Any]:
         near = nearest(path.name, files)
         remedy = f"did you mean {path.parent / near}?" if near else "give the path of a run's YAML file"
         raise ConfigError(f"configuration file {path} does not exist; {remedy}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give the path of a run's YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
     if not isinstance(content, dict | None):
@@ -282,12 +284,17 @@ def _override(content: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"override {override!r} must be written key=value, such as 'train.lr=3e-4'")
     *sections, last = key.split(".")
-    for section in sections:
-        inner = content.get(section)
-        if not isinstance(inner, dict | None):
-            whole = f"'{section}={{{last}: {text}}}'"
+    for number, section in enumerate(sections, start=1):
+        inner, path = content.get(section), ".".join(sections[:number])
+        if isinstance(inner, list):
             raise ConfigError(
-                f"override {override!r}: {section} is {inner!r}, without keys; give override {whole}"
+                f"override {override!r}: {path} is a list, whose entries cannot be set one by one; give the "
+                f"whole list, or edit the file"
+            )
+        if not isinstance(inner, dict | None):
+            whole = f"'{path}={{{last}: {text}}}'"
+            raise ConfigError(
+                f"override {override!r}: {path} is {inner!r}, without keys; give override {whole}"
             )
         content[section] = content = dict(inner or {})
     content[last] = parse_yaml(text, f"override {override!r}: the value")

@@ -68,6 +68,8 @@ def in_words(kind: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is tuple:
         count = "" if Ellipsis in inner else f"{len(inner)} "
         words = in_words(inner[0])
+        if words.startswith("one of "):
+            return f"list of {count}words of {words.removeprefix('one of ')}"
         name = next((word for word in _WORDS.values() if words.startswith(word)), words)
         return f"list of {count}{name}s{words.removeprefix(name)}"
     limits = []

@@ -34,6 +34,7 @@ from braid.actors.controller.records.run_records import (
     identity_of,
 )
 from braid.actors.controller.state.checkpoint_stores import Homes, begun_mark
+from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.controller.state.recovery import Interruption, failure_of, rank_names
 from braid.actors.controller.state.saving import Saver
 from braid.actors.stage.rank.messages import RunPlan
@@ -73,6 +74,11 @@ def check_begin(config: Config, options: RunOptions, shape: ModelShape) -> None:
     if not options.again or homes.begun():
         train = config.train
         newest = homes.newest_of(shape)
+        if (done := newest.manifest.step) > train.steps:
+            raise CheckpointError(
+                f"checkpoint {newest.path} is of step {done}, beyond train.steps={train.steps}; raise "
+                f"train.steps above {done} to go on"
+            )
         newest.check_data({"seed": train.seed, "global_batch": train.global_batch})
         newest.check_states(train)
 

@@ -72,15 +72,19 @@ def _known(names: list[str], tasks: str, folder: Path | None) -> Any:
         for name in names or [tasks]:
             if name not in manager.all_tasks:
                 near = nearest(name, manager.all_tasks)
-                hint = (
-                    f"did you mean {near!r}?" if near else "--include-path names a folder of your own tasks"
+                hint = f"did you mean {near!r}? " if near else ""
+                raise ConfigError(
+                    f"--tasks {tasks}: lm-eval has no task {name!r}; {hint}--include-path names a folder of "
+                    f"your own tasks"
                 )
-                raise ConfigError(f"--tasks {tasks}: lm-eval has no task {name!r}; {hint}")
         manager.load(names)
     except ConfigError:
         raise
     except Exception as error:  # of any type: task files hold templates, code, names of data sets
-        raise ConfigError(f"--tasks {tasks} cannot be loaded: {first_line(error)}") from None
+        raise ConfigError(
+            f"--tasks {tasks} cannot be loaded: {first_line(error)}; see to the network, or name a folder of "
+            f"your own tasks with --include-path"
+        ) from None
     return manager
 
 

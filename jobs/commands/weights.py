@@ -36,7 +36,14 @@ def weights_of(source: Path, which: Which = None) -> Iterator[Path]:
     run's checkpoint (`chosen`), in fp32. Raise `ConfigError` if there are no weights."""
     if not (source / CONFIG).is_file():
         if not source.is_dir():
-            raise ConfigError(f"{source} is neither a run nor a checkpoint, nor a folder of weights")
+            raise ConfigError(
+                f"{source} is neither a run nor a checkpoint, nor a folder of weights; give runs/NAME, or a "
+                f"folder with {CONFIG} and *.safetensors"
+            )
+        if (source / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{source} holds adapters without their model; give the run, or export it with --merge"
+            )
         found = chosen(source, which)
         with tempfile.TemporaryDirectory(prefix="braid-weights-") as folder:
             write_weights(found, Path(folder))

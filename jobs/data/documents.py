@@ -111,7 +111,7 @@ def _conversation(entry: Mapping[str, Any], place: Callable[[], str]) -> Convers
         told = {key: value for key, value in message.items() if value is not None}
         if not isinstance(told.get("role"), str) or not ("content" in told or "tool_calls" in told):
             raise ValueError(
-                f"{KEY}: {place()}: message {number} has {', '.join(map(repr, message)) or 'nothing'}, and "
+                f"{KEY}: {place()}: message {number} has {', '.join(map(repr, told)) or 'nothing'}, and "
                 f"needs 'role' and 'content'; {NO_MESSAGES}"
             )
         kept.append(told)

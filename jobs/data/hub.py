@@ -32,7 +32,7 @@ def hub_source(hub: HubConfig) -> Source:
         raise MissingSourcesError(f"{KEY}.id={hub.id!r} is no folder; correct the path")
     with _told(
         f"{KEY}: {hub.id!r} cannot be looked up",
-        "correct data.hub.id or data.hub.subset",
+        "see to the network, or correct data.hub.id or data.hub.subset",
         MissingSourcesError,
     ):
         builder = _library().load_dataset_builder(hub.id, hub.subset)

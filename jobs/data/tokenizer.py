@@ -116,8 +116,8 @@ class HuggingFaceTokenizer:
             content = path.read_bytes()
         except OSError as fault:
             raise ValueError(
-                f"data.tokenizer: cannot read {str(path)!r} ({fault.strerror}); give {BYTES!r} or the path "
-                "of a tokenizer.json"
+                f"data.tokenizer: cannot read {str(path)!r} ({fault.strerror}); give {BYTES!r}, the path "
+                "of a tokenizer.json, or a name on the Hub as org/name"
             ) from None
         try:
             self._backend = Backend.from_buffer(content)

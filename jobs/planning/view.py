@@ -280,7 +280,7 @@ def show_dry_run(console: Console, config: Config, shape: ModelShape) -> None:
         f"heads, head_dim {shape.head_dim}, vocabulary {shape.vocabulary}",
         "layout": f"{layout.ranks} ranks: {layout.describe()}",
         "batch": f"{workload.micro_batches(layout)} micro-batches a replica, {tokens:,} tokens a step",
-        "FLOPs": f"{model_flops(shape, tokens) / 1e12:.3f} TFLOP a step (without recomputation)",
+        "FLOPs": f"{model_flops(shape, tokens) / 1e12:.3g} TFLOP a step (without recomputation)",
     }
     console.print(facts_of(facts, "plan"))
     kinds, train = config.sizes(shape).kinds, config.train

@@ -102,7 +102,7 @@ def _check_batch(shape: ModelShape, layout: ParallelLayout, workload: Workload) 
         near = " or ".join(str(n) for n in (below, below + samples) if n)
         raise ValueError(
             f"train.global_batch={workload.global_batch} is not divisible by train.micro_batch="
-            f"{workload.micro_batch} x parallel.dp={layout.dp}; use {near}"
+            f"{workload.micro_batch} x parallel.dp={layout.dp}; set train.global_batch to {near}"
         )
 
 

@@ -268,7 +268,7 @@ def test_a_checkpoint_of_other_kinds_of_layers_is_refused(tmp_path: Path) -> Non
     for step, shape, fits, odd in ((1, asdict(other), other, LLAMA), (2, before, LLAMA, other)):
         saved.publish(store, step, shape=shape)
         assert homes.newest_of(fits).manifest.step == step
-        says = rf"with pattern={fits.pattern}, the configuration says pattern={odd.pattern}$"
+        says = rf"with pattern={fits.pattern}, the configuration says model.pattern={odd.pattern}; set it"
         with pytest.raises(CheckpointError, match=says):
             homes.newest_of(odd)
 

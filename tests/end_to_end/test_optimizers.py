@@ -257,12 +257,17 @@ def test_muon_goes_on_in_another_layout(tmp_path: Path, data: Path, capsys: Capt
 
 
 @pytest.mark.slow
-def test_an_average_that_no_checkpoint_has_is_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
+def test_a_run_that_cannot_go_on_as_configured_is_refused(
+    tmp_path: Path, data: Path, capsys: Capture
+) -> None:
     run = run_layout(tmp_path, data, until=2, **sections("tp 2"))
     shape = run.shape
     averaged = run.config.changed(train={"average": 0.9})
     with pytest.raises(CheckpointError, match=r"no average of the weights, this run has train\.average=0\.9"):
         check_begin(averaged, RunOptions(resume=True), shape)
+    shorter = run.config.changed(train={"steps": 1})
+    with pytest.raises(CheckpointError, match=r"step 2, beyond train\.steps=1; raise train\.steps above 2"):
+        check_begin(shorter, RunOptions(resume=True), shape)
     eight = run.config.changed(train={"optimizer": "adamw_8bit"})
     check_begin(eight, RunOptions(resume=True), shape)
     outcome = called(capsys, "checkpoint", "export", run.directory, tmp_path / "none", "--average")

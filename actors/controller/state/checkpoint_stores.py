@@ -15,6 +15,9 @@ from braid.scheduling.model.shape import OF_TRAINING, ModelShape
 from braid.scheduling.schedule.states import OptimizerStates
 from braid.scheduling.text.records import to_mapping
 
+_ANEW = "or begin a run with an export of this checkpoint as model.initial"
+"""What to do where a run cannot go on as it is configured."""
+
 Verify = Callable[[Path], None]
 """Reads all files of a checkpoint; raises `CheckpointError` if one is not as it was saved."""
 
@@ -39,7 +42,7 @@ class Found:
     def check_states(self, train: TrainConfig) -> None:
         """Raise `CheckpointError` if the optimizer needs states that the checkpoint does not hold."""
         held = OptimizerStates(**self.manifest.states)
-        remedy = "or begin a run with an export of this checkpoint as model.initial"
+        remedy = _ANEW
         if held.kinds(matrix=True)[0] != train.states.kinds(matrix=True)[0]:
             raise CheckpointError(
                 f"checkpoint {self.path} has the states of train.optimizer={held.optimizer}, this run has "
@@ -54,11 +57,19 @@ class Found:
     def check_data(self, here: dict[str, Any]) -> None:
         """Raise `CheckpointError` if other samples would come next than in the run that wrote the
         checkpoint."""
-        if odd := [key for key in here if self.manifest.data.get(key) != here[key]]:
+        if not (odd := [key for key in here if self.manifest.data.get(key) != here[key]]):
+            return
+        key, told = odd[0], self.manifest.data.get(odd[0])
+        if key == "fingerprint":
             raise CheckpointError(
-                f"checkpoint {self.path} was trained with {odd[0]}={self.manifest.data.get(odd[0])!r}, "
-                f"this run has {here[odd[0]]!r}; the sample order would change"
+                f"checkpoint {self.path} was trained on other tokens than data prepares now (files, "
+                f"tokenizer, templates, rows, or the sets of data.mixture and their weights), so that other "
+                f"samples would come next; set data as it was, {_ANEW}"
             )
+        raise CheckpointError(
+            f"checkpoint {self.path} was trained with train.{key}={told!r}, this run has {here[key]!r}, so "
+            f"that other samples would come next; set it to {told!r}, {_ANEW}"
+        )
 
 
 class Homes:
@@ -120,9 +131,10 @@ class Homes:
         ours, theirs = to_mapping(shape), {**usual, **found.manifest.shape, **of_training}
         if theirs != ours:
             odd = next(key for key in ours if theirs.get(key) != ours[key])
+            which = " (data.tokenizer decides it)" if odd == "vocabulary" else ""
             raise CheckpointError(
-                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, "
-                f"the configuration says {odd}={ours[odd]}"
+                f"checkpoint {found.path} is of a model with {odd}={theirs.get(odd)}, the configuration says "
+                f"model.{odd}={ours[odd]}{which}; set it as it was, or begin a run of another name"
             )
         return found
 

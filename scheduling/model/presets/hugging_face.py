@@ -191,7 +191,7 @@ def _content(path: Path) -> dict[str, Any]:
         where = "is not a directory" if path.parent.exists() else "does not exist"
         raise ValueError(
             f"model.initial={str(path.parent)!r} {where}; "
-            f"give the directory that holds {CONFIG} and model.safetensors"
+            f"give the directory that holds {CONFIG} and model.safetensors, or a name on the Hub as org/name"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
