@@ -111,7 +111,5 @@ def test_other_weights_are_refused_on_resume(tmp_path: Path, mixture: Path) -> N
     trained(plan, 2)
     changed = (mixture / MIXTURE_FILE).read_text().replace("0.6", "0.7")
     (mixture / MIXTURE_FILE).write_text(changed)
-    with pytest.raises(
-        ValueError, match="was trained on other tokens than data prepares now .*; set data as it was, or"
-    ):
+    with pytest.raises(ValueError, match="was trained on other tokens than data prepares now"):
         trained(plan, resume=True)

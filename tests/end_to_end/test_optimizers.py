@@ -257,9 +257,7 @@ def test_muon_goes_on_in_another_layout(tmp_path: Path, data: Path, capsys: Capt
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_go_on_as_configured_is_refused(
-    tmp_path: Path, data: Path, capsys: Capture
-) -> None:
+def test_what_cannot_go_on_as_configured_is_refused(tmp_path: Path, data: Path, capsys: Capture) -> None:
     run = run_layout(tmp_path, data, until=2, **sections("tp 2"))
     shape = run.shape
     averaged = run.config.changed(train={"average": 0.9})
