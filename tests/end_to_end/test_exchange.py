@@ -282,8 +282,8 @@ def test_many_files(exchange: Exchange, monkeypatch: pytest.MonkeyPatch, kind: s
     """No more is read at once than is written into a file, of the tensors of all experts too."""
     load, held = exchanging._load, []
 
-    def noting(reader: Any, group: Sequence[StoredTensor]) -> Any:
-        parts = load(reader, group)
+    def noting(reader: Any, group: Sequence[StoredTensor], **options: Any) -> Any:
+        parts = load(reader, group, **options)
         held.append((sum(t.numel() for _, t in parts.values()), sum(math.prod(t.shape) for t in group)))
         return parts
 
