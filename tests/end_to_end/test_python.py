@@ -450,7 +450,7 @@ def test_messages_name_arguments_and_the_command_line_names_options() -> None:
 def test_no_message_to_python_names_an_option_of_a_command(folder: str) -> None:
     """Whole commands may stand in a message: ``braid profile --anew``."""
     files = [ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py"))
-    for file in files:
+    for file in (file for file in files if file.name != "cli.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise | ast.Call | ast.Assign):
                 for text in (part.value for part in ast.walk(node) if isinstance(part, ast.Constant)):

@@ -198,7 +198,7 @@ class JoinedGroup(ProcessGroup):
             return super()._ended(rank)
         text = (
             "its process has ended, and with it the run; `torchrun --max-restarts` starts all processes "
-            "again, and --resume-if-begun goes on from the newest checkpoint"
+            "again, and `braid train --resume-if-begun` goes on from the newest checkpoint"
         )
         return GuardError(rank, text, died=True)
 
