@@ -297,6 +297,10 @@ def _base_of(checkpoint: Path, *, merge: bool) -> Path | None:
             f"model.initial={str(base)!r} of the run of checkpoint {checkpoint} is not a directory any more, "
             f"and its adapters cannot be merged; bring the base model back"
         )
+    if merge and base is not None:
+        from braid.jobs.training.beside_weights import check_base
+
+        check_base(checkpoint.resolve().parent.parent, base)
     return base
 
 

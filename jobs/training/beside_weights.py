@@ -4,13 +4,14 @@ A run keeps them, in the form of its exports, in `FOLDER` of its directory: the 
 beside imported weights may be gone at export.
 """
 
+import hashlib
 import json
 import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from braid.actors.config import Config
+from braid.actors.config import Config, ConfigError
 from braid.actors.config.paths import BYTES
 from braid.jobs.data.chat import TEMPLATE_FILE, ChatTemplate, ends_of_answers
 from braid.jobs.data.tokenizer import (
@@ -24,6 +25,10 @@ from braid.jobs.data.tokenizer import (
 from braid.scheduling.model.presets.hugging_face import CONFIG
 
 FOLDER: Final = "tokenizer"
+_BASE: Final = "base.sha256"
+"""File in a run's directory with the digest of the model that its adapters belong to."""
+_SAMPLED_BYTES: Final = 1 << 24
+"""Bytes at both ends of a file that its digest covers: a whole model takes minutes to read."""
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of the tokens that begin, end and pad texts, in `GENERATION` and in `CONFIG`."""
 
@@ -58,6 +63,35 @@ def keep(config: Config, tokenizer: Tokenizer, run: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
+
+
+def keep_base(config: Config, run: Path) -> None:
+    """Write a digest of the model that a run's adapters belong to into its directory, if it has adapters."""
+    if config.model.lora is not None and config.model.initial is not None:
+        (run / _BASE).write_text(_digest(config.model.initial), encoding="utf-8")
+
+
+def check_base(run: Path, initial: Path) -> None:
+    """Raise `ConfigError` if the weights in ``initial`` are not those that a run's adapters belong to; runs
+    that have kept no digest pass."""
+    if (run / _BASE).is_file() and (run / _BASE).read_text(encoding="utf-8") != _digest(initial):
+        raise ConfigError(
+            f"model.initial={str(initial)!r} has changed since the run {run} began, and its adapters belong "
+            f"to the weights as they were; bring them back, or begin a run of another name"
+        )
+
+
+def _digest(directory: Path) -> str:
+    """Return a digest of names, sizes, begins and ends of all files of weights in a directory."""
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_SAMPLED_BYTES))
+            content.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(content.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
 
 
 def copy_kept(checkpoint: Path, export: Path) -> dict[str, Any] | None:

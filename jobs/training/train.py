@@ -37,7 +37,7 @@ from braid.jobs.data.hub_names import with_hub_files
 from braid.jobs.data.prepare import Preparation, Prepared
 from braid.jobs.data.tokenizer import tokenizer_of
 from braid.jobs.planning.work import with_plan
-from braid.jobs.training.beside_weights import keep
+from braid.jobs.training.beside_weights import check_base, keep, keep_base
 from braid.jobs.training.callbacks import Callbacks
 from braid.jobs.training.layouts import MeasuredLayout, left_open, with_layers, with_layout
 from braid.jobs.training.page import LivePage
@@ -212,6 +212,8 @@ def training(
     tokenizer = tokenizer_of(config)
     for text in on_learning_rate(config, resume=options.resume):
         show(_warning("learning-rate", text))
+    if options.resume and config.model.lora is not None and config.model.initial is not None:
+        check_base(run, config.model.initial)
     for text in on_adapters(config):
         show(_warning("adapters", text))
     with contextlib.ExitStack() as stack:
@@ -243,6 +245,7 @@ def training(
                     begun = True
                     with _told("data", "exports will have no tokenizer: ", show):
                         keep(config, tokenizer, run)
+                        keep_base(config, run)
                     if telemetry.page:
                         with _told("telemetry", "", show):
                             show(PageOpened(page.open(run)))

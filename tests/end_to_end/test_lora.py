@@ -17,12 +17,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
+from braid.actors.config import ConfigError
 from braid.actors.controller.ranks.processes import ProcessLauncher
 from braid.actors.controller.state.manifest import CheckpointError
 from braid.actors.controller.state.recovery import newest_common
 from braid.actors.stage.files.hub_files import stored_tensors
 from braid.actors.stage.rank.interface import Rank
 from braid.jobs.bench.plain_torch import PlainTrainer
+from braid.jobs.training.beside_weights import check_base, keep_base
 from braid.scheduling.model.lora import Lora
 from tests.actors.ranks import Ranks, Waiting
 from tests.actors.test_bytes_of_shares import assert_bytes
@@ -285,6 +287,14 @@ def test_merging_what_cannot_be_merged_is_refused(
     random = run_layout(tmp_path, adapters.data, **{**sections, "model": {"kv_heads": 4, "lora": LORA}})
     assert "has no model.initial" in merged(random)
     moved = run_layout(tmp_path, adapters.data, **{**sections, "model": {"initial": str(base), "lora": LORA}})
+    keep_base(moved.config, moved.directory)  # as `braid train` does
+    check_base(moved.directory, base)
+    weights = next(base.glob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "has changed since the run" in merged(moved)
+    with pytest.raises(ConfigError, match="bring them back, or begin a run of another name"):
+        check_base(moved.directory, base)
     shutil.rmtree(base)
     assert "is not a directory any more; bring the base model back" in merged(moved)
 
