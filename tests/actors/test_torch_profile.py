@@ -35,7 +35,9 @@ def test_a_profiled_run(tmp_path: Path) -> None:
     to the bit."""
     plain = train(config_of(tmp_path).model_copy(update={"name": "plain"}))
     found = train(config_of(tmp_path, profile={"steps": [2, 3], "ranks": [1]}))
-    assert [step["loss"] for step in found["steps"]] == [step["loss"] for step in plain["steps"]]
+    assert [step["loss"] for step in found.report["steps"]] == [
+        step["loss"] for step in plain.report["steps"]
+    ]
     run = tmp_path / "runs" / "run"
     (trace,) = (run / "profile").iterdir()
     assert trace.name == "rank-1.steps-2-3.json"

@@ -17,7 +17,7 @@ from tests.end_to_end.command import BASE, losses_of, write_corpus
 from tests.waiting import alive, within
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.own_process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.thorough, pytest.mark.own_process, pytest.mark.timeout(600)]
 CPUS = 3
 MANY = 500
 
