@@ -32,7 +32,15 @@ from braid.jobs.data.prepare import prepare
 from braid.scheduling.cost.analytic import analytic_profile
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.model.shape import ModelShape
-from braid.scheduling.plan.decide import Outcome, anything, decide, evaluate, measured, modelled, replay
+from braid.scheduling.plan.decide import (
+    Outcome,
+    anything,
+    decide,
+    measured,
+    modelled,
+    replay,
+    simulate_setting,
+)
 from braid.scheduling.plan.orders import decisions
 from braid.scheduling.plan.space import COARSE
 from braid.scheduling.schedule import buckets
@@ -206,7 +214,7 @@ class Runs:
             bench_of = measured(graphs, analytic_profile(spec, setting.layout, graphs, 8))
             outcome = decide([setting], bench_of, anything, COARSE)[0]
         else:
-            outcome = evaluate(setting, spec)
+            outcome = simulate_setting(setting, spec)
         if put_off:
             choices, _ = decisions(modelled(spec)(outcome.setting))[-1]
             outcome = replay(outcome.setting, choices, spec)

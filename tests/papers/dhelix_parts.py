@@ -22,7 +22,7 @@ from braid.scheduling.model.presets.library import cluster_preset, model_preset
 from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import chunk_parameters
-from braid.scheduling.plan.decide import evaluate, modelled, replay
+from braid.scheduling.plan.decide import modelled, replay, simulate_setting
 from braid.scheduling.plan.orders import CostedSetting, layer_pair, segment_steps
 from braid.scheduling.plan.pairing import pair
 from braid.scheduling.plan.space import with_schedule
@@ -164,7 +164,7 @@ def _in_place(graph: StrandGraph, backward: Graph) -> StrandGraph:
 
 def breakdown(setting: Setting, cluster: ClusterSpec) -> tuple[float, ...]:
     """Percent over Megatron-LM after each of `PARTS`; their pairings, simulated with all contention."""
-    base = evaluate(with_schedule(setting, "megatron"), cluster).numbers.step_seconds
+    base = simulate_setting(with_schedule(setting, "megatron"), cluster).numbers.step_seconds
     bench = modelled(cluster)(with_schedule(setting, "dhelix"))
     return tuple(100 * (base / _with_part(bench, part, cluster) - 1) for part in PARTS)
 

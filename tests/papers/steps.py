@@ -9,7 +9,7 @@ from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.cluster import ClusterSpec
 from braid.scheduling.mesh.layout import ParallelLayout
 from braid.scheduling.model.shape import ModelShape, Workload
-from braid.scheduling.plan.decide import Outcome, evaluate
+from braid.scheduling.plan.decide import Outcome, simulate_setting
 from braid.scheduling.plan.space import with_schedule
 
 OURS: Final = ("braid:w", "braid:v")
@@ -66,11 +66,12 @@ def steps(
 ) -> Steps:
     """Simulate a setting under the baselines, DHelix and ours; ours only where they exist."""
     outcomes = {
-        schedule: evaluate(with_schedule(setting, schedule), cluster) for schedule in (*schedules, "dhelix")
+        schedule: simulate_setting(with_schedule(setting, schedule), cluster)
+        for schedule in (*schedules, "dhelix")
     }
     for schedule in OURS:
         try:
-            outcomes[schedule] = evaluate(with_schedule(setting, schedule), cluster)
+            outcomes[schedule] = simulate_setting(with_schedule(setting, schedule), cluster)
         except ValueError:
             continue  # v wants at least two micro-batches a stage
     return Steps(name, setting, cluster, outcomes)
@@ -122,7 +123,7 @@ def setting_of(model: ModelShape, layout: ParallelLayout, batch: int, micro_batc
 
 
 def _peak_bytes(setting: Setting, cluster: ClusterSpec) -> int:
-    return evaluate(setting, cluster).numbers.peak_bytes
+    return simulate_setting(setting, cluster).numbers.peak_bytes
 
 
 def axis_share(run: Steps, axes: Sequence[str]) -> float:

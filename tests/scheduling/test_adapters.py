@@ -10,6 +10,7 @@ from braid.actors.stage.state.parameters import Place
 from braid.scheduling.generate.lower import training_schedule
 from braid.scheduling.generate.setting import Setting
 from braid.scheduling.mesh.layout import ParallelLayout
+from braid.scheduling.model.flops import model_flops
 from braid.scheduling.model.layers import built_in_parts
 from braid.scheduling.model.lora import Lora
 from braid.scheduling.model.operators import Phase
@@ -17,7 +18,6 @@ from braid.scheduling.model.shape import ModelShape
 from braid.scheduling.model.sizes import part_sizes
 from braid.scheduling.model.units import members_of
 from braid.scheduling.schedule.link import link
-from braid.scheduling.schedule.memory import model_flops
 from braid.scheduling.schedule.operations import Allocate, Gather, Reduce, Start
 from tests.scheduling.cases import GPT, LLAMA, choices_for, layout_for, parts_for, setting_for
 

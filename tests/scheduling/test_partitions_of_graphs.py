@@ -99,7 +99,7 @@ def test_a_cut_layer_does_the_work_of_the_whole_one(case: Cut) -> None:
     part = model_parts(SHAPES[case.family], case.tp, case.recompute)["layer"]
     cut = partitioned(part, case.tp, *case.partitions, "dp/reduce_scatter mesh 2x2 order 0,1", dp=4, zero=1)
     check_cut(part, cut)
-    wanted = {one.what.partition("/")[2]: one for one in case.found}
+    wanted = {one.what.collective: one for one in case.found}
     for before, after in ((part.forward, cut.forward), (part.backward, cut.backward)):
         beside, at_least, shared = set[str](), set[str](), set[str]()
         for op in before.operators:
