@@ -128,7 +128,7 @@ class JoinedLauncher(ProcessLauncher):
             )
             raise ConfigError(
                 f"the layout has {ranks} ranks ({degrees}), and torchrun has started {process.ranks} "
-                f"processes; start {ranks} (--nproc-per-node times --nnodes), or change the degrees"
+                f"processes; start {ranks} (`--nproc-per-node` times `--nnodes`), or change the degrees"
             )
         check_room(self._config, process.on_this_host)
 
