@@ -49,7 +49,7 @@ def export_adapters(
     if shape.experts and (mlp := [name for name in ranks if name.startswith("mlp.")]):
         raise ValueError(
             f"adapters of {mlp[0]} in layers without experts cannot be exported: `peft` takes the name for "
-            f"that of experts' matrices; export the whole model with --merge, or train with "
+            f"that of experts' matrices; export the whole model with `--merge`, or train with "
             f"model.lora.targets=[q, k, v, o]"
         )
     file = directory / ADAPTERS
