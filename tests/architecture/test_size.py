@@ -10,7 +10,7 @@ PRODUCT = {"actors": 18740, "dashboards": 2340, "jobs": 12360, "kernels": 4460, 
 TESTS = {
     "actors": 9060,
     "architecture": 370,
-    "cuda": 5030,
+    "cuda": 5040,
     "dashboards": 3360,
     "end_to_end": 6100,
     "gpu": 1200,

@@ -296,7 +296,7 @@ def test_merging_what_cannot_be_merged_is_refused(
     with pytest.raises(ConfigError, match="bring them back, or begin a run of another name"):
         check_base(moved.directory, base)
     shutil.rmtree(base)
-    assert "is not a directory any more; bring the base model back" in merged(moved)
+    assert "is not a directory any more, and its adapters cannot be merged; bring" in merged(moved)
 
 
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(

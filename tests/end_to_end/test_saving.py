@@ -86,7 +86,7 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> N
             events.append(event)
             if isinstance(event, StepDone) and event.record.step == 12:
                 deadline = time.monotonic() + 30  # a thread writes the lines
-                while len(read_lines(config.run_directory / "metrics.jsonl")) < 10:
+                while len(read_lines(config.run_directory / "metrics.jsonl")) < 4:
                     assert time.monotonic() < deadline, "the first lines are never written"
                     time.sleep(0.02)
                 _fill(small_disk / "filler")
@@ -106,7 +106,7 @@ def test_training_goes_on_and_keeps_what_fits(small_disk: Path, data: Path) -> N
     assert len(steps) > 10
     assert not list((config.run_directory / "checkpoints").glob("step-*")), "no half checkpoint is left"
     lines = read_lines(config.run_directory / "metrics.jsonl")
-    assert [line["step"] for line in lines][:10] == list(range(1, 11))
+    assert [line["step"] for line in lines][:4] == [1, 2, 3, 4], "steps before the first checkpoint"
 
 
 def _fill(path: Path) -> None:

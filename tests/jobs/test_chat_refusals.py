@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "empty": ({"messages": []}, {}, TEMPLATE, "talk.jsonl:1 has no list 'messages'"),
     "a string": ({"messages": ["a"]}, {}, TEMPLATE, "talk.jsonl:1: message 0 is a string"),
     "no role": (user(content="a"), {}, TEMPLATE, "message 0 has 'content', and needs 'role' and 'content'"),
-    "no content": (user(role="user", content=None), {}, TEMPLATE, "has 'role', 'content', and needs"),
+    "no content": (user(role="user", content=None), {}, TEMPLATE, "message 0 has 'role', and needs"),
     "a list": ([1], {}, TEMPLATE, "talk.jsonl:1 holds a list, not an object|data.format=chat takes"),
     "surrogate": (user(role="user", content="\ud800"), {}, TEMPLATE, "talk.jsonl:1 has half a surrogate"),
     "refuses": (GOOD, {}, "{{ raise_exception('roles') }}", "talk.jsonl:1 cannot be rendered|(roles)"),
