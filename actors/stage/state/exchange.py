@@ -153,7 +153,7 @@ def _check_contents(
     if not stored and state != PARAMETER:
         raise ValueError(
             f"checkpoint {checkpoint} has no {state} of the weights; train with train.average, or export "
-            f"without --average"
+            f"without `--average`"
         )
     wanted = {name: tensor.source_shape(rows) for tensor in tensors for name, rows in tensor.sources}
     for name in sorted(stored.keys() | wanted.keys()):
