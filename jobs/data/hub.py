@@ -30,11 +30,10 @@ def hub_source(hub: HubConfig) -> Source:
         raise ConfigError(f"{KEY}.id={hub.id!r} is also a folder here; write ./{hub.id} for the folder")
     if _is_folder(hub) and not Path(hub.id).is_dir():
         raise MissingSourcesError(f"{KEY}.id={hub.id!r} is no folder; correct the path")
-    with _told(
-        f"{KEY}: {hub.id!r} cannot be looked up",
-        "see to the network, or correct data.hub.id or data.hub.subset",
-        MissingSourcesError,
-    ):
+    remedy = "correct data.hub.id or data.hub.subset"
+    if not _is_folder(hub):
+        remedy = f"see to the network, or {remedy}"
+    with _told(f"{KEY}: {hub.id!r} cannot be looked up", remedy, MissingSourcesError):
         builder = _library().load_dataset_builder(hub.id, hub.subset)
         data_files = getattr(builder.config, "data_files", None) or {}
         files = {str(split): paths for split, paths in data_files.items()}

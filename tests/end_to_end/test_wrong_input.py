@@ -65,7 +65,7 @@ def test_other_data_or_model_cannot_resume(folder: Path) -> None:
     assert braid(folder, "train", "run.yaml", "--until", "2").code == 0
     for override, says in (
         ("model.layers=2", ("layers=4", "layers=2")),
-        ("train.seed=7", ("seed=0", "7", "sample order")),
+        ("train.seed=7", ("seed=0", "7", "other samples")),
         ("train.global_batch=4", ("global_batch=8", "4")),
         ("model.pattern=layer own", ("pattern=layer,", "pattern=layer own")),
     ):
